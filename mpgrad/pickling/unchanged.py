@@ -69,11 +69,16 @@ class Sight:
         self._numbers: dict[int, Met] = {}
         functions: list[types.FunctionType] = []
         self.is_complete = type(function) is types.FunctionType or is_steady(function)
-        self.root = self._function(function, functions) if type(function) is types.FunctionType else function
+        self.root: object = None
+        if type(function) is types.FunctionType:
+            self.root = self._function(function, functions)
+        elif self.is_complete:
+            self.root = function
         for place, each in enumerate(functions):
             known = before.parts[place].values if before is not None and place < len(before.parts) else []
             self._look_at(each, known, functions)
             if not self.is_complete:
+                self.parts.clear()  # which may have anything
                 break
 
     def _look_at(self, function: types.FunctionType, known: Sequence[object], functions: list[types.FunctionType]) -> None:
@@ -200,8 +205,6 @@ def note_dumped(function: Any, pickler: CallerPickler, pickled: bytes) -> None:
     sight.is_complete = sight.is_complete and has_seen_all and sight.wanted.keys() == pickler.wanted.keys()
     order = [places[id(tensor)] for tensor in pickler.tensors] if sight.is_complete else []
     sight.tensors.clear()
-    if not sight.is_complete:
-        sight.parts.clear()  # which may have anything
     if len(DUMPED) >= MOST_SIGHTS:
         DUMPED.clear()
     DUMPED[key] = Known(sight, loaded(), pickled, order, list(pickler.wanted))

@@ -57,7 +57,7 @@ class Dispatcher(Scheduler):
         self._sleep = 0  # its number, while it sleeps
         self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
-        self._news_due = math.inf
+        self._news_due = 0.0  # when it looks for news, on the clock of time.monotonic
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
         self._staffed = threading.Event()
         self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
@@ -79,6 +79,7 @@ class Dispatcher(Scheduler):
     def wake(self) -> None:
         # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number is noted after it, for a
         # caller could be interrupted; one who is so late that he notes an old number causes another wake, and no more.
+        self.has_unheard = False
         self._woken = True
         sleep = self._sleep
         if sleep and sleep != self._ended_sleep:
@@ -116,7 +117,8 @@ class Dispatcher(Scheduler):
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            self.wake()
+            if self.has_unheard:
+                self.wake()
             if satisfied():
                 return True
             if not self._is_over:
@@ -174,31 +176,34 @@ class Dispatcher(Scheduler):
         """Do what there is to do, then sleep until something happens."""
         self._woken = False
         self.work()
-        self._sleeping_soundly = True  # before looking for news: what comes after the look will wake us
-        has_news = self.deliveries.has_news()
-        self._sleeping_soundly = not has_news
+        if time.monotonic() >= self._news_due:
+            self._tell_news()
         self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()
         patience = self.keep_time()
-        if has_news:
-            now = time.monotonic()
-            self._news_due = min(self._news_due, now + NEWS_PATIENCE)
-            patience = min(math.inf if patience is None else patience, max(0.0, self._news_due - now))
-        else:
-            self._news_due = math.inf
+        if not self._sleeping_soundly:
+            until_news = max(0.0, self._news_due - time.monotonic())
+            patience = until_news if patience is None else min(patience, until_news)
         links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
+        if self._sleeping_soundly:  # what happens now may make news
+            self._news_due = time.monotonic() + NEWS_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
-        if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
-            self._news_due = math.inf
-            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
         for link in links:
             if (worker := self.workers.get(link.number)) is not None:
                 self.receiver.serve(worker)
                 self.tell_waiters()
             elif link.exit is not None:  # else it was lost in this moment
                 self.staff.bury(link.number)
+
+    def _tell_news(self) -> None:
+        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by himself."""
+        if self.deliveries.has_news():
+            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
+        self._sleeping_soundly = True  # before the look: what comes after it will wake us
+        self._sleeping_soundly = not self.deliveries.has_news()
+        self._news_due = math.inf if self._sleeping_soundly else time.monotonic() + NEWS_PATIENCE
 
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):

@@ -127,6 +127,7 @@ class GradientSender:
     def leave(self, worker: Any, item: Backward | SumRequest) -> None:
         """For the worker to take up; or for others, if it is gone, or goes in this moment."""
         worker.backlog.append(item)
+        self._driver.has_unheard = True
         if worker.gone is not None:
             self._driver.put(lambda: self._driver.rescue(worker))
 

@@ -175,6 +175,7 @@ class Driver(Protocol):
 
     notes: Notes
     inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
+    has_unheard: bool  # something was put where that thread will find it, without waking it; whoever waits will
 
     def put(self, order: Callable[[], None]) -> None:
         """Into the inbox; after the end it is done at once."""

@@ -73,6 +73,7 @@ class Scheduler(ABC):
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
+        self.has_unheard = False  # there is something that the scheduling thread has not been woken for
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
@@ -122,6 +123,7 @@ class Scheduler(ABC):
 
     def put(self, order: Callable[[], None]) -> None:
         self.inbox.append(order)
+        self.has_unheard = True
         self._settle_if_ended()
 
     def post(self, order: Callable[[], None]) -> None:
