@@ -22,6 +22,7 @@ Assumes: a function that reaches a package has its name in its pickle, or is giv
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import time
@@ -145,9 +146,11 @@ class FunctionTable(dict[int, Function | Failure]):
 
     def _loaded(self, message: Define) -> Function:
         refs = self._station.named(message.captures, message.gathers)
-        with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
-            tensors = self._loans.captures(message.slot, refs)
-            captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
+        captures: list[torch.Tensor] = []
+        if refs:
+            with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
+                tensors = self._loans.captures(message.slot, refs)
+                captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
         number, state, in_state = 0, b"", 0
         if message.state is not None:
@@ -314,6 +317,7 @@ class Strays:
         return ""
 
 
+@functools.lru_cache(maxsize=64)  # a function is mapped again and again
 def leads_to_modules(pickled: bytes) -> bool:
     return any(each in pickled for each in WAYS_TO_MODULES)
 

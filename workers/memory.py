@@ -163,7 +163,8 @@ class Loans:
     def announce_slabs(self) -> None:
         """Tell the caller of memory that is new; before what lies there."""
         self.arena.tidy()
-        self._link.introduce(drained(self.arena.made) + self._station.take_new_slabs())
+        if new := drained(self.arena.made) + self._station.take_new_slabs():
+            self._link.introduce(new)
 
     def attach(self, message: NewSlab) -> None:
         if message.handle is not None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,7 @@ from mpgrad.workers.memory import Loans
 __all__ = ["Runner", "Tracker"]
 
 NOTHING = contextlib.nullcontext()
+NEEDS_GRAD = operator.attrgetter("requires_grad")
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
 
@@ -520,7 +522,7 @@ class Runner:
         """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it came."""
         station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
         refs = station.named(call.tensors, function.gathers)
-        given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
+        given, entrances = dress(self._loans.views(refs, payload), flags_in(refs)) if refs else ([], [])
         run = CallRun(call, function, refs, given, entrances, station, eager)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
@@ -545,7 +547,8 @@ class Runner:
             stage.ran(started)
             stage.phase = "result"
             shape, found = result_structure(value, kind)
-            if isinstance(pickled, bytes) or function.strays.may_be_reached():
+            needs_grad = any(map(NEEDS_GRAD, found))
+            if needs_grad and (isinstance(pickled, bytes) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))

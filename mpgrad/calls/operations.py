@@ -16,6 +16,7 @@ Assumes: `deliver` and `fail` come from the scheduling thread, or from who made 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -197,22 +198,21 @@ class Operation:
                 "backward of its own); the change stays in the worker: return the new value, and store it in the caller"
             )
 
-    @contextmanager
-    def modes_of_caller(self) -> Iterator[None]:
+    def modes_of_caller(self) -> contextlib.AbstractContextManager[object]:
         """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
-        with (
-            outside_transforms(),
-            torch.inference_mode(self.options.modes.inference),
-            torch.set_grad_enabled(self.options.modes.grad),
-        ):
-            yield
+        grad, inference = self.options.modes[:2]
+        if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad, inference):
+            return outside_transforms()
+        return under_others(grad, inference)
 
     def _build(self, outcome: Outcome) -> list[Any]:
         """The result of a call; those of all items of a bundle."""
         if isinstance(outcome, Failed):
             return [outcome.error()]
-        tensors = outcome.views()
-        self._give_history(outcome, tensors)
+        tensors: list[torch.Tensor] = []
+        if outcome.result.tensors:
+            tensors = outcome.views()
+            self._give_history(outcome, tensors)
         if not outcome.call.bundle:
             return [structure.loads_result(outcome.result.structure, tensors)]
         parts = outcome.result.bundle
@@ -309,6 +309,13 @@ class Operation:
         self.waiting.clear()
         self.outcomes.clear()
         self._failed = None
+
+
+@contextmanager
+def under_others(grad: bool, inference: bool) -> Iterator[None]:
+    """Modes that this thread is not in."""
+    with outside_transforms(), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        yield
 
 
 def let_go(outcome: Outcome) -> None:

@@ -550,7 +550,9 @@ LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 # --- with a function, with arguments, and by itself
 
 
-def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, list[torch.Tensor], State | None]:
+def dumps_function(
+    function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
+) -> tuple[bytes, list[torch.Tensor], State | None]:
     """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors come after them.
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
@@ -563,7 +565,8 @@ def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, lis
         pickler.dump(function)
         pickled, tensors, wanted, mark = buffer.getvalue(), pickler.taken_out, pickler.wanted, pickler.mark
         note_dumped(function, pickler, pickled)
-    if brings_code(list(first), depth=5):
+    given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
+    if brings_code(given):
         others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
         with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
             others.dump(first)
@@ -576,8 +579,10 @@ def brings_code(value: Any, depth: int = 3) -> bool:
     """Whether there are functions, classes, or objects of the user's own classes in `value`; not looked at in every corner."""
     kind = type(value)
     if kind in ELEMENTS:
-        inside = value.values() if kind is dict else value
-        return depth > 0 and any(brings_code(each, depth - 1) for each in itertools.islice(inside, MOST_LOOKED_AT))
+        inside = list(itertools.islice(value.values() if kind is dict else value, MOST_LOOKED_AT))
+        if PLAIN.issuperset(map(type, inside)):
+            return False
+        return depth > 0 and any(brings_code(each, depth - 1) for each in inside)
     return kind not in PLAIN and (is_own(kind.__module__) or issubclass(kind, CODE))
 
 

@@ -109,12 +109,13 @@ class Sight:
         return self._numbers.setdefault(id(value), Met(type(value), len(self._numbers)))
 
     def _function(self, value: types.FunctionType, functions: list[types.FunctionType]) -> object:
-        wanted = name_of(value)
-        if wanted is not None:
-            self.wanted[wanted] = None
-            return wanted, value.__qualname__
-        if by_reference(value):
-            return value
+        if value.__module__ != "__main__":  # whose functions never go by name
+            wanted = name_of(value)
+            if wanted is not None:
+                self.wanted[wanted] = None
+                return wanted, value.__qualname__
+            if by_reference(value):
+                return value
         if id(value) not in self._numbers:
             functions.append(value)
         return self._met(value)
@@ -136,7 +137,7 @@ def are_same(one: Part, other: Part) -> bool:
         and one.facts == other.facts
         and one.namespace == other.namespace
         and len(one.values) == len(other.values)
-        and all(map(is_same_value, one.values, other.values))
+        and (all(map(operator.is_, one.values, other.values)) or all(map(is_same_value, one.values, other.values)))
     )
 
 

@@ -84,7 +84,8 @@ class Deliveries:
     def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
         """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
         self.collect_returns()
-        self.unmap(drained(self._memory.arena.dropped))
+        if self._memory.arena.dropped:
+            self.unmap(drained(self._memory.arena.dropped))
         self._memory.arena.made.clear()  # each worker is told of a slab when it is first lent something there
         try:
             worker.transmit(messages, payload or Payload())

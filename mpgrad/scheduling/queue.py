@@ -215,5 +215,7 @@ class Line:
     def _chunk_size(self, operation: Operation) -> int:
         if operation.options.chunksize is not None:
             return operation.options.chunksize
+        if len(operation.queue) == 1:
+            return 1
         seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
         return chunk_size(seconds, left, workers, self._grain)

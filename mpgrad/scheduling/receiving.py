@@ -224,7 +224,8 @@ class Receiver:
         self._reading = False
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
-        self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # skipped, so not begun after all
+        if left := chunk.calls[done:]:
+            self._line.put_back(operation, [call for _, call in left])  # skipped, so not begun after all
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -283,7 +284,7 @@ class Answers:
                 if not operation.options.eager.apart and operation.home.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
-                memories = self._borrow(outcome.tensors, gradients)
+                memories = self._borrow(outcome.tensors, gradients) if outcome.tensors or gradients else {}
             except SharedMemoryError as error:
                 yield call.index, error.with_traceback(None)  # its frames would keep what was borrowed
                 continue

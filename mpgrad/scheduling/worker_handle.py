@@ -197,7 +197,8 @@ class WorkerHandle:
         """
         if self.loans.gone_slabs:  # first: one that its owner's death took away may be lent again, for a result that lies there
             self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
-        self.link.introduce(self.loans.take_new_slabs())
+        if new_slabs := self.loans.take_new_slabs():
+            self.link.introduce(new_slabs)
         news = self._take_news()
         if news and self.under_way.in_grace:
             self.under_way.look_at_grace()  # it may have been spared for the sake of what nobody wants any more

@@ -172,7 +172,8 @@ class CallOptions:
     def __post_init__(self) -> None:
         if self.chunksize is not None:
             check_chunksize(self.chunksize)
-        one_of("on_error", self.on_error, get_args(OnError))
+        if self.on_error != "raise":
+            one_of("on_error", self.on_error, get_args(OnError))
 
     @property
     def may_bundle(self) -> bool:

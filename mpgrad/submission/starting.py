@@ -87,7 +87,8 @@ class Starter:
             seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
             modes = modes or current_modes(scheduler.packer.kind)
             streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
-            pickled = pickled._replace(captures=drawn(pickled.captures))
+            if pickled.captures:
+                pickled = pickled._replace(captures=drawn(pickled.captures))
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request)
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             home = OperationHome(scheduler.gradients, shared, modes, pool.deterministic, seconds, eager, pool.predicts)

@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -202,7 +202,8 @@ class Submitter:
         operation = self.starter.begin(
             function, options, like=like, items=(), modes=modes, noun=ONE_CALL, one_by_one=True, kind=Submitted
         )
-        return cast(Submitted, operation)
+        assert isinstance(operation, Submitted)
+        return operation
 
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:

@@ -89,8 +89,21 @@ class Modes(NamedTuple):
         return self[1:]
 
     @property
+    def are_usual(self) -> bool:
+        """Grad mode, of all of these, is what has to be set."""
+        return self[1:] == USUAL
+
+    @property
     def anomaly(self) -> bool:
         return any(name == "torch.autograd.set_detect_anomaly" for name, _ in self.settings)
+
+
+USUAL = Modes(grad=True, inference=False, autocast=False, differentiating=False)[1:]
+
+
+def is_usual() -> bool:
+    """Whether this thread is in no other mode than grad mode; its settings apart."""
+    return not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or default_device() is not None)
 
 
 def current_modes(kind: str = "") -> Modes:
@@ -139,6 +152,8 @@ RESET = {
         "torch.autograd.set_detect_anomaly",
     )
 }
+RESET_VALUES = list(RESET.values())
+RESET_GETS = [TABLE.settings[name].get for name in RESET]
 
 
 class Enclosing(threading.local):
@@ -151,12 +166,16 @@ class Enclosing(threading.local):
 ENCLOSING = Enclosing()
 
 
+def is_astray() -> bool:
+    """Whether this thread, or an initializer, has set what every call begins with as the caller has it."""
+    return [get() for get in RESET_GETS] != RESET_VALUES
+
+
 @contextmanager
 def under_settings(changed: Changed) -> Iterator[None]:
     """All others are what they were outside of any `under`. Each is set only where it differs."""
     outer = ENCLOSING.before
-    is_astray = any(TABLE.settings[name].get() != value for name, value in RESET.items())
-    if not (changed or outer or is_astray):
+    if not (changed or outer or is_astray()):
         yield
         return
     wanted = {**outer, **RESET, **dict(changed)}
@@ -296,6 +315,10 @@ def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was."""
     ENCLOSING.depth += 1
     try:
+        if modes.are_usual and not (ENCLOSING.before or is_astray()) and is_usual():
+            with torch.set_grad_enabled(modes.grad):
+                yield
+            return
         with contextlib.ExitStack() as stack:
             stack.enter_context(under_settings(modes.settings + modes.thread_settings))
             if modes.differentiating:

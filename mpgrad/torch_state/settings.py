@@ -113,7 +113,8 @@ class Setting(NamedTuple):
 
 
 def attribute(name: str, holder: Any, field: str, default: Any) -> Setting:
-    return Setting(name, lambda: getattr(holder, field), lambda value: setattr(holder, field, value), default)
+    get = functools.partial(getattr, holder, field)
+    return Setting(name, get, functools.partial(setattr, holder, field), default)
 
 
 def kind_of_library(kinds: str, kind: str) -> Any:

@@ -770,6 +770,8 @@ class Packer:
 
         Those on devices have slots of their own there, which come last, unless all is to be `staged`.
         """
+        if not tensors:
+            return [], None, []
         ways = [None if staged else self._way(tensor) for tensor in tensors]
         staying = [tensor for tensor, way in zip(tensors, ways, strict=True) if way is None]
         through_here = [tensor if tensor.is_cpu else brought_here(tensor) for tensor in staying]
