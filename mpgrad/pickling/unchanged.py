@@ -158,7 +158,7 @@ def is_steady(value: Any) -> bool:
     if kind is types.ModuleType:
         name = value.__name__
         return value is sys.modules.get(name) and name != "__main__" and not is_own(name)
-    if kind is type or kind is torch._C._TensorMeta:
+    if kind is type or kind is type(torch.Tensor):
         return not is_own(value.__module__) and by_reference(value)
     return value is ABSENT or kind is torch.dtype
 
@@ -185,7 +185,7 @@ DUMPED: dict[types.CodeType | types.BuiltinFunctionType | None, Known] = {}
 def dumped_before(function: Any) -> tuple[bytes, list[torch.Tensor], dict[Wanted, None]] | None:
     """The pickle of the function, its tensors and what it wants, where that is known without pickling it again."""
     known = DUMPED.get(key_of(function))
-    if known is None or known.modules != loaded():
+    if known is None or not known.sight.is_complete or known.modules != loaded():
         return None
     sight = Sight(function, known.sight)
     if not sight.is_like(known.sight):

@@ -175,9 +175,9 @@ class Dispatcher(Scheduler):
     def _turn(self) -> None:
         """Do what there is to do, then sleep until something happens."""
         self._woken = False
-        self.work()
         if time.monotonic() >= self._news_due:
             self._tell_news()
+        self.work()
         self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()

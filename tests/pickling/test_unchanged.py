@@ -217,3 +217,13 @@ def test_what_no_call_has_written_to_is_loaded_once(script: Any, monkeypatch: py
             for _ in range(3):
                 pool.map(function, [torch.ones(2)])
             assert len(loaded) == expected
+
+
+SCALE = 2.0
+
+
+def test_what_was_not_known_whole_is_not_taken_for_known(pool: mpgrad.Pool) -> None:
+    """Symptom: IndexError, raised while loading a function that uses names of a module of the user's own."""
+    weight = torch.linspace(1, 2, 3)
+    for _ in range(3):
+        assert torch.equal(pool.map(lambda x: x * weight * SCALE, [torch.ones(3)])[0], weight * SCALE)
