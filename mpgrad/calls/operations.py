@@ -63,8 +63,8 @@ __all__ = [
 class Listener:
     """The results of an operation, as somebody holds them: an `AsyncResult`, a future, an iterator.
 
-    The operation refers to it from the beginning. Only one that `_is_told` is kept by that, until it has been told, or a wait
-    for it was interrupted.
+    It makes the operation, which refers to it weakly. One that has to be told of the end though nobody holds it (`_is_told`)
+    is kept by the operation, until it has been told, or somebody who waited for it was interrupted.
     """
 
     _is_told = True
