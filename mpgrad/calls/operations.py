@@ -312,14 +312,10 @@ class Operation:
     def tell_if_finished(self) -> None:
         if self.finished:
             listener = self._listener()
-            self._dismiss_listener()
+            self._listener = weakref.ref(NOBODY)  # it is told once, and refers to this
+            self._kept = None
             if listener is not None:
                 listener._on_finished()
-
-    def _dismiss_listener(self) -> None:
-        """It is told nothing more; and it refers to this."""
-        self._listener = weakref.ref(NOBODY)
-        self._kept = None
 
     def note_interrupt(self, cancel: Callable[[Operation], None]) -> None:
         """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds them, or is to be told."""
@@ -342,7 +338,8 @@ class Operation:
 
     def cancel(self) -> None:
         """Nobody wants the rest any more."""
-        self._dismiss_listener()
+        self._listener = weakref.ref(NOBODY)
+        self._kept = None
         self.limit = 0
         self.sealed = True
         self.queue.clear()
