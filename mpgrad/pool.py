@@ -831,7 +831,7 @@ class Pool:
             [True, True, True]
         """
         self._scheduler.await_all()
-        self._submitter.uncollected.surface()
+        self._scheduler.uncollected.surface()
 
     @not_compiled
     def reduce(

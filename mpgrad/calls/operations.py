@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     from mpgrad.calls.homes import OperationHome
 
 __all__ = [
+    "NOBODY",
     "Claim",
     "Delivered",
     "Failed",
+    "Listener",
     "Operation",
     "Outcome",
     "Submitted",
@@ -59,12 +61,26 @@ __all__ = [
 ]
 
 
-class Holder(Protocol):
-    """Who has asked for the results: `AsyncResult`, a future, an iterator."""
+class Listener:
+    """The results of an operation, as somebody holds them: an `AsyncResult`, a future, an iterator.
 
-    def _note_interrupt(self) -> None:
-        """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
-        ...
+    It makes the operation, which refers to it weakly. One that has to be told of the end though nobody holds it (`_is_told`)
+    is kept by the operation, until it has been told, or somebody who waited for it was interrupted.
+    """
+
+    _is_told = True
+    _tells = False  # somebody else, when it is told
+    _arrived: deque[int] | None = None  # indices of outcomes as they come, for who takes them in this order
+
+    def _starts(self) -> bool:
+        """A call begins; False where it was cancelled before."""
+        return True
+
+    def _on_finished(self) -> None:
+        """The operation has finished, and was not cancelled. Called once, by who calls `Operation.deliver`."""
+
+
+NOBODY = Listener()
 
 
 class Operation:
@@ -79,16 +95,17 @@ class Operation:
         home: OperationHome,
         captures: Captures | None = None,
         streams: ItemStreams | None = None,
+        listener: Listener = NOBODY,
     ) -> None:
         self.options = options
         self.names = options.function.names
         self.home = home
         self.captures = captures  # that need gradients
         self.streams = streams or ItemStreams(None)  # of the generators that its items hold
-        self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
-        self.on_outcome: Callable[[int], None] = lambda index: None
-        self.on_finished: Callable[[], None] = lambda: None
-        self.holder: Callable[[], Holder | None] | None = None  # of its results: the only one who can ask for them
+        self._listener = weakref.ref(listener)
+        self._kept = listener if listener._is_told else None
+        self._arrived = listener._arrived
+        self.was_interrupted = False  # somebody who waited for the results
         # written by the caller
         self.queue: deque[PackedCall] = deque()
         self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
@@ -279,7 +296,8 @@ class Operation:
             self.limit = index
         else:
             self.delivered += 1
-        self.on_outcome(index)
+        if self._arrived is not None:
+            self._arrived.append(index)
         self.tell_if_finished()
 
     @property
@@ -287,10 +305,27 @@ class Operation:
         """Other calls are to be given what it gives."""
         return False
 
+    def starts(self) -> bool:
+        """A call begins; False where it was cancelled before."""
+        return True
+
     def tell_if_finished(self) -> None:
         if self.finished:
-            tell, self.on_finished = self.on_finished, lambda: None  # once; and it may refer to what refers to us
-            tell()
+            listener = self._listener()
+            self._listener = weakref.ref(NOBODY)  # it is told once, and refers to this
+            self._kept = None
+            if listener is not None:
+                listener._on_finished()
+
+    def note_interrupt(self, cancel: Callable[[Operation], None]) -> None:
+        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds them, or is to be told."""
+        listener = self._listener()
+        if listener is None:
+            cancel(self)
+        elif not (listener is NOBODY or listener._tells or self.was_interrupted):
+            self.was_interrupted = True
+            self._kept = None
+            weakref.finalize(listener, cancel, self).atexit = False
 
     def fail(self, error: BaseException) -> None:
         """Give every call that is still to come the same error."""
@@ -303,6 +338,8 @@ class Operation:
 
     def cancel(self) -> None:
         """Nobody wants the rest any more."""
+        self._listener = weakref.ref(NOBODY)
+        self._kept = None
         self.limit = 0
         self.sealed = True
         self.queue.clear()
@@ -388,7 +425,6 @@ class Submitted(Operation):
         self._value: Any = None
         # of the dispatcher: to be told when there is an outcome
         self.dependents: deque[Callable[[], None]] = deque()
-        self.on_passed_on: Callable[[], None] = lambda: None  # its failure is somebody else's now
 
     @property
     def outcome(self) -> Outcome | None:
@@ -467,6 +503,10 @@ class Submitted(Operation):
             if (claim := ref()) is not None and not claim.is_settled:
                 claim.settle(outcome, tensors)
         self._claims = []
+
+    def starts(self) -> bool:
+        listener = self._listener()
+        return listener is None or listener._starts()
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)

@@ -17,7 +17,6 @@ import logging
 import math
 import multiprocessing
 import numbers
-import sys
 import threading
 import time
 import weakref
@@ -27,7 +26,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mpgrad.callbacks import later, report
-from mpgrad.calls.operations import Claim, Failed, Operation, Submitted
+from mpgrad.calls.operations import Claim, Failed, Listener, Operation, Submitted
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
@@ -50,11 +49,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def cancel_when_dropped(holder: object, scheduler: Scheduler, operation: Operation) -> None:
-    """As soon as nobody holds the result."""
-    weakref.finalize(holder, scheduler.cancel_with_grace, operation).atexit = False
-
-
 class Uncollected:
     """Failures of asynchronous calls that nobody has asked for."""
 
@@ -62,24 +56,20 @@ class Uncollected:
 
     def __init__(self) -> None:
         # The scheduling thread notes while any other may look. Each step is one of the dictionary's, so it needs no lock.
-        self._errors: dict[int, Failed] = {}
-        self._numbers = itertools.count()
-
-    def number(self) -> int:
-        """For a result that may become a failure."""
-        return next(self._numbers)
+        self._numbers_of: dict[Failed, int] = {}
+        self.numbers = itertools.count()  # for results that may become failures
 
     def note(self, number: int, error: Failed) -> None:
-        if len(self._errors) < self.MOST:
-            self._errors[number] = error
+        if len(self._numbers_of) < self.MOST:
+            self._numbers_of[error] = number
 
-    def collected(self, number: int) -> None:
-        self._errors.pop(number, None)
+    def collected(self, error: Failed) -> None:
+        self._numbers_of.pop(error, None)
 
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
-        taken = [self._errors.pop(number, None) for number in sorted(self._errors)]
-        failures = [each for each in taken if each is not None]  # None: another thread was faster
+        noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
+        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]  # else another thread has it
         if failures:
             first = failures[0].error()
             if len(failures) > 1:
@@ -87,7 +77,7 @@ class Uncollected:
             raise first
 
 
-class AsyncResult(Generic[R]):
+class AsyncResult(Listener, Generic[R]):
     """The result of `Pool.map_async`, `Pool.starmap_async` or `Pool.apply_async`, like `multiprocessing.pool.AsyncResult`.
 
     Example:
@@ -102,19 +92,15 @@ class AsyncResult(Generic[R]):
     def __init__(
         self,
         scheduler: Scheduler,
-        operation: Operation,
+        begin: Callable[[Listener], Operation],
         fetch: Callable[[Operation], R],
         callback: Callable[[R], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        uncollected: Uncollected,
-        on_awaited: Callable[[], object] = lambda: None,
+        report: Callable[[Operation], Callable[[], object]],
     ) -> None:
-        """`on_awaited`: called by who has waited until all is done."""
+        """`report`: returns what is called by who has waited until all is done."""
         self._scheduler = scheduler
-        self._uncollected = uncollected
-        self._number = uncollected.number()
-        self._operation = operation
-        self._on_awaited = on_awaited
+        self._number = next(scheduler.uncollected.numbers)
         self._fetch = fetch
         self._callback = callback
         self._error_callback = error_callback
@@ -122,9 +108,9 @@ class AsyncResult(Generic[R]):
         self._value: Any = None
         self._fetched = False
         self._is_collected = False  # somebody has asked for the result, or whether there is one
-        self._was_interrupted = False
-        operation.on_finished = self._finish
-        operation.holder = weakref.ref(self)
+        self._tells = callback is not None or error_callback is not None
+        self._operation = begin(self)
+        self._on_awaited = report(self._operation)
 
     @not_compiled
     def get(self, timeout: float | None = None) -> R:
@@ -154,20 +140,11 @@ class AsyncResult(Generic[R]):
         try:
             is_ready = self._scheduler.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self._note_interrupt()
+            self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
         if is_ready:
             self._on_awaited()
         return is_ready
-
-    def _note_interrupt(self) -> None:
-        """Whoever waited was interrupted: the calls are cancelled as soon as nobody can ask for the result any more."""
-        if self._was_interrupted or self.ready() or self._callback is not None or self._error_callback is not None:
-            return
-        self._was_interrupted = True
-        cancel_when_dropped(self, self._scheduler, self._operation)
-        ref = weakref.ref(self)
-        self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
 
     def ready(self) -> bool:
         """Whether all calls have ended."""
@@ -184,8 +161,8 @@ class AsyncResult(Generic[R]):
         self._collect()
         return self._operation.first_failure() is None
 
-    def _finish(self) -> None:
-        """All calls have ended. Has callbacks run; makes the value only for one."""
+    def _on_finished(self) -> None:
+        """Has callbacks run; makes the value only for one."""
         failed = self._operation.first_failure()
         if failed is None:
             if self._callback is not None:
@@ -193,14 +170,16 @@ class AsyncResult(Generic[R]):
         elif self._error_callback is not None:
             later(call_back, self._error_callback, failed.error)
         else:
-            self._uncollected.note(self._number, failed)
+            self._scheduler.uncollected.note(self._number, failed)
             if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
                 self._collect()
 
     def _collect(self) -> None:
         """Nobody else has to be told of a failure."""
         self._is_collected = True
-        self._uncollected.collected(self._number)
+        failed = self._operation.first_failure()
+        if failed is not None:
+            self._scheduler.uncollected.collected(failed)
 
 
 def call_back(callback: Callable[[Any], object], make: Callable[[], object]) -> None:
@@ -215,7 +194,7 @@ class ExceptionOfTask(Exception):
     """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture` gives what it really was."""
 
 
-class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
+class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
 
     It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
@@ -230,21 +209,13 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         (True, tensor([3., 3.], grad_fn=<CallBackward>), tensor([3., 3.]))
     """
 
-    def __init__(self, scheduler: Scheduler, operation: Submitted, uncollected: Uncollected) -> None:
+    def __init__(self, scheduler: Scheduler, begin: Callable[[Listener], Submitted]) -> None:
         super().__init__()
         self._scheduler = scheduler
-        self._operation = operation
-        self._uncollected = uncollected
-        self._number = uncollected.number()
+        self._number = next(scheduler.uncollected.numbers)
         self._told = False  # that it was cancelled
         self._failed: Failed | None = None
-        self._was_interrupted = False
-        self._tells = False  # somebody, when it is done
-        operation.holder = weakref.ref(self)
-        # a call that a dying worker had not begun starts again elsewhere
-        operation.starts = self._starts
-        operation.on_outcome = self._finish
-        operation.on_passed_on = functools.partial(uncollected.collected, self._number)
+        self._operation = begin(self)
 
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
@@ -283,7 +254,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
         if self.cancelled():
             raise concurrent.futures.CancelledError
-        self._uncollected.collected(self._number)
+        if self._failed is not None:
+            self._scheduler.uncollected.collected(self._failed)
         return self._failed
 
     def cancel(self, force: bool = False) -> bool:
@@ -315,18 +287,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         try:
             return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self._note_interrupt()
+            self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
-
-    def _note_interrupt(self) -> None:
-        """Whoever waited was interrupted: the call is cancelled as soon as nobody can ask for its result any more."""
-        if self._was_interrupted or self.done() or self._tells:
-            return
-        self._was_interrupted = True
-        cancel_when_dropped(self, self._scheduler, self._operation)
-        ref = weakref.ref(self)
-        self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
-        self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
 
     def cancelled(self) -> bool:
         """As in `concurrent.futures`; True also once `cancel(force=True)` or `cancel_after` has ended the call."""
@@ -373,16 +335,15 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         return self._operation.take()
 
     def _starts(self) -> bool:
-        """A call begins, unless it was cancelled; of that the future is told once."""
+        """That it was cancelled is told once. A call that a dying worker had not begun starts again elsewhere."""
         if self.running() or self._told:
             return not self._told
         self._told = not self.set_running_or_notify_cancel()
         return not self._told
 
-    def _finish(self, index: int) -> None:
-        """The call has ended. Has callbacks run; makes no value."""
-        outcome = self._operation.outcomes[index]
-        self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
+    def _on_finished(self) -> None:
+        """Has callbacks run; makes no value."""
+        outcome = self._operation.outcomes[0]
         if not self._starts():
             return  # cancelled
         try:
@@ -390,7 +351,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             if failed is None or failed.is_cancelled:
                 self.set_result(cast(R, None))  # the value is made by who asks for it
             else:
-                self._uncollected.note(self._number, failed)
+                self._scheduler.uncollected.note(self._number, failed)
                 self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
@@ -403,7 +364,7 @@ class LateError(multiprocessing.TimeoutError):
     """A result has not come in time. A task may raise the other kind."""
 
 
-class ResultIterator(Generic[R]):
+class ResultIterator(Listener, Generic[R]):
     """The results of `Pool.imap` or `Pool.imap_unordered`; takes items from their source only as far as it needs them.
 
     Example:
@@ -414,29 +375,28 @@ class ResultIterator(Generic[R]):
         (1, [2])
     """
 
+    _is_told = False  # the operation would keep it, and nobody would cancel the rest
+
     def __init__(
         self,
         scheduler: Scheduler,
-        operation: Operation,
-        calls: Iterator[Callable[[], PackedCall]],
+        begin: Callable[[Listener], Operation],
+        pack: Callable[[Operation], Iterator[Callable[[], PackedCall]]],
         window: float,
         ordered: bool,
-        on_awaited: Callable[[], object] = lambda: None,
+        report: Callable[[Operation], Callable[[], object]],
     ) -> None:
         self._scheduler = scheduler
-        self._operation = operation
-        self._calls = calls  # each packs one call
         self._window = window
         self._ordered = ordered
         self._arrived: deque[int] = deque()
         self._next = 0
         self._source_error: BaseException | None = None
-        self._on_awaited = on_awaited
         self._turn = threading.RLock()  # the source of the items is the caller's code
-        arrived = self._arrived  # not self: the operation would keep the iterator alive
-        operation.on_outcome = arrived.append
-        operation.holder = weakref.ref(self)
-        self._was_interrupted = False
+        self._operation = begin(self)
+        self._calls = pack(self._operation)  # each packs one call
+        self._on_awaited = report(self._operation)
+        weakref.finalize(self, dropped, scheduler, self._operation, window).atexit = False
         self._fill()
 
     def __iter__(self) -> ResultIterator[R]:
@@ -458,7 +418,7 @@ class ResultIterator(Generic[R]):
             try:
                 is_there = self._scheduler.wait_until(self._is_there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
-                self._note_interrupt()
+                self._operation.note_interrupt(self._scheduler.cancel_with_grace)
                 raise
             if not is_there:
                 raise LateError(f"no result within the timeout ({timeout} s)")
@@ -498,7 +458,7 @@ class ResultIterator(Generic[R]):
         try:
             self._add_some(self._next + asked)
         except BaseException:  # as in `next`; the source's own exceptions do not come here
-            self._note_interrupt()
+            self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
 
     def _add_some(self, given: int) -> None:
@@ -519,27 +479,21 @@ class ResultIterator(Generic[R]):
         if (self._operation.added, self._operation.sealed) != before:
             self._scheduler.admit(self._operation)
 
-    def _note_interrupt(self) -> None:
-        """Whoever waited was interrupted: the calls are cancelled as soon as nobody can ask for a result any more."""
-        self._was_interrupted = True
-
     def _cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
-        if self._was_interrupted:
+        if self._operation.was_interrupted:
             self._scheduler.cancel_with_grace(self._operation)
             return
         self._operation.sealed = True
         if not self._operation.has_ended:
             self._scheduler.cancel_queued(self._operation)
 
-    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if python_ends():  # all pools have ended, and names of modules may be gone
-            return
-        if self._was_interrupted:
-            self._scheduler.cancel_with_grace(self._operation)
-        # with a window without end, all is asked for, whether anybody looks at it or not
-        elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
-            self._scheduler.cancel(self._operation)
+
+def dropped(scheduler: Scheduler, operation: Operation, window: float) -> None:
+    """Nobody holds the iterator any more."""
+    # with a window without end, all is asked for, whether anybody looks at it or not
+    if not operation.sealed or (window < math.inf and not operation.finished):
+        scheduler.cancel(operation)
 
 
 MOST_SHOWN = 10**1000  # Python refuses to write integers of more than some thousand digits

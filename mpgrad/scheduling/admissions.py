@@ -17,6 +17,7 @@ from mpgrad.autograd.remote_graph import Backward, Promise
 from mpgrad.calls.operations import Delivered, Failed, Operation
 from mpgrad.calls.output import taken
 from mpgrad.calls.packing import PackedCall
+from mpgrad.calls.results import Uncollected
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Driver
@@ -30,13 +31,22 @@ __all__ = ["Admissions"]
 class Admissions:
     """The operations that have not ended. Looks at those that wait, again and again, until nothing is missing."""
 
-    def __init__(self, driver: Driver, line: Line, deliveries: Deliveries, gradients: GradientSender, packer: Packer) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        line: Line,
+        deliveries: Deliveries,
+        gradients: GradientSender,
+        packer: Packer,
+        uncollected: Uncollected,
+    ) -> None:
         self.unfinished: dict[Operation, None] = {}
         self._driver = driver
         self._line = line
         self._deliveries = deliveries
         self._gradients = gradients
         self._packer = packer
+        self._uncollected = uncollected
 
     def admit(self, operation: Operation) -> None:
         """It has calls, for the first time or again."""
@@ -73,7 +83,7 @@ class Admissions:
                 claim.source.dependents.append(functools.partial(self._driver.inbox.append, again))
                 return
             if isinstance(claim.outcome, Failed):
-                claim.source.on_passed_on()
+                self._uncollected.collected(claim.outcome)  # it is this operation's now
                 operation.deliver(call.index, Failed.because_of(claim.outcome, operation.names.words(call.item)))
                 self.cancel_rest(operation)
                 return

@@ -29,6 +29,7 @@ from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
 from mpgrad.calls.homes import Predicted, error_maker
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.results import Uncollected
 from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
@@ -83,7 +84,8 @@ class Scheduler(ABC):
         self.gradients = gradients = GradientSender(
             self, self.life, codes, self.copying_packer, numbers, settings.since, self.watch
         )
-        self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
+        self.uncollected = Uncollected()
+        self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer, self.uncollected)
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
         self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
@@ -210,17 +212,12 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            self.post(all_told)  # an order runs between two deliveries, so holders have heard of the last one
+            self.post(all_told)  # an order runs between two deliveries, so listeners have heard of the last one
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
         except BaseException:  # KeyboardInterrupt, above all
             for operation in pending:
-                if operation.holder is not None:
-                    holder = operation.holder()
-                    if holder is None:
-                        self.cancel_with_grace(operation)
-                    else:
-                        holder._note_interrupt()
+                operation.note_interrupt(self.cancel_with_grace)
             raise
 
     # --- any thread: a timeline

@@ -17,7 +17,7 @@ import torch
 
 from mpgrad.autograd.gates import Captures
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation
+from mpgrad.calls.operations import NOBODY, Listener, Operation
 from mpgrad.calls.packing import Arguments, OperationOptions, SharedFunction, pickled_function, requested
 from mpgrad.errors import ONE_CALL, CallNames
 from mpgrad.pickling.state import ItemStreams
@@ -52,6 +52,7 @@ class Starter:
         self,
         function: Callable[..., Any],
         options: CallOptions,
+        listener: Listener = NOBODY,
         *,
         like: Sequence[Arguments] = (),
         items: Iterable[Any] | ItemStreams | None = None,
@@ -65,6 +66,7 @@ class Starter:
         """An operation without calls.
 
         Args:
+            listener: who is told of what comes of it.
             like: the arguments of some of the calls.
             items: see `Source`.
             modes: other ones than the caller's, and no random numbers.
@@ -108,7 +110,7 @@ class Starter:
             eager=eager,
             at_rest=at_rest,
         )
-        return kind(how, home, captures, streams)
+        return kind(how, home, captures, streams, listener)
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
         """How backwards of losses are run with their calls; None where nobody knows what gradient they will get.

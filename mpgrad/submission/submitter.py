@@ -35,7 +35,7 @@ import torch
 from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation, Submitted
 from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.errors import ONE_CALL
 from mpgrad.progress import Progress, Reporter, Standing, reported
@@ -70,7 +70,6 @@ class Submitter:
         # not on devices, whose kernels go on after the call
         is_measured = not options.traits.in_caller and options.device_codes is None
         self.cheap_calls = CheapCalls(scheduler) if is_measured else None
-        self.uncollected = Uncollected()
 
     @property
     def processes(self) -> int:
@@ -153,14 +152,14 @@ class Submitter:
     ) -> AsyncResult[Any]:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
-        operation = self.starter.begin(
-            function, options, like=like, items=source.items, noun=source.noun, at_rest=source.at_rest
+        begin = functools.partial(
+            self.starter.begin, function, options, like=like, items=source.items, noun=source.noun, at_rest=source.at_rest
         )
+        report = functools.partial(reporting, options.progress, source.total)
+        result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
-        on_awaited = reporting(options.progress, operation, source.total)
-        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected, on_awaited)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
-            self.feeder.feed(operation, calls, borrow=False, total=total)
+            self.feeder.feed(result._operation, calls, borrow=False, total=total)
         return result
 
     def iterate(
@@ -173,37 +172,45 @@ class Submitter:
         window: float | None = None,
     ) -> ResultIterator[Any]:
         """Results as they are asked for. `window`: how many items are taken ahead of them."""
-        operation = self.starter.begin(function, options, items=source.items, stop_at_failure=False, one_by_one=True)
+        begin = functools.partial(
+            self.starter.begin, function, options, items=source.items, stop_at_failure=False, one_by_one=True
+        )
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
-        calls = self.feeder.one_by_one(operation, source.calls)
-        on_awaited = reporting(options.progress, operation, source.total)
-        return ResultIterator(self._scheduler, operation, calls, window, ordered, on_awaited)
+        pack = functools.partial(self.feeder.one_by_one, source.calls)
+        report = functools.partial(reporting, options.progress, source.total)
+        return ResultIterator(self._scheduler, begin, pack, window, ordered, report)
 
     def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
-        operation = self._begin_submitted(function, options, [call])
-        future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
-        self.feeder.feed(operation, [call], borrow=False)
+        future = self._begin_submitted(function, options, [call])
+        self.feeder.feed(future._operation, [call], borrow=False)
         return future
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
         """The future of a call that could not be sent."""
         check_untraced()
-        operation = self._begin_submitted(abs, CallOptions(), (), current_modes())
-        future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
+        future = self._begin_submitted(abs, CallOptions(), (), current_modes())
+        operation = future._operation
         operation.added, operation.sealed = 1, True
         operation.deliver(0, error)
         return future
 
     def _begin_submitted(
         self, function: Callable[..., Any], options: CallOptions, like: Sequence[Arguments], modes: Modes | None = None
-    ) -> Submitted:
-        operation = self.starter.begin(
-            function, options, like=like, items=(), modes=modes, noun=ONE_CALL, one_by_one=True, kind=Submitted
+    ) -> DifferentiableFuture[Any]:
+        begin: Callable[..., Any] = functools.partial(
+            self.starter.begin,
+            function,
+            options,
+            like=like,
+            items=(),
+            modes=modes,
+            noun=ONE_CALL,
+            one_by_one=True,
+            kind=Submitted,
         )
-        assert isinstance(operation, Submitted)
-        return operation
+        return DifferentiableFuture(self._scheduler, begin)
 
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:
@@ -217,7 +224,7 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Standin
     return look
 
 
-def reporting(progress: Progress, operation: Operation, total: int | None) -> Callable[[], object]:
+def reporting(progress: Progress, total: int | None, operation: Operation) -> Callable[[], object]:
     """Show how far it comes, until it has ended; returns what shows the last of it at once."""
     return Reporter(progress, standing_of(operation, total)).end if progress is not False else lambda: None
 
@@ -375,7 +382,7 @@ class Feeder:
             scheduler.cancel_with_grace(operation)
             raise
 
-    def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
+    def one_by_one(self, calls: Iterable[Arguments], operation: Operation) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
         grad, state = operation.options.modes.grad, operation.options.function.state
         packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.options.request, state)

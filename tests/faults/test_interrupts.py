@@ -726,7 +726,7 @@ def test_a_terminal_interrupts_the_whole_group() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_second_interrupt_while_the_first_one_calls_off(
+def test_a_second_interrupt_while_the_first_one_cancels(
     fresh_pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, phase: str
 ) -> None:
     scheduler = fresh_pool._scheduler

@@ -207,7 +207,8 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> N
         before = pool.stats()
         result = pool.map_async(keeps_as_much, [x], 1)
         at_once: list[PoolStats] = []
-        result._operation.on_outcome = lambda index: at_once.append(pool.stats())  # in the scheduling thread
+        # in the scheduling thread
+        result._operation.tell_if_finished = lambda: at_once.append(pool.stats())  # type: ignore[method-assign]
         z = result.get()
         (found,), later = at_once, pool.stats()
         assert (found.operations, found.calls_left, found.calls) == (0, 0, 2)

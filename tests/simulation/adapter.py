@@ -18,7 +18,7 @@ from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
 from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Delivered, Failed, Operation, Submitted, let_go
+from mpgrad.calls.operations import Delivered, Failed, Listener, Operation, Submitted, let_go
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
 from mpgrad.pickling.exceptions import one_more
@@ -183,11 +183,16 @@ def new_function(scheduler: SimulatedScheduler, code: bytes, with_captures: bool
 
 
 def new_operation(
-    scheduler: SimulatedScheduler, function: SharedFunction, environment: bytes, is_submitted: bool, **options: Any
+    scheduler: SimulatedScheduler,
+    function: SharedFunction,
+    environment: bytes,
+    is_submitted: bool,
+    listener: Listener,
+    **options: Any,
 ) -> Operation:
     kind = Submitted if is_submitted else Operation
     home = OperationHome(scheduler.gradients, function, MODES, False, options.get("timeout"), None, False)
-    return kind(OperationOptions(function, MODES, None, environment, **options), home)
+    return kind(OperationOptions(function, MODES, None, environment, **options), home, listener=listener)
 
 
 def add_call(operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]) -> None:

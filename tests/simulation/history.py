@@ -15,7 +15,9 @@ and at the end
 
 from __future__ import annotations
 
+import functools
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
-from mpgrad.calls.operations import Failed
+from mpgrad.calls.operations import Failed, Listener
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
 
 IDLE_DEATHS = 2  # as in `recovery`
@@ -111,19 +113,24 @@ def program_of(seed: int) -> Program:
     )
 
 
-class Asked:
+class Asked(Listener):
     """An operation, and what came of it."""
 
-    def __init__(self, operation: Any, options: dict[str, Any], number: int, is_future: bool) -> None:
-        self.operation = operation
+    _is_told = False
+
+    def __init__(self, begin: Callable[[Listener], Any], options: dict[str, Any], number: int, is_future: bool) -> None:
         self.is_future = is_future
         self.options = options
         self.number = number
         self.tasks: list[Task] = []
-        self.delivered: list[int] = []  # indices, as they come
+        self.delivered = self._arrived = deque()
+        self.may_start = True  # it is no future that was cancelled
         self.is_cancelled = False
         self.is_taken = False
-        operation.on_outcome = self.delivered.append
+        self.operation = begin(self)
+
+    def _starts(self) -> bool:
+        return self.may_start
 
 
 class Family:
@@ -263,10 +270,10 @@ class History:
         world, choose = self.world, self.world.random
         function = adapter.new_function(self.scheduler, b"code %d" % choose.randrange(4), choose.random() < 0.5)
         environment = self.environment.now
-        operation = adapter.new_operation(self.scheduler, function, environment, is_submitted, **options)
         world.environments_of_functions[function.number] = environment
         self._count += 1
-        asked = Asked(operation, options, self._count, is_submitted)
+        begin = functools.partial(adapter.new_operation, self.scheduler, function, environment, is_submitted, **options)
+        asked = Asked(begin, options, self._count, is_submitted)
         self.asked.append(asked)
         world.note(f"operation {asked.number}: {'submit' if is_submitted else 'map'} {options}")
         return asked
@@ -463,7 +470,7 @@ class History:
         if asked is not None:
             self.note(f"operation {asked.number}: the future is cancelled")
             asked.is_cancelled = True
-            asked.operation.starts = lambda: False
+            asked.may_start = False
             self.scheduler.cancel(asked.operation)
 
     def cancel_with_grace(self) -> None:
