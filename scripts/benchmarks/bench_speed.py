@@ -11,6 +11,7 @@ With --compare each row is measured with the code of another checkout, and right
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
+    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run leaves behind
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Plan:
     further_workers: int = 8
     idle_seconds: float = 10.0
     megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
-    calls: int = 20_000  # over which memory may grow
+    calls: int = 20_000  # over which memory may grow: workers still warm up, and do so ten times as fast as over a million
     limit: int = 3000  # seconds; the whole run is stopped then
 
 
