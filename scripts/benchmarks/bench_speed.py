@@ -11,6 +11,7 @@ With --compare each row is measured with the code of another checkout, and right
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
+    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run leaves behind
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class Plan:
     capture_items: int = 512
     further_workers: int = 8
     idle_seconds: float = 10.0
+    megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
+    calls: int = 20_000  # over which memory may grow: workers still warm up, and do so ten times as fast as over a million
     limit: int = 3000  # seconds; the whole run is stopped then
 
 
@@ -138,6 +141,8 @@ QUICK = Plan(
     capture_items=16,
     further_workers=1,
     idle_seconds=0.2,
+    megabytes=4,
+    calls=200,
     limit=120,
 )
 
@@ -404,7 +409,7 @@ import json, os, pathlib, sys
 import psutil
 from mpgrad import Pool  # the package imports what is asked for; the clock is for what it does then
 
-processes, further, options, seconds = json.loads(sys.argv[1])
+processes, further, options, seconds, megabytes, calls, repeats = json.loads(sys.argv[1])
 
 def all_answer(pool, workers):
     seen = set()
@@ -414,6 +419,9 @@ def all_answer(pool, workers):
 def differentiated(pool):
     leaf = torch.ones(3, requires_grad=True)
     sum(pool.map(torch.exp, [leaf] * 4 * processes)).sum().backward()
+
+def everyone():
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
 """
 
 START = """
@@ -436,7 +444,52 @@ with Pool(processes, **options) as pool:
     all_answer(pool, processes + further)
     differentiated(pool)
     pids = [worker.pid for worker in pool.stats().workers if worker.pid not in first]
-    print(json.dumps([psutil.Process(pid).memory_full_info().uss / 2**20 for pid in pids]))
+    used = [psutil.Process(pid).memory_full_info() for pid in pids]
+    print(json.dumps([[each.uss / 2**20 for each in used], [each.pss / 2**20 for each in used]]))
+"""
+
+HELD = """
+import logging, re, threading
+
+logging.getLogger("mpgrad").setLevel(logging.ERROR)  # it says of tiny functions that they cost more to send than to run
+
+def held():
+    '''MiB of the caller and each other: PSS, so shared memory counts once, without files, which others may map too.'''
+    rollups = [pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in everyone()]
+    return [sum(map(int, re.findall("Pss_(?:Anon|Shmem): *([0-9]+)", each))) / 2**10 for each in rollups]
+
+def exp_of(leaves):
+    results = pool.map(torch.exp, leaves)
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+def go_on(calls):
+    for begun in range(0, calls, 1000):
+        count = min(1000, calls - begun)
+        pool.map(abs, range(count // 2))
+        exp_of([torch.ones(3, requires_grad=True) for _ in range(count - count // 2)])
+
+def peak():
+    seen, ended = [], threading.Event()
+
+    def watch():
+        while not ended.wait(1e-3):
+            seen.append(sum(held()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    exp_of([torch.ones(250_000, requires_grad=True) for _ in range(megabytes)])
+    ended.set()
+    watcher.join()
+    return max(seen)
+
+with Pool(processes, **options) as pool:
+    all_answer(pool, processes)
+    go_on(min(calls, 20_000))  # until what is kept for further calls is there
+    before = held()
+    go_on(calls)
+    after = held()
+    peaks = [peak() - sum(after) for _ in range(repeats)]  # the first few are lower: what is freed is kept for later
+    print(json.dumps([after[0] - before[0], sum(after[1:]) - sum(before[1:]), peaks]))
 """
 
 IDLE = """
@@ -446,8 +499,7 @@ def used(tasks):
     return [sum(run[0] for run in runs), sum(run[2] for run in runs)]
 
 def state():
-    everyone = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-    tasks = [task for pid in everyone for task in pathlib.Path(f"/proc/{pid}/task").iterdir()]
+    tasks = [task for pid in everyone() for task in pathlib.Path(f"/proc/{pid}/task").iterdir()]
     return used([task for task in tasks if task.name != str(os.getpid())])  # this thread sleeps and reads
 
 with Pool(processes, **options) as pool:
@@ -461,10 +513,12 @@ with Pool(processes, **options) as pool:
 
 
 def run_program(program: str, plan: Plan) -> Any:
-    settings = json.dumps([plan.processes, plan.further_workers, sent(mpgrad.Pool), plan.idle_seconds])
-    command = [sys.executable, "-c", STARTED + program, settings]
+    options, counts = sent(mpgrad.Pool), [plan.megabytes, plan.calls, plan.repeats]
+    settings = [plan.processes, plan.further_workers, options, plan.idle_seconds, *counts]
+    command = [sys.executable, "-c", STARTED + program, json.dumps(settings)]
+    limit = PROGRAM_LIMIT + plan.calls / 1000
     folder = Path(mpgrad.__file__).parents[1]  # else the program would import mpgrad from where this one was started
-    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT, cwd=folder)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=limit, cwd=folder)
     return json.loads(ended.stdout)
 
 
@@ -481,7 +535,15 @@ def bench_start(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 def bench_memory(pools: Pools, plan: Plan) -> Iterator[Figure]:
     row = f"memory: {plan.further_workers} further workers after a small map, forward and backward"
-    yield median_figure(row, "USS of an idle worker", run_program(MEMORY, plan), "MiB", MEMORY_AIM)
+    private, proportional = run_program(MEMORY, plan)
+    yield median_figure(row, "USS of an idle worker", private, "MiB", MEMORY_AIM)
+    yield median_figure(row, "PSS of an idle worker", proportional, "MiB")
+    *growths, peaks = run_program(HELD, plan)
+    row = f"memory: {plan.calls} calls, half of them abs, half torch.exp of tiny tensors, forward and backward"
+    for name, growth in zip(("caller", "workers"), growths, strict=True):
+        yield Figure(row, f"growth of the {name}", 1e6 * growth / plan.calls, "MiB/million")
+    row = f"memory: maps of torch.exp over {plan.megabytes} tensors of 1 MB each, forward and backward"
+    yield median_figure(row, "peak of PSS and shared memory, over that before all", peaks, "MiB")
 
 
 def bench_idle(pools: Pools, plan: Plan) -> Iterator[Figure]:
@@ -531,6 +593,7 @@ def figures_of_checkout(checkout: Path, row: str, options: argparse.Namespace) -
         command = [sys.executable, __file__, "--rows", row, "--json", file.name, "--processes", str(options.processes)]
         command += ["--quick"] if options.quick else []
         command += ["--repeats", str(options.repeats)] if options.repeats else []
+        command += ["--calls", str(options.calls)] if options.calls else []
         environment = os.environ | {"PYTHONPATH": str(checkout)}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
         return [figure_of(record) for record in json.loads(Path(file.name).read_text())["figures"]]
@@ -602,6 +665,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 9, quick: 1)")
+    calls = "calls over which memory may grow (default: 20000, quick: 200)"
+    parser.add_argument("--calls", type=at_least_1, metavar="N", help=calls)
     compare = "measure each row with the code of this checkout, too, and print the ratios"
     parser.add_argument("--compare", type=older_checkout, metavar="CHECKOUT", help=compare)
     add_options(parser)
@@ -611,7 +676,7 @@ def command_line() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
     plan = replace(QUICK if options.quick else Plan(), processes=options.processes)
-    plan = replace(plan, repeats=options.repeats or plan.repeats)
+    plan = replace(plan, repeats=options.repeats or plan.repeats, calls=options.calls or plan.calls)
     around = surroundings(plan.processes)
     print_surroundings(around)
     print(f"medians of {plan.repeats} rounds; the code in {Path(mpgrad.__file__).parent}")
