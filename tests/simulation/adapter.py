@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Delivered, Failed, Listener, Operation, Submitted, let_go
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
+from mpgrad.memory import arena
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling import caller_memory, gradient_sender, recovery, staffing
 from mpgrad.scheduling.scheduler import Scheduler
@@ -53,7 +55,8 @@ def simulated(world: World) -> Iterator[None]:
     replies = CountedReplies()
     with contextlib.ExitStack() as stack:
         for place, name, value in (
-            (time, "monotonic", world.clock),
+            (time, "monotonic", here_alone(world.clock, time.monotonic)),
+            (arena, "watch", here_alone(lambda view: None, arena.watch)),  # children would look where there is nothing
             (caller_memory, "Lenders", lenders),
             (gradient_sender, "current_modes", lambda: MODES),
             (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
@@ -65,6 +68,12 @@ def simulated(world: World) -> Iterator[None]:
         stack.callback(logging.disable, before)
         logging.disable(logging.CRITICAL)
         yield
+
+
+def here_alone(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Other threads of this process have pools of their own, which are real."""
+    this = threading.get_ident()
+    return lambda *given: simulated(*given) if threading.get_ident() == this else real(*given)
 
 
 class CountedReplies:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
 
 import pytest
-from engine import CheckFailed
+from adapter import simulated
+from engine import CheckFailed, Rates, World
 from history import Fault, History, fault_in, in_words, program_of, shortest
+
+from mpgrad.memory import arena
 
 QUICK, ALL = range(2_000), range(2_000, 10_000)
 
@@ -40,6 +45,23 @@ def events_of(seed: int) -> list[str]:
 @pytest.mark.quick
 def test_a_seed_gives_the_same_history_twice() -> None:
     assert [events_of(seed) for seed in range(50)] == [events_of(seed) for seed in range(50)]
+
+
+@pytest.mark.quick
+def test_nobody_else_sees_what_is_simulated() -> None:
+    """Symptom: a child that was forked later died of a look at simulated memory; pools of other tests had its clock."""
+    world = World(Rates(), retries=1)
+    seen: list[float] = []
+    with simulated(world):
+        other = threading.Thread(target=lambda: seen.append(time.monotonic()))
+        other.start()
+        other.join()
+        assert time.monotonic() == world.now != seen[0]
+    before = set(arena.SHARED)
+    kept = [History(program_of(seed), listens=True) for seed in range(50)]
+    for each in kept:
+        each.run()
+    assert set(arena.SHARED) <= before
 
 
 def test_a_fault_is_found_and_told_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
