@@ -156,7 +156,8 @@ class Line:
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
-        left = len(operation.queue) / self.workers
+        others = len(self.operations) - 1  # each has one call or more: those of a graph of calls have one
+        left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
         return self._seconds_of_next(operation) > (self._grain.shortest if is_last else LONG_CALL)
 
