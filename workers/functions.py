@@ -35,10 +35,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.exceptions import find
-from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries
+from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.structure import NAMES, RUNS_CODE, has_own_way, leads_to_libraries
 from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
@@ -259,7 +259,7 @@ SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberD
 SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
 Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 # by which code comes to a module that it does not name
-WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
+WAYS_TO_MODULES = frozenset({b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"})
 
 
 class Strays:
@@ -319,7 +319,8 @@ class Strays:
 
 @functools.lru_cache(maxsize=64)  # a function is mapped again and again
 def leads_to_modules(pickled: bytes) -> bool:
-    return any(each in pickled for each in WAYS_TO_MODULES)
+    of_others = pickled.replace(make_function.__module__.encode(), b"")  # by which each function of a script is made
+    return not WAYS_TO_MODULES.isdisjoint(NAMES.findall(of_others))
 
 
 def described(leaf: torch.Tensor) -> str:

@@ -61,6 +61,7 @@ from mpgrad.wire.messages import (
     Results,
     Span,
     Structure,
+    split,
 )
 from mpgrad.wire.tensor_refs import (
     LEAF,
@@ -326,20 +327,26 @@ def arguments(
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
     shape = structure_of(call, offset)
+    own, claimed = len(tensors), list[Any]()
+    if call.claimed:
+        own -= sum([count for _, count in call.claimed])
+        claimed = [structure.loads_result(each, some) for each, some in split(call.claimed, tensors[own:])]
     if isinstance(shape, tuple):
         positional, by_name = shape
-        rest = iter(tensors)
-        args = with_tensors(positional, rest)
-        return args, dict(zip(by_name, with_tensors(by_name.values(), rest), strict=True))
+        rest = iter(tensors[:own])
+        args = with_tensors(positional, rest, claimed)
+        return args, dict(zip(by_name, with_tensors(by_name.values(), rest, claimed), strict=True))
     if not isinstance(shape, bytes):
         return tensors, {}
-    own = len(tensors) - sum(count for _, count in call.claimed)
-    rest = iter(tensors[own:])
-    claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
     streams = Streams()
     args, kwargs = loads_whole(shape, tensors[:own], claimed, modules, streams)
     streams.begin(call.item + offset)  # of generators that code captures which comes with the item
     return args, kwargs
+
+
+def has_objects(call: ForwardCall, shape: Structure) -> bool:
+    """Whether there may be tensors in what a call is given, besides those that it is given."""
+    return isinstance(shape, bytes) or any(isinstance(each, bytes) for each, _ in call.claimed)
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
@@ -548,7 +555,7 @@ class Runner:
             stage.phase = "result"
             shape, found = result_structure(value, kind)
             needs_grad = any(map(NEEDS_GRAD, found))
-            if needs_grad and (isinstance(pickled, bytes) or function.strays.may_be_reached()):
+            if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))

@@ -24,7 +24,7 @@ from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.errors import CallNames
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import Borrowed
-from mpgrad.pickling import state
+from mpgrad.pickling import state, structure
 from mpgrad.pickling.exceptions import item_not_carried, not_carried
 from mpgrad.pickling.state import ItemStreams, State
 from mpgrad.pickling.streams import Root
@@ -368,15 +368,36 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
     return known[1]
 
 
+class Futures:
+    """Those among the arguments of a call."""
+
+    def __init__(self) -> None:
+        self.claims: list[object] = []
+        self._marks: dict[int, tuple[int]] = {}
+
+    def mark(self, value: object) -> tuple[int] | None:
+        """The number of a claim to its result; None where it is no future, or its value is in the caller."""
+        if not issubclass(type(value), structure.Deferred):
+            return None
+        if id(value) not in self._marks:
+            claim = value._claim()  # type: ignore[attr-defined]
+            if claim is None:
+                return None
+            self._marks[id(value)] = (len(self.claims),)
+            self.claims.append(claim)
+        return self._marks[id(value)]
+
+
 def arguments_structure(
     index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None, streams: ItemStreams
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
-    if (plain := plain_structure((*args, *kwargs.values()))) is not None:
+    futures = Futures()
+    if (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None:
         shape, tensors = plain
-        return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, ()
+        return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, futures.claims
     try:
         pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
         return pickled, streams.drawn(tensors), claims

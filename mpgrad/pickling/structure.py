@@ -66,6 +66,7 @@ from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes, with_tensors
 
 __all__ = [
+    "NAMES",
     "RUNS_CODE",
     "CallerPickler",
     "Deferred",

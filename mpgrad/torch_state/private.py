@@ -275,11 +275,19 @@ with torch.inference_mode(False):
 
 def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
     """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was given begins."""
-    return [
-        node
-        for node in graph_behind(outputs, entries)
-        if type(node) is LEAF_NODE and id(node.variable) not in known and is_held(node)
-    ]
+    seen: set[Any] = {output.grad_fn for output in outputs} - {None}
+    nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
+    while nodes:
+        for behind, _ in nodes.pop().next_functions:
+            if behind is None or behind in seen:
+                continue
+            seen.add(behind)
+            kind = type(behind)
+            if kind is LEAF_NODE:
+                leaves.append(behind)
+            elif kind not in entries:
+                nodes.append(behind)
+    return [node for node in leaves if id(node.variable) not in known and is_held(node)]
 
 
 def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()) -> dict[Any, list[Any]]:

@@ -364,8 +364,13 @@ def is_plain(value: object) -> bool:
     return kind in SCALARS or (kind is str and len(value) <= LONGEST_TEXT)  # type: ignore[arg-type]
 
 
-def plain_structure(values: Sequence[object]) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
-    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself."""
+def plain_structure(
+    values: Sequence[object], mark: Callable[[object], tuple[int] | None] = lambda value: None
+) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
+    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself.
+
+    `mark`: gives what stands for a value that is neither a tensor nor plain, if anything may.
+    """
     shape: list[object] = []
     tensors: list[torch.Tensor] = []
     for value in values:
@@ -374,14 +379,16 @@ def plain_structure(values: Sequence[object]) -> tuple[tuple[object, ...], list[
             tensors.append(value)
         elif is_plain(value):
             shape.append(value)
+        elif (marked := mark(value)) is not None:
+            shape.append(marked)
         else:
             return None
     return (tuple(shape), tensors) if need_no_pickle(tensors) else None
 
 
-def with_tensors(shape: Iterable[object], tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
-    """The values again, which `plain_structure` has taken apart."""
-    return tuple([next(tensors) if each is ... else each for each in shape])
+def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
+    return tuple([next(tensors) if each is ... else marked[each[0]] if type(each) is tuple else each for each in shape])
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
