@@ -607,7 +607,7 @@ class History:
             case CancelledError():
                 return asked.is_cancelled
             case CallTimeoutError():
-                is_overdue = task.overdue > 0 and task.deaths + task.overdue > retries
+                is_overdue = task.overdue > 0 and task.deaths + task.unsure_deaths + task.overdue > retries
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
