@@ -17,9 +17,11 @@ With --compare each row is measured with the code of another checkout, and right
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,6 +91,8 @@ TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an i
 # speed-ups by grain in ms: "keep" over one backward; a pool without options ("auto") over the best order
 PYTHON_AIMS: Aims = {"keep": {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4}, "auto": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2}}
 OP_AIMS: Aims = {"auto": {10: 1.9, 1: 1.75, 0.1: 1.15}}
+LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}  # microseconds of the caller, of workers
+LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MiB
 NOTHING = ("<=", 0.0)
@@ -117,6 +122,9 @@ class Plan:
     maps: int = 20  # one after another, for what is learned from map to map
     huge_seconds: float = 1.0  # of a serial run of the huge map
     grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
+    lone_calls: int = 300
+    layers: int = 20  # of 8 calls each
+    call_grains_ms: Sequence[float] = (3, 1, 0.3)
     tensors: int = 32
     largest_bytes: int = 16_000_000
     capture_bytes: int = 100_000_000
@@ -135,6 +143,9 @@ QUICK = Plan(
     maps=3,
     huge_seconds=0.02,
     grains_ms=(1,),
+    lone_calls=5,
+    layers=2,
+    call_grains_ms=(0.3,),
     tensors=4,
     largest_bytes=1_000_000,
     capture_bytes=1_000_000,
@@ -253,6 +264,85 @@ def grain_figures(name: str, work: Work, ms: float, aims: Aims, pools: Pools, pl
         mine = seconds[graphs]
         yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], mine), "x", over_one)
         yield median_figure(row, f"{graphs} over the best order", ratios(best, mine), "x", over_best)
+
+
+# --- calls that go one by one
+
+
+def bench_lone(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """Somebody waits for each call before the next."""
+    pool, leaf = pools["auto"], torch.ones(3, requires_grad=True)
+    executor = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    ways: dict[str, Callable[[], object]] = {
+        "submit": lambda: pool.submit(abs, -1).result(),
+        "apply": lambda: pool.apply(abs, (-1,)),
+        "forward and backward": lambda: pool.submit(python_loss, leaf, 1).result().backward(),
+        "ProcessPoolExecutor.submit": lambda: executor.submit(abs, -1).result(),
+    }
+    with executor:
+        for way in ways.values():
+            way()
+        turns = {name: partial(cost_of_calls, way, pool, plan.lone_calls) for name, way in ways.items()}
+        rounds = interleaved(turns, plan.repeats)
+    for name, each in rounds.items():
+        walls, callers, workers = zip(*each, strict=True)
+        of_caller, of_workers = [("<=", aim) for aim in LONE_AIMS[name]] if name in LONE_AIMS else (None, None)
+        yield median_figure(f"lone: {name}", "wall time", walls, "us")
+        yield median_figure(f"lone: {name}", "CPU time of the caller", callers, "us", of_caller)
+        if "." not in name:  # the pool's
+            yield median_figure(f"lone: {name}", "CPU time of workers", workers, "us", of_workers)
+
+
+def cost_of_calls(way: Callable[[], object], pool: mpgrad.Pool, count: int) -> tuple[float, float, float]:
+    """Microseconds of a call: by the wall clock, and of CPU time, the caller's and the workers'."""
+    before, started = cpu_so_far(pool), time.perf_counter()
+    for _ in range(count):
+        way()
+    wall = time.perf_counter() - started
+    caller, workers = (now - then for then, now in zip(before, cpu_so_far(pool), strict=True))
+    return 1e6 * wall / count, 1e6 * caller / count, 1e6 * workers / count
+
+
+WIDTH = 8  # calls of a layer
+
+
+def bench_layers(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """Each call is given the results of two calls of the layer before, which nobody waits for."""
+    pool = pools["auto"]
+    for ms in plan.call_grains_ms:
+        call = partial(sines_of_two, steps=steps_for(ms / 1e3))
+        for part, backward in (("forward", False), ("forward and backward", True)):
+            ways = {"serial": call, "pool": partial(pool.submit, call)}
+            turns = {name: partial(seconds_of_layers, way, plan.layers, backward) for name, way in ways.items()}
+            seconds = interleaved(turns, plan.repeats)
+            row = f"layers: {plan.layers} of {WIDTH} calls of {ms:g} ms, each of two results, {part}"
+            aim = (">=", LAYERS_AIMS[ms])
+            yield median_figure(row, "pool over serial", ratios(seconds["serial"], seconds["pool"]), "x", aim)
+
+
+def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
+    z = x + y
+    for _ in range(steps):
+        z = z.sin()
+    return z
+
+
+def steps_for(seconds: float) -> int:
+    """With as many a call takes so long, forward."""
+    x, steps = torch.randn(10, requires_grad=True), 100
+    took = min(timeit.repeat(lambda: sines_of_two(x, x, steps), number=1, repeat=20))
+    return max(1, round(steps * seconds / took))
+
+
+def seconds_of_layers(call: Callable[[Any, Any], Any], layers: int, backward: bool) -> float:
+    row: list[Any] = [torch.linspace(-1, 1, 10, requires_grad=backward) for _ in range(WIDTH)]
+    started = time.perf_counter()
+    for _ in range(layers):
+        row = [call(row[place], row[(place + 1) % WIDTH]) for place in range(WIDTH)]
+    results = [each if isinstance(each, Tensor) else each.result() for each in row]
+    if backward:
+        torch.autograd.backward(torch.stack(results).sum())
+    return time.perf_counter() - started
 
 
 # --- what a pool learns of its losses
@@ -630,6 +720,8 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
     "budget": bench_budget,
     "python": bench_python,
     "op": bench_op,
+    "lone": bench_lone,
+    "layers": bench_layers,
     "gradients": bench_gradients,
     "huge": bench_huge,
     "transfer": bench_transfer,
