@@ -613,7 +613,8 @@ class History:
             case WorkerDiedError():
                 tried = task.deaths + task.unsure_deaths + task.overdue
                 killed = tried > retries or task.idle_deaths + task.overdue > max(retries, IDLE_DEATHS)
-                killed = killed or (retries == 0 and task.was_caught)
+                # of a lost node all fails that it was given: also what could not be sent, which is not seen here
+                killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
                 return killed or life.broken is not None
             case SharedMemoryError():
                 return self.world.refused_memory
