@@ -14,6 +14,7 @@ Guarantees: what a weak reference leads to is alive in the worker for as long as
 
 from __future__ import annotations
 
+import array
 import contextvars
 import copy
 import copyreg
@@ -137,6 +138,43 @@ def reduce_cached(value: Any) -> Any:
     if importable_as(value) is not None:
         return value.__qualname__
     return reduce_by_value(value)
+
+
+# --- views of memory
+
+
+def reduce_memoryview(value: memoryview) -> Reduced:
+    """A view of all that an object has, with that object, whose memory it shares there too; any other one with a copy."""
+    try:
+        seen = value.obj
+    except ValueError:
+        raise TypeError("cannot pickle a released memoryview object") from None
+    if not (is_pickled_whole(seen) and is_whole(value, memoryview(seen))):
+        seen = value.tobytes() if value.readonly else bytearray(value.tobytes())
+    parts: Reduced = seen, value.format, value.shape, value.readonly
+    try:
+        memoryview_again(*parts)
+    except (TypeError, ValueError):
+        what = f"the format {value.format!r} and the shape {value.shape}"
+        raise TypeError(f"cannot pickle a memoryview with {what}; pass the object that it looks at") from None
+    return memoryview_again, parts
+
+
+def is_pickled_whole(seen: object) -> bool:
+    """Whether its pickle has all that a view of it may see."""
+    return type(seen) in (bytes, bytearray, array.array, getattr(sys.modules.get("numpy"), "ndarray", None))
+
+
+def is_whole(view: memoryview, whole: memoryview) -> bool:
+    return view.contiguous and whole.contiguous and view.nbytes == whole.nbytes
+
+
+def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: bool) -> Any:
+    view: Any = memoryview(seen)
+    if (view.format, view.shape) != (form, shape):
+        flat = view.cast("B")
+        view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)  # an empty one takes no shape
+    return view.toreadonly() if is_readonly else view
 
 
 # --- what guards something within a process
@@ -506,6 +544,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     threading.BoundedSemaphore: lambda value: (threading.BoundedSemaphore, (value._initial_value,)),
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
+    memoryview: reduce_memoryview,
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
     Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them
