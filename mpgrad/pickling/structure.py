@@ -347,14 +347,32 @@ class Alone(CallerPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
-        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)) and is_users(kind):
-            raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
-        return super().reducer_override(value)
+        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)):
+            refuse_users(kind)
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented and not self.is_asked and is_called(value):
+            refuse_users(kind)
+        return reduced
+
+
+def refuse_users(kind: type) -> None:
+    if is_users(kind):
+        raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
 
 
 def is_made_by_own_code(kind: type) -> bool:
     begins = kind.__init_subclass__
     return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
+
+
+def is_called(value: object) -> bool:
+    """Whether pickle calls the class to make the object again, and so code of its own: as it does for exceptions and sets."""
+    kind = type(value)
+    if not is_known(getattr(kind, "__array_finalize__", None)):
+        return True
+    is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__  # an enumeration's finds its members
+    return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
 class Limited(io.BytesIO):
