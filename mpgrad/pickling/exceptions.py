@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
 import io
 import logging
@@ -53,14 +54,14 @@ log = logging.getLogger("mpgrad")
 
 def carried(error: BaseException) -> bytes:
     """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
-    forms: Sequence[Callable[[], object]] = (
-        lambda: error,
-        lambda: Rebuilt(error),
-        lambda: RemoteError(error_in_words(error)),
+    forms: Sequence[Callable[[], bytes]] = (
+        lambda: classes.dumps(error, ExceptionPickler),
+        lambda: classes.dumps(error, RebuildingPickler),
+        lambda: classes.dumps(RemoteError(error_in_words(error)), ExceptionPickler),
     )
     for form in forms:
         try:
-            pickled = classes.dumps(form(), ExceptionPickler)
+            pickled = form()
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
@@ -71,28 +72,41 @@ def carried(error: BaseException) -> bytes:
 class ExceptionPickler(classes.ClassPickler):
     """Tensors arrive as values: the call that raised has left no graph, and a leaf would take gradients without a word."""
 
+    rebuilds_all = False
+
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return value.detach().__reduce_ex__(5)  # type: ignore[no-untyped-call]
         kind = type(value)  # `isinstance` would believe what `__class__` says
-        if issubclass(kind, BaseException) and not has_sound_pickle(kind):
-            return rebuilt, parts_of(value)  # type: ignore[arg-type]
+        if issubclass(kind, BaseException) and (self.rebuilds_all or is_rebuilt(kind)):
+            return in_parts(value)  # type: ignore[arg-type]
         return super().reducer_override(value)
 
 
-class Rebuilt:
-    """Pickles as an exception made without its __init__, which may take other arguments than its `args`."""
+class RebuildingPickler(ExceptionPickler):
+    """Where pickling an exception by its class's own code fails."""
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> Any:
-        return rebuilt, parts_of(self._error)
+    rebuilds_all = True
 
 
-def parts_of(error: BaseException) -> tuple[Any, ...]:
-    """For `rebuilt`."""
-    return type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error))
+def is_rebuilt(kind: type[BaseException]) -> bool:
+    """Whether its class would not get back what it has: pickle calls it with `args`, of which its `__init__` may know nothing.
+
+    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that is sound.
+    """
+    if not has_sound_pickle(kind):
+        return True
+    has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+    says_how = kind in copyreg.dispatch_table or not are_pythons(kind, "__reduce_ex__", "__reduce__", "__setstate__")
+    return not says_how and (has_slots or not are_pythons(kind, "__new__", "__init__"))
+
+
+def are_pythons(kind: type, *names: str) -> bool:
+    """Whether the class has the methods of these names from Python's own classes, which are written in C."""
+    return all(isinstance(getattr(kind, name), IN_C) for name in names)
+
+
+IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType
 
 
 def has_sound_pickle(kind: type[BaseException]) -> bool:
@@ -104,35 +118,51 @@ def has_sound_pickle(kind: type[BaseException]) -> bool:
     return not gives_state or kind.__reduce__ is not BaseException.__reduce__
 
 
-def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """What it has in slots, of its own classes."""
+def in_parts(error: BaseException) -> tuple[Any, ...]:
+    """Its pickle, without its class's code."""
+    state = read(error, "__dict__"), list(fields_of(error))
+    return rebuilt, (type(error), read(error, "args")), state, None, None, fill
+
+
+def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
+    """What it has in slots, and in the fields of Python's own exceptions, such as `errno`."""
     for kind in type(error).__mro__:
-        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
-            if isinstance(member, types.MemberDescriptorType):
+        for name, member in vars(kind).items() if kind is not BaseException else ():
+            # Python does not pickle an AttributeError's `obj` either: it may be anything
+            if isinstance(member, types.MemberDescriptorType) and member is not AttributeError.obj:
                 with contextlib.suppress(AttributeError):  # nothing is in it
-                    yield kind, name, member.__get__(error)
+                    value = member.__get__(error)
+                    if value is not None or "__slots__" in vars(kind):
+                        yield kind, name, value
 
 
-def rebuilt(
-    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], slots: Sequence[tuple[type, str, Any]]
-) -> BaseException:
-    """An exception again. Its `__init__` is not called: it may want other arguments. It may be frozen."""
-    error = kind.__new__(kind, *args)
+def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want other arguments."""
+    new = next(each for owner in kind.__mro__ if isinstance(each := vars(owner).get("__new__"), types.BuiltinFunctionType))
+    error: BaseException = new(kind, *args)
     write(error, "args", args)
-    read(error, "__dict__").update(state)
-    for owner, name, value in slots:
-        vars(owner)[name].__set__(error, value)
     return error
+
+
+def fill(error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]) -> None:
+    """Put into it what it had. It may be frozen."""
+    attributes, fields = state
+    read(error, "__dict__").update(attributes)
+    for owner, name, value in fields:
+        with contextlib.suppress(AttributeError):  # a group was made with those that cannot be set
+            vars(owner)[name].__set__(error, value)
 
 
 def one_more(error: BaseException) -> BaseException:
     """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
     copied: BaseException | None = None
     with contextlib.suppress(Exception):  # of its class's code, which may want other arguments
-        if has_sound_pickle(type(error)):
+        if not is_rebuilt(type(error)):
             copied = copy.copy(error)
     if copied is None:
-        copied = rebuilt(*parts_of(error))
+        _, parts, state, *_ = in_parts(error)
+        copied = rebuilt(*parts)
+        fill(copied, state)
     if (cause := read(error, "__cause__")) is not None:
         write(copied, "__cause__", cause)
     return copied
