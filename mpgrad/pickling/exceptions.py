@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import functools
 import io
 import logging
@@ -36,7 +35,15 @@ from mpgrad.errors import (
 )
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import uses_in
-from mpgrad.pickling.reducers import REGISTER, attributes_of_cache, entries_with_tensors
+from mpgrad.pickling.reducers import (
+    REGISTER,
+    attributes_of_cache,
+    entries_with_tensors,
+    fill_exception,
+    is_rebuilt,
+    rebuilt,
+    reduce_exception,
+)
 from mpgrad.pickling.structure import Trial
 
 __all__ = [
@@ -79,7 +86,7 @@ class ExceptionPickler(classes.ClassPickler):
             return value.detach().__reduce_ex__(5)  # type: ignore[no-untyped-call]
         kind = type(value)  # `isinstance` would believe what `__class__` says
         if issubclass(kind, BaseException) and (self.rebuilds_all or is_rebuilt(kind)):
-            return in_parts(value)  # type: ignore[arg-type]
+            return reduce_exception(value)
         return super().reducer_override(value)
 
 
@@ -89,70 +96,6 @@ class RebuildingPickler(ExceptionPickler):
     rebuilds_all = True
 
 
-def is_rebuilt(kind: type[BaseException]) -> bool:
-    """Whether its class would not get back what it has: pickle calls it with `args`, of which its `__init__` may know nothing.
-
-    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that is sound.
-    """
-    if not has_sound_pickle(kind):
-        return True
-    has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
-    says_how = kind in copyreg.dispatch_table or not are_pythons(kind, "__reduce_ex__", "__reduce__", "__setstate__")
-    return not says_how and (has_slots or not are_pythons(kind, "__new__", "__init__"))
-
-
-def are_pythons(kind: type, *names: str) -> bool:
-    """Whether the class has the methods of these names from Python's own classes, which are written in C."""
-    return all(isinstance(getattr(kind, name), IN_C) for name in names)
-
-
-IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType
-
-
-def has_sound_pickle(kind: type[BaseException]) -> bool:
-    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the `__dict__`, asks no `__getstate__`.
-
-    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as `__notes__`, for a field's value.
-    """
-    gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
-    return not gives_state or kind.__reduce__ is not BaseException.__reduce__
-
-
-def in_parts(error: BaseException) -> tuple[Any, ...]:
-    """Its pickle, without its class's code."""
-    state = read(error, "__dict__"), list(fields_of(error))
-    return rebuilt, (type(error), read(error, "args")), state, None, None, fill
-
-
-def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """What it has in slots, and in the fields of Python's own exceptions, such as `errno`."""
-    for kind in type(error).__mro__:
-        for name, member in vars(kind).items() if kind is not BaseException else ():
-            # Python does not pickle an AttributeError's `obj` either: it may be anything
-            if isinstance(member, types.MemberDescriptorType) and member is not AttributeError.obj:
-                with contextlib.suppress(AttributeError):  # nothing is in it
-                    value = member.__get__(error)
-                    if value is not None or "__slots__" in vars(kind):
-                        yield kind, name, value
-
-
-def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want other arguments."""
-    new = next(each for owner in kind.__mro__ if isinstance(each := vars(owner).get("__new__"), types.BuiltinFunctionType))
-    error: BaseException = new(kind, *args)
-    write(error, "args", args)
-    return error
-
-
-def fill(error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]) -> None:
-    """Put into it what it had. It may be frozen."""
-    attributes, fields = state
-    read(error, "__dict__").update(attributes)
-    for owner, name, value in fields:
-        with contextlib.suppress(AttributeError):  # a group was made with those that cannot be set
-            vars(owner)[name].__set__(error, value)
-
-
 def one_more(error: BaseException) -> BaseException:
     """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
     copied: BaseException | None = None
@@ -160,9 +103,9 @@ def one_more(error: BaseException) -> BaseException:
         if not is_rebuilt(type(error)):
             copied = copy.copy(error)
     if copied is None:
-        _, parts, state, *_ = in_parts(error)
+        _, parts, state, *_ = reduce_exception(error)
         copied = rebuilt(*parts)
-        fill(copied, state)
+        fill_exception(copied, state)
     if (cause := read(error, "__cause__")) is not None:
         write(copied, "__cause__", cause)
     return copied

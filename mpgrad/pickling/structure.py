@@ -60,7 +60,17 @@ from mpgrad.pickling.modules import (
     stands_alone,
     uses_of,
 )
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.reducers import (
+    PROXIES,
+    Referent,
+    function_state,
+    is_rebuilt,
+    itself,
+    reduce_exception,
+    reduce_module,
+    reduce_subclass,
+    referent,
+)
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes, with_tensors
@@ -178,7 +188,8 @@ class TensorPickler(ClassPickler):
         return RUNS_CODE if self.runs_code else b""
 
     def reducer_override(self, value: object) -> Any:
-        self.runs_code = self.runs_code or has_own_way(type(value))
+        kind = type(value)
+        self.runs_code = self.runs_code or has_own_way(kind)
         if isinstance(value, torch.Tensor):
             return itself, (Bare(value),), value.__dict__, None, None, set_attributes
         if isinstance(value, Deferred):
@@ -187,6 +198,8 @@ class TensorPickler(ClassPickler):
             return reduced
         if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
             return reduced
+        if issubclass(kind, BaseException) and is_rebuilt(kind):
+            return reduce_exception(value)
         if (reduced := reduce_subclass(value)) is not None:
             return reduced
         return super().reducer_override(value)
@@ -366,7 +379,7 @@ def is_made_by_own_code(kind: type) -> bool:
 
 
 def is_called(value: object) -> bool:
-    """Whether pickle calls the class to make the object again, and so code of its own: as it does for exceptions and sets."""
+    """Whether pickle calls the class to make the object again, and so code of its own: as it does for sets."""
     kind = type(value)
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True

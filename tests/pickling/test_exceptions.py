@@ -216,6 +216,14 @@ def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> N
     assert facts(error) == facts(make())
 
 
+@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+def test_such_an_exception_as_a_value(pool: mpgrad.Pool, name: str) -> None:
+    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called its class."""
+    error = WITH_CODE_OF_THEIR_OWN[name]()
+    of_item, of_capture, result = pool.map(lambda each: (facts(each), facts(error), each), [error])[0]
+    assert of_item == of_capture == facts(result) == facts(error)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:

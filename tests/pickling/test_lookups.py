@@ -273,9 +273,9 @@ class Plain(dict):
 class Planet(enum.Enum):
     EARTH = 1, 2
     def __init__(self, mass, radius): self.mass = mass
-refused = {"error": Error(code=1), "bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
+refused = {"bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
     "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1), "numbers": numpy.ones(2).view(Numbers)}
-plain, planet = Plain(1), Planet.EARTH
+plain, planet, error = Plain(1), Planet.EARTH, Error(code=1)
 def look(name): return eval(name[::-1]) and len(LOADED)
 """
 
@@ -287,7 +287,7 @@ def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool
     refused = vars(main).pop("refused")
     vars(main).update(refused)
     made = len(main.LOADED)
-    assert pool.map(main.look, ["w", "nialp", "tenalp"]) == [made] * 3
+    assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
     for name in refused:
         said = rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
         with pytest.raises(TypeError, match=said):
