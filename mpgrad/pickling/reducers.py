@@ -4,9 +4,9 @@ else. Both sides.
 A forked process has a copy of whatever its parent had, so a script may keep anything in its globals
 and objects. What has a meaning in another process is made again there: caches, dispatch tables,
 weak references, scripted and parametrized modules, and modules of PyTorch's, which travel without
-their dictionaries for hooks where these are empty. An exception is made without its class's code, which may
-want other arguments than pickle has. A lock, which guards something within a process, is another
-one there, which nobody holds. A file or a socket has no second self:
+their dictionaries for hooks where these are empty. An exception is made without its class's code,
+which may want other arguments than pickle has. A lock, which guards something within a process, is
+another one there, which nobody holds. A file or a socket has no second self:
 `mpgrad.pickling.exceptions` says where it is and what to do.
 
 Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is,
