@@ -4,8 +4,9 @@ else. Both sides.
 A forked process has a copy of whatever its parent had, so a script may keep anything in its globals
 and objects. What has a meaning in another process is made again there: caches, dispatch tables,
 weak references, scripted and parametrized modules, and modules of PyTorch's, which travel without
-their dictionaries for hooks where these are empty. A lock, which guards something within a process,
-is another one there, which nobody holds. A file or a socket has no second self:
+their dictionaries for hooks where these are empty. An exception is made without its class's code,
+which may want other arguments than pickle has. A lock, which guards something within a process, is
+another one there, which nobody holds. A file or a socket has no second self:
 `mpgrad.pickling.exceptions` says where it is and what to do.
 
 Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is,
@@ -14,6 +15,8 @@ Guarantees: what a weak reference leads to is alive in the worker for as long as
 
 from __future__ import annotations
 
+import array
+import contextlib
 import contextvars
 import copy
 import copyreg
@@ -27,7 +30,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -41,6 +44,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.pickling.modules import attribute_here, contents_of, uses_in
@@ -53,10 +57,14 @@ __all__ = [
     "REGISTER",
     "Referent",
     "entries_with_tensors",
+    "fill_exception",
     "function_state",
     "identities",
+    "is_rebuilt",
     "itself",
+    "rebuilt",
     "reduce_by_value",
+    "reduce_exception",
     "reduce_module",
     "reduce_subclass",
     "referent",
@@ -137,6 +145,110 @@ def reduce_cached(value: Any) -> Any:
     if importable_as(value) is not None:
         return value.__qualname__
     return reduce_by_value(value)
+
+
+# --- views of memory
+
+
+def reduce_memoryview(value: memoryview) -> Reduced:
+    """A view of all that an object has, with that object, whose memory it shares there too; any other one with a copy."""
+    try:
+        seen = value.obj
+    except ValueError:
+        raise TypeError("cannot pickle a released memoryview object") from None
+    if not (is_pickled_whole(seen) and is_whole(value, memoryview(seen))):
+        seen = value.tobytes() if value.readonly else bytearray(value.tobytes())
+    parts: Reduced = seen, value.format, value.shape, value.readonly
+    try:
+        memoryview_again(*parts)
+    except (TypeError, ValueError):
+        what = f"the format {value.format!r} and the shape {value.shape}"
+        raise TypeError(f"cannot pickle a memoryview with {what}; pass the object that it looks at") from None
+    return memoryview_again, parts
+
+
+def is_pickled_whole(seen: object) -> bool:
+    """Whether its pickle has all that a view of it may see."""
+    return type(seen) in (bytes, bytearray, array.array, getattr(sys.modules.get("numpy"), "ndarray", None))
+
+
+def is_whole(view: memoryview, whole: memoryview) -> bool:
+    return view.contiguous and whole.contiguous and view.nbytes == whole.nbytes
+
+
+def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: bool) -> Any:
+    view: Any = memoryview(seen)
+    if (view.format, view.shape) != (form, shape):
+        flat = view.cast("B")
+        view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)  # an empty one takes no shape
+    return view.toreadonly() if is_readonly else view
+
+
+# --- exceptions
+
+
+def is_rebuilt(kind: type[BaseException]) -> bool:
+    """Whether its class would not get back what it has: pickle calls it with `args`, of which its `__init__` may know nothing.
+
+    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that is sound.
+    """
+    if not has_sound_pickle(kind):
+        return True
+    has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+    says_how = kind in copyreg.dispatch_table or not are_pythons(kind, "__reduce_ex__", "__reduce__", "__setstate__")
+    return not says_how and (has_slots or not are_pythons(kind, "__new__", "__init__"))
+
+
+def are_pythons(kind: type, *names: str) -> bool:
+    """Whether the class has the methods of these names from Python's own classes, which are written in C."""
+    return all(isinstance(getattr(kind, name), IN_C) for name in names)
+
+
+IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType
+
+
+def has_sound_pickle(kind: type[BaseException]) -> bool:
+    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the `__dict__`, asks no `__getstate__`.
+
+    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as `__notes__`, for a field's value.
+    """
+    gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
+    return not gives_state or kind.__reduce__ is not BaseException.__reduce__
+
+
+def reduce_exception(error: Any) -> Reduced:
+    """Its pickle, without its class's code."""
+    state = read(error, "__dict__"), list(fields_of(error))
+    return rebuilt, (type(error), read(error, "args")), state, None, None, fill_exception
+
+
+def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
+    """What it has in slots, and in the fields of Python's own exceptions, such as `errno`."""
+    for kind in type(error).__mro__:
+        for name, member in vars(kind).items() if kind is not BaseException else ():
+            # Python does not pickle an AttributeError's `obj` either: it may be anything
+            if isinstance(member, types.MemberDescriptorType) and member is not AttributeError.obj:
+                with contextlib.suppress(AttributeError):  # nothing is in it
+                    value = member.__get__(error)
+                    if value is not None or "__slots__" in vars(kind):
+                        yield kind, name, value
+
+
+def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want other arguments."""
+    new = next(each for owner in kind.__mro__ if isinstance(each := vars(owner).get("__new__"), types.BuiltinFunctionType))
+    error: BaseException = new(kind, *args)
+    write(error, "args", args)
+    return error
+
+
+def fill_exception(error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]) -> None:
+    """Put into it what it had. It may be frozen."""
+    attributes, fields = state
+    read(error, "__dict__").update(attributes)
+    for owner, name, value in fields:
+        with contextlib.suppress(AttributeError):  # a group was made with those that cannot be set
+            vars(owner)[name].__set__(error, value)
 
 
 # --- what guards something within a process
@@ -506,6 +618,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     threading.BoundedSemaphore: lambda value: (threading.BoundedSemaphore, (value._initial_value,)),
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
+    memoryview: reduce_memoryview,
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
     Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them

@@ -264,6 +264,8 @@ class StatePickler(CallerPickler):
             return None
         if issubclass(kind, torch.Tensor):
             self.watch.content(attributes_of, value)
+        elif kind is bytearray:  # pickle asks of one nowhere else
+            self._note(value)
         return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:

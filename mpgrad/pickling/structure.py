@@ -60,7 +60,17 @@ from mpgrad.pickling.modules import (
     stands_alone,
     uses_of,
 )
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.reducers import (
+    PROXIES,
+    Referent,
+    function_state,
+    is_rebuilt,
+    itself,
+    reduce_exception,
+    reduce_module,
+    reduce_subclass,
+    referent,
+)
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes, with_tensors
@@ -179,7 +189,8 @@ class TensorPickler(ClassPickler):
         return RUNS_CODE if self.runs_code else b""
 
     def reducer_override(self, value: object) -> Any:
-        self.runs_code = self.runs_code or has_own_way(type(value))
+        kind = type(value)
+        self.runs_code = self.runs_code or has_own_way(kind)
         if isinstance(value, torch.Tensor):
             return itself, (Bare(value),), value.__dict__, None, None, set_attributes
         if isinstance(value, Deferred):
@@ -188,6 +199,8 @@ class TensorPickler(ClassPickler):
             return reduced
         if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
             return reduced
+        if issubclass(kind, BaseException) and is_rebuilt(kind):
+            return reduce_exception(value)
         if (reduced := reduce_subclass(value)) is not None:
             return reduced
         return super().reducer_override(value)
@@ -348,14 +361,32 @@ class Alone(CallerPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
-        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)) and is_users(kind):
-            raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
-        return super().reducer_override(value)
+        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)):
+            refuse_users(kind)
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented and not self.is_asked and is_called(value):
+            refuse_users(kind)
+        return reduced
+
+
+def refuse_users(kind: type) -> None:
+    if is_users(kind):
+        raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
 
 
 def is_made_by_own_code(kind: type) -> bool:
     begins = kind.__init_subclass__
     return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
+
+
+def is_called(value: object) -> bool:
+    """Whether pickle calls the class to make the object again, and so code of its own: as it does for sets."""
+    kind = type(value)
+    if not is_known(getattr(kind, "__array_finalize__", None)):
+        return True
+    is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__  # an enumeration's finds its members
+    return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
 class Limited(io.BytesIO):

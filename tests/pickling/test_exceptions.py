@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -137,6 +139,108 @@ def test_no_exception_ends_a_worker(pool: mpgrad.Pool) -> None:
     for name in ("__name__", "__qualname__", "__module__", "__mro__", "__dict__"):
         assert "Hostile" in kind_of(pool.submit(raises_of_metaclass, name).exception()), name
     assert pool.stats().deaths == deaths
+
+
+class Keyword(Exception):
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Slotted(Exception):
+    __slots__ = ("code",)
+
+
+class Adds(Exception):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, "a hint")
+
+
+class New(Exception):
+    def __new__(cls, text: str, code: int) -> Any:
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+    def __init__(self, text: str, code: int) -> None: ...
+
+
+class Missing(FileNotFoundError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "not there", path)
+
+
+class Undecodable(UnicodeDecodeError):
+    def __init__(self, data: bytes) -> None:
+        super().__init__("utf-8", data, 0, 1, "no text")
+
+
+class Exits(SystemExit):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(code)
+
+
+class NoSuch(AttributeError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no {name}", name=name, obj=threading.Lock())
+
+
+def with_code(error: Any, code: int) -> Any:
+    error.code = code
+    return error
+
+
+WITH_CODE_OF_THEIR_OWN: dict[str, Any] = {
+    "keyword": lambda: Keyword("a", code=3),
+    "slots": lambda: with_code(Slotted("a"), 3),
+    "adds": lambda: Adds("a"),
+    "new": lambda: New("a", 3),
+    "of the system": lambda: Missing("a/b"),
+    "of text": lambda: Undecodable(b"abc"),
+    "exit": lambda: Exits(code=3),
+    "attribute": lambda: NoSuch("a"),
+    "of a library": lambda: subprocess.CalledProcessError(3, "a"),
+}
+FIELDS = "code", "errno", "filename", "strerror", "encoding", "object", "start", "end", "reason", "name", "returncode", "cmd"
+
+
+def facts(error: Any) -> Any:
+    return type(error), str(error), error.args, [getattr(error, name, None) for name in FIELDS]
+
+
+@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> None:
+    """Symptom: of what it has in slots and fields, nothing; or its args twice. Cause: it was made again by its class."""
+    make = WITH_CODE_OF_THEIR_OWN[name]
+    error = pool.submit(raises, make).exception()
+    assert facts(error) == facts(make())
+
+
+@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+def test_such_an_exception_as_a_value(pool: mpgrad.Pool, name: str) -> None:
+    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called its class."""
+    error = WITH_CODE_OF_THEIR_OWN[name]()
+    of_item, of_capture, result = pool.map(lambda each: (facts(each), facts(error), each), [error])[0]
+    assert of_item == of_capture == facts(result) == facts(error)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
+@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
+    """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made without its init."""
+    make = WITH_CODE_OF_THEIR_OWN[name]
+    group: Any = pool.submit(raises, lambda: BaseExceptionGroup("g", [make(), ValueError(1)])).exception()  # noqa: F821
+    assert type(group).__name__ == ("BaseExceptionGroup" if name == "exit" else "ExceptionGroup")
+    assert [facts(each) for each in group.exceptions] == [facts(make()), facts(ValueError(1))]
+
+
+@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+def test_such_an_exception_in_an_initializer(nursery: mpgrad.Pool, name: str) -> None:
+    """Each call that waits gets a copy."""
+    make = WITH_CODE_OF_THEIR_OWN[name]
+    with mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool:
+        for future in [pool.submit(abs, 1) for _ in range(2)]:
+            assert facts(future.exception()) == facts(make())
 
 
 class FailsInBackward(torch.autograd.Function):

@@ -244,6 +244,57 @@ def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any
             pool.map(main.look, [name[::-1]])
 
 
+MADE_BY_INIT = """
+import collections, datetime, enum, types
+import numpy
+def init(self, base, *args, **names): base.__init__(self, *args, **names); LOADED.append(type(self).__name__)
+class Error(Exception):
+    def __init__(self, *, code): init(self, Exception, code)
+class Bag(set):
+    def __init__(self, items, name): init(self, set, items)
+class Queue(collections.deque):
+    def __init__(self, items): init(self, collections.deque, items)
+class Ordered(collections.OrderedDict):
+    def __init__(self, items): init(self, collections.OrderedDict, items)
+class Count(collections.Counter):
+    def __init__(self, items): init(self, collections.Counter, items)
+class Lists(collections.defaultdict):
+    def __init__(self, make): init(self, collections.defaultdict, list)
+class Block(bytearray):
+    def __init__(self, size): init(self, bytearray, size)
+class Names(types.SimpleNamespace):
+    def __init__(self, a): init(self, types.SimpleNamespace, a=a)
+class Zone(datetime.tzinfo):
+    def __init__(self, hours): init(self, datetime.tzinfo)
+class Numbers(numpy.ndarray):
+    def __array_finalize__(self, other): LOADED.append("Numbers")
+class Plain(dict):
+    def __init__(self, a): init(self, dict, a=a)
+class Planet(enum.Enum):
+    EARTH = 1, 2
+    def __init__(self, mass, radius): self.mass = mass
+refused = {"bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
+    "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1), "numbers": numpy.ones(2).view(Numbers)}
+plain, planet, error = Plain(1), Planet.EARTH, Error(code=1)
+def look(name): return eval(name[::-1]) and len(LOADED)
+"""
+
+
+def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
+    # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle call the class
+    main.LOADED = []
+    exec(MADE_BY_INIT, vars(main))
+    refused = vars(main).pop("refused")
+    vars(main).update(refused)
+    made = len(main.LOADED)
+    assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
+    for name in refused:
+        said = rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
+        with pytest.raises(TypeError, match=said):
+            pool.map(main.look, [name[::-1]])
+    assert len(main.LOADED) == made
+
+
 def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
     exec("def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()", vars(main))
     exec("def evaluate(_): return eval('absent')", vars(main))

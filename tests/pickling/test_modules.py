@@ -411,6 +411,10 @@ MORE = """
     def containers(x): return x * DEQUE[0] * ORDERED["a"]
     ARRAY = numpy.ones(3)
     def array(x): return x * float(ARRAY[1])
+    BLOCK = bytearray(3)
+    VIEW = memoryview(bytearray(3))[1:]
+    def block(x): return x * BLOCK[0]
+    def view(x): return x * VIEW[0]
     NET = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).double()
     def net(x): return NET(x) * NET.training
 """
@@ -427,10 +431,12 @@ def test_what_is_hard_to_watch(any_pool: mpgrad.Pool, user: Any) -> None:
             more.SLOTS.set(3.0 + number)
             more.DEQUE[0] = more.ORDERED["a"] = 4.0 + number
             more.ARRAY[1] = 5.0 + number
+            more.BLOCK[0] = more.VIEW[0] = 6 + number
             more.NET[0].bias.data += 1
             more.NET.train(number % 2 == 0)
-            names = "opaque", "large", "of_class", "slots", "in_strings", "planet", "containers", "array", "net"
-            for fn in (*(getattr(more, name) for name in names), lambda x: x * more.a):
+            names = "opaque", "large", "of_class", "slots", "in_strings", "planet", "containers"
+            of_memory = "array", "block", "view", "net"
+            for fn in (*(getattr(more, name) for name in (*names, *of_memory)), lambda x: x * more.a):
                 check(any_pool, fn, xs(6))
     finally:
         del sys.modules["more"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import concurrent.futures
 import contextvars
 import functools
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -203,6 +205,65 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
         assert type(lock) is type(threading.RLock())
     kept = Holder(torch.ones(2, requires_grad=True))
     assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
+
+
+class Block(bytearray): ...
+
+
+NUMBERS = array.array("d", [1.0, 2.0, 3.0, 4.0])
+VIEWS: dict[str, memoryview] = {
+    "array": memoryview(NUMBERS),
+    "bytes": memoryview(b"abc"),
+    "read-only": memoryview(NUMBERS).toreadonly(),
+    "cast": memoryview(NUMBERS).cast("B"),
+    "rows": memoryview(NUMBERS).cast("B").cast("d", (2, 2)),
+    "scalar": memoryview(NUMBERS)[:1].cast("B").cast("d", ()),
+    "part": memoryview(NUMBERS)[1:3],
+    "part, read-only": memoryview(b"abcd")[1:],
+    "strided": memoryview(NUMBERS)[::2],
+    "reversed": memoryview(NUMBERS)[::-1],
+    "empty": memoryview(NUMBERS)[:0],
+    "numpy": memoryview(numpy.arange(6.0).reshape(2, 3)),
+    "numpy, large": memoryview(numpy.arange(6000.0)),
+    "numpy, read-only": memoryview(numpy.broadcast_to(numpy.float64(1), (2, 3))),
+    "numpy, columns first": memoryview(numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3))),
+    "numpy, another order of bytes": memoryview(numpy.arange(3, dtype=">f8")),
+    "numpy, without rows": memoryview(numpy.zeros((0, 3))),
+    "of a subclass": memoryview(Block(b"abc")),
+}
+
+
+def about(view: memoryview) -> tuple[Any, ...]:
+    return type(view), view.format, view.shape, view.readonly, view.tobytes()
+
+
+def test_views_of_memory(pool: mpgrad.Pool) -> None:
+    """Symptom: `sum(view)` was another number. Cause: cloudpickle makes bytes of a view, whatever its elements are."""
+    captured = pool.map(lambda name: about(VIEWS[name]), VIEWS)
+    returned = pool.map(lambda view: (about(view), view), VIEWS.values())
+    for name, there, (of_item, result) in zip(VIEWS, captured, returned, strict=True):
+        assert there == of_item == about(result) == about(VIEWS[name]), name
+
+
+def test_a_view_and_what_it_looks_at(pool2: mpgrad.Pool) -> None:
+    """They are one memory in the worker too."""
+
+    def write(seen: Any, view: memoryview) -> Any:
+        seen[0] = 7
+        return view[0], view.readonly
+
+    arrays = array.array("d", [1.0, 2.0]), numpy.zeros(2), bytearray(b"ab")
+    for each in arrays:
+        views = memoryview(each), memoryview(each).toreadonly()
+        assert pool2.starmap(write, [(each, view) for view in views]) == [(7, False), (7, True)]
+
+
+def test_views_that_are_refused(pool2: mpgrad.Pool) -> None:
+    complex_part, released = memoryview(numpy.zeros(3, dtype=complex))[1:], memoryview(b"abc")
+    said = "memoryview with the format 'Zd' and the shape (2,); pass the object that it looks at (<lambda>'s closure: value)"
+    assert said in refusal(pool2, closing_over(complex_part))
+    released.release()
+    assert "released memoryview" in refusal(pool2, closing_over(released))
 
 
 class Members(weakref.WeakSet[Any]): ...
