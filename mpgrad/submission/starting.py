@@ -93,15 +93,18 @@ class Starter:
                 pickled = pickled._replace(captures=drawn(pickled.captures))
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request)
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
-            home = OperationHome(scheduler.gradients, shared, modes, pool.deterministic, seconds, eager, pool.predicts)
+            since = scheduler.settings.since
+            environment = None if since is None else since.changes()
+            home = OperationHome(
+                scheduler.gradients, shared, modes, environment, pool.deterministic, seconds, eager, pool.predicts
+            )
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        since = scheduler.settings.since
         how = OperationOptions(
             shared,
             modes,
             seed,
-            environment=None if since is None else since.changes(),
+            environment=environment,
             chunksize=options.chunksize,
             timeout=seconds,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
