@@ -186,7 +186,7 @@ class Source(NamedTuple):
         """Each element has the arguments of a call."""
         each = iterator("the items", arguments)
         calls: Iterable[Arguments] = ((arguments_of(item), {}) for item in each)
-        return cls(calls, length(arguments), is_at_rest(arguments), items=seen_again(arguments))
+        return cls(calls, length(arguments), are_at_rest(arguments), items=seen_again(arguments))
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: Mapping[str, Any] | None) -> Source:
@@ -214,7 +214,17 @@ def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
 
 def is_at_rest(iterable: Iterable[Any]) -> bool:
     """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    if type(iterable) is zip:
+        return all(map(is_at_rest, iterable.__reduce__()[1]))
     return type(iterable) in AT_REST
+
+
+def are_at_rest(arguments: Iterable[Iterable[Any]]) -> bool:
+    """Whether all calls are there, with all arguments of each."""
+    if type(arguments) is zip:
+        return is_at_rest(arguments)
+    each = seen_again(arguments)
+    return each is not None and all(map(is_at_rest, each))
 
 
 def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:
