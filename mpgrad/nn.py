@@ -249,7 +249,7 @@ def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwa
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
     calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
-    source = Source(calls, len(calls), at_rest=False, noun="replica", items=calls)
+    source = Source(calls, len(calls), at_rest=True, noun="replica", items=calls)
     found = pool._submitter.run(Replicas(modules), source, CallOptions(chunksize=1))
     _, written = found[0]
     with torch.no_grad():

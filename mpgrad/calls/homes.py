@@ -130,14 +130,16 @@ class OperationHome:
         sender: GradientSender,
         function: SharedFunction,
         modes: Modes,
+        environment: bytes | None,
         deterministic: bool,
         timeout: float | None,
         eager: Eager | None,
         learns: bool,
     ) -> None:
-        """`modes`: those of the calls."""
+        """`modes` and `environment` are those of the calls."""
         self.sender = sender  # by which graphs are reached: that of one pool
         self._modes = modes
+        self._environment = environment
         self._function = function
         self.deterministic = deterministic  # captures' gradients are added in the order of the items
         self.timeout = timeout  # seconds for each call
@@ -177,8 +179,9 @@ class OperationHome:
         if arrived is None:
             return False
         needs_sum = backward.captures and not eager.apart
-        modes = self.sender.modes_of(backward.graph_task)
-        is_same = gradients == {eager.gradient} and modes.but_grad == self._modes.but_grad
+        _, modes, environment = self.sender.surroundings(backward.graph_task)
+        is_like_the_calls = modes.but_grad == self._modes.but_grad and environment == self._environment
+        is_same = gradients == {eager.gradient} and is_like_the_calls
         if not is_same or (needs_sum and backward.apart):
             self._note_wrong()
             return False

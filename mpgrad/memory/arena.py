@@ -425,7 +425,13 @@ class Lenders:
                 raise SharedMemoryError(why)
 
     def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
-        """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here."""
+        """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here.
+
+        A call whose graph is made again reads it once more, so writes to it have to be counted until
+        then. Those to inference tensors are not. In inference mode calls leave no graphs.
+        """
+        if core.is_inference() and not torch.is_inference_mode_enabled():
+            return None
         address, slab, view = self._pointers.get(core.untyped_storage().data_ptr(), (0, None, None))
         memory = view() if view is not None else None
         if slab is None or memory is None:

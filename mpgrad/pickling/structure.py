@@ -428,8 +428,9 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     memory = buffer.raw()
     if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
         return True
-    # of memory that may not be written torch makes no tensors
-    taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+    with torch.inference_mode():  # no tensor counts what others write to the buffer
+        # of memory that may not be written torch makes no tensors
+        taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
     return False
 
 

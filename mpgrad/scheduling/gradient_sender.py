@@ -83,7 +83,7 @@ class GradientSender:
         backward.grads = self._place([part for parts in backward.grads for part in parts], worker)
         if backward.create:
             backward.derived_number = next(self._numbers)
-        _, backward.modes, backward.environment = self._surroundings(backward.graph_task)
+        _, backward.modes, backward.environment = self.surroundings(backward.graph_task)
         if backward.graph_task != self.last_backward:
             cancel_if_interrupted(backward.graph_task, self._driver.cancel_backward)
             self.last_backward = backward.graph_task
@@ -91,16 +91,12 @@ class GradientSender:
     def wait_for(self, settled: Settled) -> None:
         self._driver.wait_until(lambda: settled.arrived)
 
-    def modes_of(self, graph_task: int) -> Modes:
-        """Those of the backward with this number, which is running in this thread.
+    def surroundings(self, graph_task: int) -> Surroundings:
+        """Those of the backward with this number, which runs in this thread, as they were when it first asked.
 
         Raises:
             NotImplementedError: the thread is in a mode that workers cannot be in.
         """
-        return self._surroundings(graph_task).modes
-
-    def _surroundings(self, graph_task: int) -> Surroundings:
-        """As they were when the backward with this number first asked."""
         last = self._last  # read once: another thread's backward may put its own there
         if last is None or last.graph_task != graph_task:
             self._watch.look()

@@ -93,15 +93,18 @@ class Starter:
                 pickled = pickled._replace(captures=drawn(pickled.captures))
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request)
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
-            home = OperationHome(scheduler.gradients, shared, modes, pool.deterministic, seconds, eager, pool.predicts)
+            since = scheduler.settings.since
+            environment = None if since is None else since.changes()
+            home = OperationHome(
+                scheduler.gradients, shared, modes, environment, pool.deterministic, seconds, eager, pool.predicts
+            )
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        since = scheduler.settings.since
         how = OperationOptions(
             shared,
             modes,
             seed,
-            environment=None if since is None else since.changes(),
+            environment=environment,
             chunksize=options.chunksize,
             timeout=seconds,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
@@ -183,7 +186,7 @@ class Source(NamedTuple):
         """Each element has the arguments of a call."""
         each = iterator("the items", arguments)
         calls: Iterable[Arguments] = ((arguments_of(item), {}) for item in each)
-        return cls(calls, length(arguments), is_at_rest(arguments), items=seen_again(arguments))
+        return cls(calls, length(arguments), are_at_rest(arguments), items=seen_again(arguments))
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: Mapping[str, Any] | None) -> Source:
@@ -211,7 +214,17 @@ def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
 
 def is_at_rest(iterable: Iterable[Any]) -> bool:
     """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    if type(iterable) is zip:
+        return all(map(is_at_rest, iterable.__reduce__()[1]))
     return type(iterable) in AT_REST
+
+
+def are_at_rest(arguments: Iterable[Iterable[Any]]) -> bool:
+    """Whether all calls are there, with all arguments of each."""
+    if type(arguments) is zip:
+        return is_at_rest(arguments)
+    each = seen_again(arguments)
+    return each is not None and all(map(is_at_rest, each))
 
 
 def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:

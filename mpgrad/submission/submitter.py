@@ -14,8 +14,8 @@ and the sum of these is what a loop would take. Where maps of a function take mu
 its user is told so, once, and what to do about it (`CheapCalls`).
 Guarantees: an operation whose caller is interrupted while it waits is cancelled with grace. An
     operation gets all its calls and is sealed, or it is cancelled; once one has failed it gets no
-    more. What the caller goes on to change is copied before `feed` returns, unless it waits for the
-    results (`borrow`).
+    more. What the caller's code may change is copied before that runs on: as soon as it is packed,
+    or never, where the caller waits for the results and all items are at rest.
 Assumes: one thread feeds an operation.
 """
 
@@ -112,7 +112,7 @@ class Submitter:
         try:
             with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
-                    self.feeder.feed(operation, calls, borrow=True, shared=shared, total=self._to_bundle(source, options))
+                    self.feeder.feed(operation, calls, waits=True, shared=shared, total=self._to_bundle(source, options))
                     finished = wait_until(lambda: operation.finished, LONGEST_HOLD)
                 if not finished:
                     wait_until(lambda: operation.finished)
@@ -131,7 +131,7 @@ class Submitter:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
-            return self.run(function, Source(calls, len(calls), at_rest=False, noun=noun, items=calls), options, modes=modes)
+            return self.run(function, Source(calls, len(calls), at_rest=True, noun=noun, items=calls), options, modes=modes)
 
         return run
 
@@ -159,7 +159,7 @@ class Submitter:
         result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
-            self.feeder.feed(result._operation, calls, borrow=False, total=total)
+            self.feeder.feed(result._operation, calls, waits=False, total=total)
         return result
 
     def iterate(
@@ -184,7 +184,7 @@ class Submitter:
     def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
         future = self._begin_submitted(function, options, [call])
-        self.feeder.feed(future._operation, [call], borrow=False)
+        self.feeder.feed(future._operation, [call], waits=False)
         return future
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
@@ -280,7 +280,7 @@ def run_targets(
     submitter: Submitter, fold: Callable[..., Any], calls: list[Arguments], progress: Progress = False
 ) -> list[Any]:
     """[2] The calls have tensors in common, which are placed once."""
-    source = Source(calls, len(calls), at_rest=False, noun="target", items=calls)
+    source = Source(calls, len(calls), at_rest=True, noun="target", items=calls)
     return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})
 
 
@@ -352,18 +352,21 @@ class Feeder:
         operation: Operation,
         calls: Iterable[Arguments],
         *,
-        borrow: bool,
+        waits: bool,
         shared: Shared | None = None,
         total: int | None = None,
     ) -> None:
         """Pack the calls, and let the workers begin with the first ones meanwhile.
 
-        `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
-        could change them in place before they are read. `total`: of how many calls these are, where cheap ones may go in
-        bundles.
+        `waits`: the caller does, for all results. `total`: of how many calls these are, where cheap
+        ones may go in bundles.
+
+        Former results among the arguments are read where they lie, if no code of the caller's runs
+        until then: it could change them in place.
         """
         scheduler = self._scheduler
-        packer = scheduler.packer if borrow else scheduler.copying_packer
+        is_still = waits and operation.options.at_rest
+        packer = scheduler.packer if is_still else scheduler.copying_packer
         wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
         try:
             with scheduler.notes.lap("packs", operation.options.function.names.function):
@@ -371,13 +374,13 @@ class Feeder:
                     operation.add(call)
                     packed += call.items
                     if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
-                        scheduler.admit(operation, waits=borrow)
+                        scheduler.admit(operation, waits=waits)
                         let_collector_look()
                         wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
                     if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
                         break
                 operation.sealed = True
-                scheduler.admit(operation, waits=borrow)
+                scheduler.admit(operation, waits=waits)
         except BaseException:
             scheduler.cancel_with_grace(operation)
             raise

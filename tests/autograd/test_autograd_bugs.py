@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,37 @@ def test_an_input_changed_in_place_before_the_result_is_fetched(pool: mpgrad.Poo
     x.mul_(2)
     future.result().sum().backward()
     assert a.grad.tolist() == [3, 3]
+
+
+def add_to_array(state: torch.Tensor) -> None:
+    array = state.numpy()
+    array += 3
+
+
+@pytest.mark.parametrize("size", [5_000, 500_000])
+@pytest.mark.parametrize("add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"])
+@pytest.mark.parametrize("inference", [False, True], ids=["array", "inference tensor"])
+def test_a_former_result_whose_writes_are_not_counted(
+    nursery: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
+) -> None:
+    """Symptom: a graph that was made again gave gradients of what had been written since. Cause: arrays
+    and inference tensors were read where they lie, and PyTorch does not count writes to these."""
+    weight = torch.ones((), requires_grad=True)
+
+    def loss(item: Any) -> torch.Tensor:
+        return (torch.as_tensor(item)[:2] + weight).exp().sum()
+
+    def gradient(losses: Callable[[list[Any]], list[torch.Tensor]], state: torch.Tensor) -> Any:
+        (total,) = losses([state if inference else state.numpy()])
+        with torch.inference_mode(inference):
+            add(state)
+        return torch.autograd.grad(total, weight)
+
+    with mpgrad.Pool(1, graphs="recompute") as pool:
+        with torch.inference_mode(inference):
+            former, state = pool.apply(torch.zeros, (size,)), torch.zeros(size)
+        found = gradient(lambda items: pool.map(loss, items), former)
+        assert found == gradient(lambda items: list(map(loss, items)), state)
 
 
 def serial(fn: Any, items: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from conftest import linux_only
 
 import mpgrad
+from mpgrad.calls.homes import CONFIRMED, LEAST
 from mpgrad.environment import Since
 
 NAME = "MPGRAD_TEST_VARIABLE"
@@ -167,6 +169,37 @@ def test_backwards_and_calls_that_run_again(graphs: Any, nursery: mpgrad.Pool, m
         monkeypatch.setenv(NAME, "5")
         (first[0] + second[0]).backward()
         assert (first[0].item(), second[0].item(), x.grad, y.grad) == (2, 3, 502, 503)
+
+
+class Seen(torch.autograd.Function):
+    """An identity whose gradient says what its backward has seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (zlib.crc32(repr(seen()).encode()) % 1000)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """A backward that ran with its forward saw the forward's environment, not the caller's later one."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return Seen.apply(x).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+    with mpgrad.Pool(1) as pool:
+        for step in range(LEAST + CONFIRMED + 1):
+            folder = tmp_path / str(step)
+            folder.mkdir()
+            xs, ys = ([torch.ones(2, requires_grad=True) for _ in range(3)] for _ in range(2))
+            of_pool, of_loop = sum(pool.map(loss, xs)), sum(map(loss, ys))
+            with pytest.MonkeyPatch.context() as patch:
+                change(patch, folder)
+                found, expected = torch.autograd.grad(of_pool, xs), torch.autograd.grad(of_loop, ys)
+            assert all(map(torch.equal, found, expected))
 
 
 @linux_only("the time it takes to start workers")

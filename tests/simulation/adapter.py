@@ -200,7 +200,7 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = Submitted if is_submitted else Operation
-    home = OperationHome(scheduler.gradients, function, MODES, False, options.get("timeout"), None, False)
+    home = OperationHome(scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False)
     return kind(OperationOptions(function, MODES, None, environment, **options), home, listener=listener)
 
 
