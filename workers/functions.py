@@ -64,30 +64,52 @@ __all__ = [
 GARBAGE_BYTES = 64 << 20
 
 
+class Loaded(NamedTuple):
+    """A function that an operation had, and the next one with the same pickle may have."""
+
+    target: Any
+    modules: Namespaces
+    script: Mapping[str, Any]  # of these, when it was loaded
+    sight: Sight  # likewise
+
+
 class Code:
     """A pickled function, which operations have in common. Their captures differ."""
 
-    __slots__ = ("_loaded", "_sight", "is_cut_short", "pickled")
+    __slots__ = ("_kept", "_under_way", "is_cut_short", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
         self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
-        self._loaded: tuple[Any, Namespaces, Streams] | None = None  # which no call has written to
-        self._sight: Sight | None = None  # of that function, when it was loaded
+        self._kept: Loaded | None = None  # which no operation has now
+        self._under_way: list[Loaded] = []
 
     def load(
         self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
     ) -> tuple[Any, Namespaces, Streams]:
-        """As `loads_with_state`. What has nothing that differs between operations is loaded once."""
-        known, sight = self._loaded, self._sight
-        if known is not None and sight is not None and Sight(known[0], sight).is_like(sight):
-            return known
-        loaded = loads_with_state(self.pickled, captures, number, state, in_state)
-        self._loaded = None
-        if not captures and not state and (self._sight is None or self._sight.is_complete):
-            self._sight = Sight(loaded[0])
-            self._loaded = loaded if self._sight.is_complete else None
-        return loaded
+        """As `loads_with_state`; but what no call has written to is not loaded again."""
+        if captures or state:
+            return loads_with_state(self.pickled, captures, number, state, in_state)
+        kept, self._kept = self._kept, None
+        if kept is not None and (now := Sight.of(kept.target)) is not None and now.is_like(kept.sight):
+            kept.modules.begin_again(kept.script)
+            self._under_way.append(kept)
+            return kept.target, kept.modules, Streams()
+        target, modules, streams = loads_with_state(self.pickled, captures, number, state, in_state)
+        brings_more = modules.modules or modules.main or modules.placement
+        sight = None if streams or brings_more else Sight.of(target)
+        if sight is not None and sight.settle():
+            self._under_way.append(Loaded(target, modules, dict(modules.script), sight))
+        return target, modules, streams
+
+    def take_back(self, target: Any) -> None:
+        """The operation that had it has ended."""
+        for each in self._under_way:
+            if each.target is target:
+                self._under_way.remove(each)
+                each.modules.begin_again(each.script)
+                self._kept = each
+                return
 
 
 class Function(NamedTuple):
@@ -181,6 +203,7 @@ class FunctionTable(dict[int, Function | Failure]):
                 PLACED.take_back(known.modules)
                 if known.modules.placement is not None:
                     known.modules.placement.forget()
+                known.code.take_back(known.target)
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes

@@ -45,6 +45,7 @@ from mpgrad.wire.tensor_refs import (
     check_carriable,
     flags_of,
     have_attributes,
+    is_plain,
     need_no_pickle,
     plain_structure,
 )
@@ -395,7 +396,7 @@ def arguments_structure(
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()
-    if (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None:
+    if all(map(is_plain, kwargs)) and (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None:
         shape, tensors = plain
         return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, futures.claims
     try:

@@ -540,6 +540,12 @@ class Namespaces:
     def builtins(self) -> dict[str, Any]:
         return {**vars(builtins), "__import__": self._import}
 
+    def begin_again(self, script: Mapping[str, Any]) -> None:
+        """As when a function was loaded, with this `script`: items may have brought more since, and builtins have changed."""
+        self.script = dict(script)
+        self.builtins.clear()
+        self.builtins.update(vars(builtins), __import__=self._import)
+
     def _import(
         self,
         name: str,

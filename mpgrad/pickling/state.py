@@ -55,7 +55,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
-from mpgrad.pickling.unchanged import dumped_before, note_dumped
+from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
 
@@ -559,14 +559,16 @@ def dumps_function(
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
-    wanted: dict[Wanted, None]
-    if (known := dumped_before(function)) is not None:
-        pickled, tensors, wanted, mark = *known, b""
+    kept, sight = kept_pickle(function)
+    if kept is not None and sight is not None:
+        pickled, mark, wanted = kept.pickled, b"", dict.fromkeys(kept.wanted)
+        tensors = [sight.tensors[number] for number in kept.order]
     else:
         pickler = CallerPickler(buffer := io.BytesIO())
         pickler.dump(function)
-        pickled, tensors, wanted, mark = buffer.getvalue(), pickler.taken_out, pickler.wanted, pickler.mark
-        note_dumped(function, pickler, pickled)
+        pickled, mark, wanted, tensors = buffer.getvalue(), pickler.mark, pickler.wanted, pickler.taken_out
+        if sight is not None:
+            keep_pickle(function, sight, pickler, pickled)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)

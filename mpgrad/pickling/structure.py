@@ -266,6 +266,7 @@ class CallerPickler(TensorPickler):
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
+        self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
@@ -308,6 +309,7 @@ class CallerPickler(TensorPickler):
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
+        self.given[id(value)] = dict(given)
         rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)

@@ -89,21 +89,11 @@ class Modes(NamedTuple):
         return self[1:]
 
     @property
-    def are_usual(self) -> bool:
-        """Grad mode, of all of these, is what has to be set."""
-        return self[1:] == USUAL
-
-    @property
     def anomaly(self) -> bool:
         return any(name == "torch.autograd.set_detect_anomaly" for name, _ in self.settings)
 
 
 USUAL = Modes(grad=True, inference=False, autocast=False, differentiating=False)[1:]
-
-
-def is_usual() -> bool:
-    """Whether this thread is in no other mode than grad mode; its settings apart."""
-    return not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or default_device() is not None)
 
 
 def current_modes(kind: str = "") -> Modes:
@@ -310,12 +300,18 @@ def remedy(mode: object) -> str:
     return "enter it inside the function, or call the function without the pool"
 
 
+def is_grad_mode_all(modes: Modes) -> bool:
+    """Whether that is all that has to be set in this thread."""
+    is_elsewhere = torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or default_device() is not None
+    return modes[1:] == USUAL and not (ENCLOSING.before or is_elsewhere or is_astray())
+
+
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was."""
     ENCLOSING.depth += 1
     try:
-        if modes.are_usual and not (ENCLOSING.before or is_astray()) and is_usual():
+        if is_grad_mode_all(modes):
             with torch.set_grad_enabled(modes.grad):
                 yield
             return

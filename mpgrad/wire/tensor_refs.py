@@ -63,6 +63,7 @@ __all__ = [
     "PLACE",
     "REQUIRES_GRAD",
     "RIDE_BYTES",
+    "SCALARS",
     "SHARED",
     "SPARSE_LAYOUTS",
     "SPREAD",
@@ -354,14 +355,16 @@ def need_no_pickle(values: Sequence[object]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in values) and not have_attributes(values)
 
 
-SCALARS = frozenset({type(None), bool, int, float, complex})
-LONGEST_TEXT = 256  # longer ones count as bytes of a message
+SCALARS = frozenset({type(None), bool, int, float})
+LONGEST_TEXT, MOST_BITS = 256, 2048  # what is larger counts as bytes of a message
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether it can be a part of a message as it is."""
     kind = type(value)
-    return kind in SCALARS or (kind is str and len(value) <= LONGEST_TEXT)  # type: ignore[arg-type]
+    if kind is str:
+        return len(value) <= LONGEST_TEXT
+    return kind in SCALARS and (kind is not int or value.bit_length() <= MOST_BITS)
 
 
 def plain_structure(
@@ -388,7 +391,16 @@ def plain_structure(
 
 def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
     """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
-    return tuple([next(tensors) if each is ... else marked[each[0]] if type(each) is tuple else each for each in shape])
+    values: list[Any] = []
+    for each in shape:
+        if each is ...:
+            values.append(next(tensors))
+        elif type(each) is tuple:
+            (number,) = each
+            values.append(marked[number])
+        else:
+            values.append(each)
+    return tuple(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import math
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -14,9 +16,8 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling import unchanged
+from mpgrad.pickling import state, unchanged
 from mpgrad.pickling.state import dumps_function, loads_with_state
-from mpgrad.pickling.unchanged import dumped_before
 
 pytestmark = pytest.mark.quick
 
@@ -45,6 +46,11 @@ def sharing():
     def other(): return n
     return lambda: (one(), other())
 def container(x): return x * TABLE["k"]
+def calls(item): return item(2)
+def adds(x):
+    global COUNT
+    COUNT += x
+    return COUNT
 def counts(x):
     global COUNT
     COUNT += 1
@@ -67,8 +73,13 @@ class Script:
 def script() -> Script:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(SCRIPT, names)
-    unchanged.DUMPED.clear()
+    unchanged.PICKLES.clear()
     return Script(names)
+
+
+def dumped_before(function: Callable[..., Any]) -> tuple[bytes, list[torch.Tensor]] | None:
+    kept, sight = unchanged.kept_pickle(function)
+    return None if kept is None or sight is None else (kept.pickled, [sight.tensors[number] for number in kept.order])
 
 
 def is_known(function: Callable[..., Any]) -> bool:
@@ -76,7 +87,7 @@ def is_known(function: Callable[..., Any]) -> bool:
     known = dumped_before(function)
     if known is None:
         return False
-    unchanged.DUMPED.clear()
+    unchanged.PICKLES.clear()
     pickled, tensors, _ = dumps_function(function)
     assert known[0] == pickled and len(known[1]) == len(tensors)
     assert all(one is other for one, other in zip(known[1], tensors, strict=True))
@@ -118,6 +129,35 @@ def test_a_lambda_in_a_loop(script: Any) -> None:
     weight = torch.zeros(4)
     known = dumped_before(script.closure(2.0, weight))
     assert known is not None and known[1] == [weight]
+
+
+def test_attributes_of_tensors_are_in_the_pickle(script: Any) -> None:
+    """Symptom: tensors without attributes had those of others, which had been captured by functions with the same code."""
+    weight = torch.ones(2)
+    weight.note = "of the first"  # type: ignore[attr-defined]
+    dumps_function(script.closure(2.0, weight))
+    assert dumped_before(script.closure(2.0, torch.ones(2))) is None
+
+
+def test_a_method_of_a_class_of_the_scripts(script: Any) -> None:
+    """Its class may be written to."""
+    exec("class Own(dict): tag = 1\nmake = Own.fromkeys\ndef makes(x): return make([x]).tag", vars(script))
+    dumps_function(script.makes)
+    assert dumped_before(script.makes) is None
+
+
+def test_who_writes_while_it_is_pickled(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread, which has put back what was there when all is looked at again."""
+    dump = state.CallerPickler.dump
+
+    def dumped(self: Any, value: Any) -> None:
+        script.RATE = 7.0
+        dump(self, value)
+        script.RATE = 0.5
+
+    monkeypatch.setattr(state.CallerPickler, "dump", dumped)
+    dumps_function(script.number)
+    assert dumped_before(script.number) is None
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -227,3 +267,57 @@ def test_what_was_not_known_whole_is_not_taken_for_known(pool: mpgrad.Pool) -> N
     weight = torch.linspace(1, 2, 3)
     for _ in range(3):
         assert torch.equal(pool.map(lambda x: x * weight * SCALE, [torch.ones(3)])[0], weight * SCALE)
+
+
+class Word(str, enum.Enum):
+    RATE = "rate"
+
+
+def test_keywords_that_are_no_plain_texts(pool: mpgrad.Pool) -> None:
+    """Symptom: each worker died of the message, which has no classes of the user's."""
+    assert pool.apply(dict, (), {Word.RATE: 1.0}) == {"rate": 1.0}
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_operations_that_overlap(script: Any, engine: str) -> None:
+    """Symptom: what calls of one had written the other's calls saw."""
+    with mpgrad.Pool(1, engine=engine) as pool:
+        pool.map(script.adds, [0])
+        first, second = pool.imap(script.adds, iter([5] * 4)), pool.imap(script.adds, iter([0] * 4))
+        found = [(next(first), next(second)) for _ in range(4)]
+    assert found == [(5, 0), (10, 0), (15, 0), (20, 0)]
+
+
+def test_items_that_bring_what_they_use(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a worker that had loaded the function without the module that the items use had an old one."""
+    module: Any = types.ModuleType("own_module_of_items")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("RATE = 1\ndef scaled(x): return x * RATE", vars(module))
+    with mpgrad.Pool(1) as pool:
+        for rate in (1, 2, 3):
+            pool.map(script.calls, [abs])
+            module.RATE = rate
+            assert pool.map(script.calls, [module.scaled]) == [2 * rate]
+
+
+@pytest.mark.parametrize("engine", ["thread", "inline"])
+def test_builtins_are_those_of_now(script: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mpgrad.Pool(1, engine=engine) as pool:
+        for value in (1, 2):
+            monkeypatch.setattr("builtins.later", value, raising=False)
+            assert pool.map(script.absent, [3]) == [3 * value]
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_what_items_bring_is_not_kept(script: Any, engine: str) -> None:
+    exec("def made(big):\n def item(x): return big * x\n return item", vars(script))
+    exec(
+        "def large(_):\n import gc; gc.collect()\n"
+        " return sum(isinstance(o, torch.Tensor) and o.numel() == 1_000_003 for o in gc.get_objects())",
+        vars(script),
+    )
+    with mpgrad.Pool(1, engine=engine) as pool:
+        pool.map(script.calls, [script.made(torch.ones(2))])
+        pool.map(script.calls, [script.made(torch.ones(1_000_003))])
+        pool.map(abs, [1])
+        assert pool.map(script.large, [0]) == [0]
