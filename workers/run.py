@@ -61,7 +61,10 @@ from mpgrad.wire.messages import (
     Results,
     Span,
     Structure,
+    is_plain,
+    plain_structure,
     split,
+    with_tensors,
 )
 from mpgrad.wire.tensor_refs import (
     LEAF,
@@ -75,11 +78,8 @@ from mpgrad.wire.tensor_refs import (
     flags_of,
     have_attributes,
     is_like_a_loss,
-    is_plain,
     need_no_pickle,
-    plain_structure,
     with_more_behind,
-    with_tensors,
 )
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
 from mpgrad.workers.device import Station

@@ -30,7 +30,7 @@ from mpgrad.pickling.state import ItemStreams, State
 from mpgrad.pickling.streams import Root
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
-from mpgrad.wire.messages import Eager, Parts, Structure, owners
+from mpgrad.wire.messages import Eager, Parts, Structure, is_plain, owners, plain_structure
 from mpgrad.wire.tensor_refs import (
     BUCKETED_BYTES,
     DEVICE,
@@ -45,9 +45,7 @@ from mpgrad.wire.tensor_refs import (
     check_carriable,
     flags_of,
     have_attributes,
-    is_plain,
     need_no_pickle,
-    plain_structure,
 )
 
 __all__ = [

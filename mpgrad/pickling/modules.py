@@ -78,7 +78,6 @@ __all__ = [
     "find_in",
     "is_of_libraries",
     "is_own",
-    "is_users",
     "looks_up",
     "main_of",
     "make_function",
@@ -112,12 +111,6 @@ def is_own(name: str | None) -> bool:
     if name is None or name == "__main__" or name not in sys.modules:
         return False
     return stands_outside_libraries(name) or name in list_registry_pickle_by_value()
-
-
-def is_users(kind: type) -> bool:
-    """Whether the class is the user's, also of the main script, or derived from one that is."""
-    modules = {each.__module__ for each in kind.__mro__}
-    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -47,7 +47,6 @@ from mpgrad.pickling.modules import (
     find_in,
     is_of_libraries,
     is_own,
-    is_users,
     looks_up,
     main_of,
     make_function,
@@ -73,7 +72,8 @@ from mpgrad.pickling.reducers import (
 )
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
-from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes, with_tensors
+from mpgrad.wire.messages import with_tensors
+from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
 __all__ = [
     "NAMES",
@@ -374,6 +374,12 @@ class Alone(CallerPickler):
 def refuse_users(kind: type) -> None:
     if is_users(kind):
         raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
+
+
+def is_users(kind: type) -> bool:
+    """Whether the class is the user's, also of the main script, or derived from one that is."""
+    modules = {each.__module__ for each in kind.__mro__}
+    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
 
 
 def is_made_by_own_code(kind: type) -> bool:

@@ -21,7 +21,8 @@ from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from mpgrad.pickling.modules import Wanted, contents_of, is_own, looks_up, name_of
 from mpgrad.pickling.reducers import names_in_classes
 from mpgrad.pickling.structure import CallerPickler, loaded
-from mpgrad.wire.tensor_refs import SCALARS, have_attributes, is_plain
+from mpgrad.wire.messages import SCALARS, is_plain
+from mpgrad.wire.tensor_refs import have_attributes
 
 __all__ = ["KeptPickle", "Sight", "keep_pickle", "kept_pickle"]
 

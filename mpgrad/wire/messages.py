@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,11 @@ from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import Level
 from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
-from mpgrad.wire.tensor_refs import TensorRef
+from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
     "FAREWELL",
+    "SCALARS",
     "BackwardCall",
     "Backwards",
     "Carried",
@@ -77,8 +78,11 @@ __all__ = [
     "Tried",
     "Try",
     "Warned",
+    "is_plain",
     "owners",
+    "plain_structure",
     "split",
+    "with_tensors",
 ]
 
 FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
@@ -468,6 +472,54 @@ class Collected(NamedTuple):
 
 
 # --- which tensor belongs to which item
+
+
+SCALARS = frozenset({type(None), bool, int, float})
+LONGEST_TEXT, MOST_BITS = 256, 2048  # what is larger counts as bytes of a message
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it can be a part of a message as it is."""
+    kind = type(value)
+    if kind is str:
+        return len(value) <= LONGEST_TEXT
+    return kind in SCALARS and (kind is not int or value.bit_length() <= MOST_BITS)
+
+
+def plain_structure(
+    values: Sequence[object], mark: Callable[[object], tuple[int] | None] = lambda value: None
+) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
+    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself.
+
+    `mark`: gives what stands for a value that is neither a tensor nor plain, if anything may.
+    """
+    shape: list[object] = []
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+            shape.append(...)
+            tensors.append(value)
+        elif is_plain(value):
+            shape.append(value)
+        elif (marked := mark(value)) is not None:
+            shape.append(marked)
+        else:
+            return None
+    return (tuple(shape), tensors) if need_no_pickle(tensors) else None
+
+
+def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
+    values: list[Any] = []
+    for each in shape:
+        if each is ...:
+            values.append(next(tensors))
+        elif type(each) is tuple:
+            (number,) = each
+            values.append(marked[number])
+        else:
+            values.append(each)
+    return tuple(values)
 
 
 def owners(parts: Parts) -> list[int]:

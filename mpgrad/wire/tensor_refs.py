@@ -63,7 +63,6 @@ __all__ = [
     "PLACE",
     "REQUIRES_GRAD",
     "RIDE_BYTES",
-    "SCALARS",
     "SHARED",
     "SPARSE_LAYOUTS",
     "SPREAD",
@@ -87,14 +86,12 @@ __all__ = [
     "flags_of",
     "have_attributes",
     "is_like_a_loss",
-    "is_plain",
     "laid_out",
     "lent",
     "need_no_pickle",
     "overlaps",
     "place_of",
     "placed_again",
-    "plain_structure",
     "redirected",
     "rows_of",
     "staged_again",
@@ -104,7 +101,6 @@ __all__ = [
     "view",
     "views",
     "with_more_behind",
-    "with_tensors",
 ]
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
@@ -353,54 +349,6 @@ def need_no_pickle(values: Sequence[object]) -> bool:
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return all(isinstance(value, torch.Tensor) for value in values) and not have_attributes(values)
-
-
-SCALARS = frozenset({type(None), bool, int, float})
-LONGEST_TEXT, MOST_BITS = 256, 2048  # what is larger counts as bytes of a message
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it can be a part of a message as it is."""
-    kind = type(value)
-    if kind is str:
-        return len(value) <= LONGEST_TEXT
-    return kind in SCALARS and (kind is not int or value.bit_length() <= MOST_BITS)
-
-
-def plain_structure(
-    values: Sequence[object], mark: Callable[[object], tuple[int] | None] = lambda value: None
-) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
-    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself.
-
-    `mark`: gives what stands for a value that is neither a tensor nor plain, if anything may.
-    """
-    shape: list[object] = []
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-            shape.append(...)
-            tensors.append(value)
-        elif is_plain(value):
-            shape.append(value)
-        elif (marked := mark(value)) is not None:
-            shape.append(marked)
-        else:
-            return None
-    return (tuple(shape), tensors) if need_no_pickle(tensors) else None
-
-
-def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
-    values: list[Any] = []
-    for each in shape:
-        if each is ...:
-            values.append(next(tensors))
-        elif type(each) is tuple:
-            (number,) = each
-            values.append(marked[number])
-        else:
-            values.append(each)
-    return tuple(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
