@@ -117,7 +117,7 @@ class Dispatcher(Scheduler):
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            if self.has_unheard:
+            if self.has_unheard or self._sleeping_soundly:  # what we wait for may need one more look
                 self.wake()
             if satisfied():
                 return True

@@ -138,6 +138,7 @@ class GradientSender:
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
         worker.spent.append(graph.call)
+        self._driver.nudge()
 
     def predictor_of(self, function: SharedFunction) -> Predictor | None:
         return self._codes.predictor_of(function)
