@@ -97,7 +97,7 @@ class Code:
             return kept.target, kept.modules, Streams()
         target, modules, streams = loads_with_state(self.pickled, captures, number, state, in_state)
         brings_more = modules.modules or modules.main or modules.placement
-        sight = None if streams or brings_more else Sight.of(target)
+        sight = None if brings_more else Sight.of(target)
         if sight is not None and sight.settle():
             self._under_way.append(Loaded(target, modules, dict(modules.script), sight))
         return target, modules, streams

@@ -95,8 +95,7 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
     cloudpickle's own looks through all modules of the process for those that the function may need, which takes as long as a
     whole operation; and for names not into the bodies of classes.
     """
-    code, known = function.__code__, function.__globals__
-    given = {name: known[name] for name in (*code_globals(code), *names_in_classes(code)) if name in known}
+    code, given = function.__code__, globals_used(function)
     values = (*given.values(), *(contents for cell in function.__closure__ or () for contents in contents_of(cell)))
     rest = {
         "__name__": function.__name__,
@@ -111,6 +110,12 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
         "__globals__": given,
     }
     return without_marks(vars(function)), rest
+
+
+def globals_used(function: types.FunctionType) -> dict[str, Any]:
+    """Those that its code has by their names, as they are now."""
+    code, known = function.__code__, function.__globals__
+    return {name: known[name] for name in (*code_globals(code), *names_in_classes(code)) if name in known}
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:

@@ -72,7 +72,7 @@ from mpgrad.pickling.reducers import (
 )
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
-from mpgrad.wire.messages import with_tensors
+from mpgrad.wire.messages import Structure, with_tensors
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
 __all__ = [
@@ -125,7 +125,7 @@ def loads(
     return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
 
 
-def loads_result(shape: int | bytes | tuple[Any, ...] | None, tensors: Sequence[torch.Tensor]) -> Any:
+def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
     """The result of a call (see `mpgrad.wire.messages.Structure`)."""
     if shape is None:
         return tensors[0]

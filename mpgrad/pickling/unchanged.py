@@ -15,11 +15,10 @@ import types
 from typing import Any, NamedTuple
 
 import torch
-from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
 from mpgrad.pickling.modules import Wanted, contents_of, is_own, looks_up, name_of
-from mpgrad.pickling.reducers import names_in_classes
+from mpgrad.pickling.reducers import globals_used
 from mpgrad.pickling.structure import CallerPickler, loaded
 from mpgrad.wire.messages import SCALARS, is_plain
 from mpgrad.wire.tensor_refs import have_attributes
@@ -57,7 +56,7 @@ class Sight:
     """
 
     def __init__(self) -> None:
-        self.root: object = None  # the function itself, as `_values` has functions
+        self.root: object = None  # what stands for the function itself
         self.parts: list[Parts] = []
         self.wanted: dict[Wanted, None] = {}
         self.functions: list[types.FunctionType] = []
@@ -82,8 +81,7 @@ class Sight:
             raise Unseen
         names, cells = function.__globals__, function.__closure__ or ()
         defaults, annotations = function.__defaults__ or (), annotations_of(function)
-        used = (*code_globals(function.__code__), *names_in_classes(function.__code__))
-        self.given[id(function)] = given = {each: names[each] for each in used if each in names}
+        self.given[id(function)] = given = globals_used(function)
         values = [*defaults, *annotations.values(), *[names.get(each, ABSENT) for each in OF_ITS_MODULE], *given.values()]
         for cell in cells:
             values += contents_of(cell) or [ABSENT]
@@ -194,11 +192,11 @@ class KeptPickle(NamedTuple):
     modules: object  # that were loaded
 
 
-# by a function's code, or by one that is written in C; None: such functions have had what may be written to
-PICKLES: dict[types.CodeType | types.BuiltinFunctionType, KeptPickle | None] = {}
+Key = types.CodeType | types.BuiltinFunctionType  # a function's code, or one that is written in C
+PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
 
-def key_of(function: Any) -> types.CodeType | types.BuiltinFunctionType | None:
+def key_of(function: Any) -> Key | None:
     """None: no pickles of such functions are kept."""
     if type(function) is types.FunctionType:
         return function.__code__
@@ -234,7 +232,7 @@ def keep_pickle(function: Any, sight: Sight, pickler: CallerPickler, pickled: by
     note(key, KeptPickle(pickled, list(pickler.wanted), sight, order, loaded()) if is_whole else None)
 
 
-def note(key: types.CodeType | types.BuiltinFunctionType, kept: KeptPickle | None) -> None:
+def note(key: Key, kept: KeptPickle | None) -> None:
     if len(PICKLES) >= MOST_KEPT:
         PICKLES.clear()
     PICKLES[key] = kept
