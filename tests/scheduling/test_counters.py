@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 
 CALLS = 500
 CHUNK = 50
-
+AGAIN = 4  # frames more than there are chunks: news by itself, and what is taken back from one worker and sent to another
 
 COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
@@ -53,9 +53,9 @@ def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
     xs = [torch.ones(20) for _ in range(CALLS)]
     found = cost(pool, lambda: pool.map(double, xs, chunksize=CHUNK))
     chunks = CALLS // CHUNK
-    assert chunks <= found.frames_sent <= chunks + 4  # news may go by itself
-    assert chunks <= found.frames_received <= chunks + 4
-    assert found.bytes_sent <= CALLS * (80 + 55)  # a tensor's bytes and its message
+    assert chunks <= found.frames_sent <= chunks + AGAIN
+    assert chunks <= found.frames_received <= chunks + AGAIN
+    assert found.bytes_sent <= found.frames_sent * CHUNK * (80 + 55)  # a tensor's bytes and its message
     assert found.bytes_received <= CALLS * (80 + 55)
     assert found.system_calls <= 10 * chunks + 30
     assert found.bytes_copied == CALLS * 80 and found.slots_made == 0
@@ -101,11 +101,11 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
         found = cost(pool, work)
     bundles = len({result.grad_fn for result in results})
     assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6  # shorter ones where it took longer this time
-    assert found.frames_sent <= bundles + 4 and found.frames_received <= bundles + 4
-    assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
+    assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
+    assert found.bytes_sent <= (CALLS + AGAIN * 48) * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
     assert found.system_calls <= 10 * bundles + 30
     found = cost(pool, lambda: torch.autograd.backward(results, xs, retain_graph=True))
-    assert found.frames_sent <= bundles + 4 and found.frames_received <= bundles + 4
+    assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
     assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
 
 
@@ -140,7 +140,8 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
     assert (
         found.frames_sent <= 100 and found.frames_received <= 100
     )  # the backward's as they come: who has time takes what waits
-    assert found.bytes_sent <= CALLS * (80 + 50 + 4 + 110) and found.bytes_received <= CALLS * (80 + 50 + 80 + 50)
+    assert found.bytes_sent <= CALLS * (80 + 50 + 4 + 110) + AGAIN * CHUNK * (80 + 50)
+    assert found.bytes_received <= CALLS * (80 + 50 + 80 + 50)
     assert found.slots_made == 0
 
 
@@ -159,14 +160,15 @@ def test_a_result_passed_on_is_not_copied(pool: mpgrad.Pool) -> None:
     xs = pool.map(double, [torch.ones(100_000) for _ in range(8)])
     found = cost(pool, lambda: pool.map(double, xs, chunksize=2))
     assert found.bytes_copied == 0 and found.slots_made == 0
-    assert found.bytes_sent < 8 * 300 and found.bytes_received < 8 * 300
+    assert found.bytes_sent < (8 + 2 * AGAIN) * 300 and found.bytes_received < 8 * 300
 
 
 def test_large_tensors_are_copied_once(pool: mpgrad.Pool) -> None:
     xs = [torch.ones(100_000) for _ in range(8)]
     found = cost(pool, lambda: pool.map(double, xs, chunksize=2))
     assert found.bytes_copied == 8 * 400_000 and found.slots_made == 8
-    assert found.bytes_sent < 8 * 400  # with settings that a test before this one has left changed, as torch.compile does
+    # with settings that a test before this one has left changed, as torch.compile does
+    assert found.bytes_sent < (8 + 2 * AGAIN) * 400
 
 
 def test_captures_are_copied_once_and_their_gradients_come_as_one_sum_a_worker(pool: mpgrad.Pool) -> None:
@@ -201,18 +203,23 @@ def keeps_as_much(x: torch.Tensor) -> torch.Tensor:
     return x.exp().sum()
 
 
-def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> None:
+def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
+    at_once: list[PoolStats] = []
+    tell_if_finished = Operation.tell_if_finished
+
+    def look_first(operation: Operation) -> None:  # in the scheduling thread
+        if operation.finished:
+            at_once.append(pool.stats())
+        tell_if_finished(operation)
+
     x = torch.ones(2_000_000, requires_grad=True)  # 8 MB, so that whole pages show it where nothing finer is counted
     with mpgrad.Pool(1, graphs="keep", graph_memory="1 GiB") as pool:
         y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()
-        result = pool.map_async(keeps_as_much, [x], 1)
-        at_once: list[PoolStats] = []
-        # in the scheduling thread
-        result._operation.tell_if_finished = lambda: at_once.append(pool.stats())  # type: ignore[method-assign]
-        z = result.get()
-        (found,), later = at_once, pool.stats()
+        monkeypatch.setattr(Operation, "tell_if_finished", look_first)
+        z = pool.map(keeps_as_much, [x], 1)
+        found, later = at_once[0], pool.stats()
         assert (found.operations, found.calls_left, found.calls) == (0, 0, 2)
         assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (2, later.workers[0].graph_bytes)
         assert 0 < before.workers[0].graph_bytes < found.workers[0].graph_bytes
