@@ -562,9 +562,32 @@ def bare_module(kind: type[Module]) -> Module:
 
 
 def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
-    module = load_script(code)
+    module = SCRIPTS.copy_of(code)
     put_tensors(module, tensors)
     return module
+
+
+class Scripts:
+    """TorchScript that this process has loaded, by its bytes, without tensors.
+
+    What is loaded runs slowly twice before it is optimised. Copies share that, and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: dict[bytes, torch.jit.ScriptModule] = {}  # the last used at the end
+
+    def copy_of(self, code: bytes) -> torch.jit.ScriptModule:
+        with self._lock:
+            found = self._loaded.pop(code, None) or load_script(code)
+            self._loaded[code] = found
+            while len(self._loaded) > 1 and sum(map(len, self._loaded)) > MOST_SCRIPT_BYTES:
+                del self._loaded[next(iter(self._loaded))]
+        return copy.deepcopy(found)
+
+
+MOST_SCRIPT_BYTES = 64 << 20  # constants of a frozen module included
+SCRIPTS = Scripts()
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
@@ -580,7 +603,7 @@ class ScriptedFunction:
 
     def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
         self._code, self._names, self._defaults = code, names, defaults
-        self._module = load_script(code)
+        self._module = SCRIPTS.copy_of(code)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}

@@ -18,8 +18,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
-from mpgrad.pickling import structure
+from mpgrad.pickling import reducers, structure
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.torch_state.private import load_script
 
 F = torch.nn.functional
 pytestmark = [
@@ -521,6 +522,47 @@ def test_scripted_functions(pool2: mpgrad.Pool) -> None:
     scripted = torch.jit.script(cube)
     for fn in (scripted, lambda x: scripted(x, 3.0), lambda x: scripted(x=x, times=4.0)):
         assert_same_as_serial(fn, items(3), pool2)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.calls = 0
+        self.seen: Any = torch.jit.Attribute([], list[int])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return x * self.scale * self.calls * len(self.seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted, loads = torch.jit.script(Counting()), list[bytes]()
+
+    def load_noted(code: bytes) -> torch.jit.ScriptModule:
+        loads.append(code)
+        return load_script(code)
+
+    monkeypatch.setattr(reducers, "load_script", load_noted)
+    with mpgrad.Pool(1, engine="inline") as pool:
+        for scale in (2.0, 3.0):
+            scripted.scale.data.fill_(scale)
+            assert pool.map(lambda x: scripted(x).item(), [torch.ones(())]) == [scale]
+        assert len(loads) == 1
+        scripted.calls = 4
+        assert pool.map(lambda x: scripted(x).item(), [torch.ones(())]) == [15.0]
+    assert len(loads) == 2
+
+
+def test_scripts_that_are_large_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducers, "MOST_SCRIPT_BYTES", 1000)
+    monkeypatch.setattr(reducers, "load_script", lambda code: code)
+    scripts = reducers.Scripts()
+    for size in (400, 500, 600, 2000):
+        assert scripts.copy_of(bytes(size)) == bytes(size)
+    assert list(map(len, scripts._loaded)) == [2000]
 
 
 def test_values_of_torch_and_numpy(pool: mpgrad.Pool) -> None:
