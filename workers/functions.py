@@ -38,7 +38,7 @@ from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import NAMES, RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.structure import MOST_READ_ONCE, NAMES, RUNS_CODE, has_own_way, leads_to_libraries
 from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
@@ -283,6 +283,8 @@ SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.Class
 Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 # by which code comes to a module that it does not name
 WAYS_TO_MODULES = frozenset({b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"})
+# modules in whose names such a name occurs: of what each function of a script is made by, and of PyTorch's layers
+NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
 class Strays:
@@ -299,7 +301,7 @@ class Strays:
         """Also by a call that is given nothing but tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._leads_out = any(leads_to_libraries(each) or leads_to_modules(each) for each in self._pickles)
+            self._leads_out = any(leads_to_libraries(each, MOST_READ_ONCE) or leads_to_modules(each) for each in self._pickles)
         return self._leads_out or bool(self._copied)
 
     def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:
@@ -342,7 +344,9 @@ class Strays:
 
 @functools.lru_cache(maxsize=64)  # a function is mapped again and again
 def leads_to_modules(pickled: bytes) -> bool:
-    of_others = pickled.replace(make_function.__module__.encode(), b"")  # by which each function of a script is made
+    of_others = pickled
+    for module in NO_WAYS:
+        of_others = of_others.replace(module, b"")
     return not WAYS_TO_MODULES.isdisjoint(NAMES.findall(of_others))
 
 

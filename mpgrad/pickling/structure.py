@@ -76,6 +76,7 @@ from mpgrad.wire.messages import Structure, with_tensors
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
 __all__ = [
+    "MOST_READ_ONCE",
     "NAMES",
     "RUNS_CODE",
     "CallerPickler",
@@ -485,13 +486,17 @@ class TensorUnpickler(ClassUnpickler):
 
 # --- whether a pickle leads to installed packages
 
-MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
+MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
+MOST_READ_ONCE = 256 << 10  # of a function's, which is read once: a network that it captures has its layers there
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 
 
-def leads_to_libraries(pickled: bytes) -> bool:
-    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
-    return len(pickled) > MOST_READ or names_library(pickled, loaded())
+def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:
+    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's.
+
+    One of more than `most` bytes may.
+    """
+    return len(pickled) > most or names_library(pickled, loaded())
 
 
 Loaded = tuple[int, str, frozenset[str]]

@@ -61,6 +61,7 @@ from jobs import (
     Batch,
     Function,
     Loop,
+    LoopsApart,
     Run,
     Work,
     backward_at_once,
@@ -77,6 +78,7 @@ from jobs import (
     python_loss,
     serial,
     timed,
+    timed_turns,
     tiny_items,
     work_items,
 )
@@ -86,11 +88,11 @@ import mpgrad
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
 
-Aims = Mapping[str, Mapping[float, float]]
 TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
-# speed-ups by grain in ms: "keep" over one backward; a pool without options ("auto") over the best order
-PYTHON_AIMS: Aims = {"keep": {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4}, "auto": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2}}
-OP_AIMS: Aims = {"auto": {10: 1.9, 1: 1.75, 0.1: 1.15}}
+# by grain in ms: how fast a pool without options is, as a share of as many loops that share nothing
+SHARE_AIMS = {10: 0.93, 1: 0.90, 0.3: 0.85, 0.1: 0.70}
+STEP_AIMS = {1: 31.0, 0.3: 25.0}  # microseconds of the caller, by grain in ms
+STEP_AIM = 1.07
 LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}  # microseconds of the caller, of workers
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
@@ -236,34 +238,77 @@ def cpu_so_far(pool: mpgrad.Pool) -> tuple[float, float]:
 
 def bench_python(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for ms in plan.grains_ms:
-        yield from grain_figures("python", PYTHON, ms, PYTHON_AIMS, pools, plan)
+        yield from grain_figures("python", PYTHON, ms, pools, plan)
 
 
 def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for ms in plan.grains_ms:
-        yield from grain_figures("op", OP, ms, OP_AIMS, pools, plan)
+        yield from grain_figures("op", OP, ms, pools, plan)
 
 
-def grain_figures(name: str, work: Work, ms: float, aims: Aims, pools: Pools, plan: Plan) -> Iterator[Figure]:
+ORDERS = "serial", "serial, at once"
+
+
+def grain_figures(name: str, work: Work, ms: float, pools: Pools, plan: Plan) -> Iterator[Figure]:
     function, items = work_items(work, ms / 1e3, plan.work_seconds)
-    contenders: dict[str, Run] = {
-        "serial": partial(one_backward, serial, function),
-        "serial, at once": partial(backward_at_once, function),
-    }
-    for graphs in GRAPHS:
-        contenders[graphs] = partial(one_backward, pools[graphs].map, function)
-    seconds = measured(contenders, items, plan.repeats)
-    best = min(seconds["serial"], seconds["serial, at once"], key=statistics.median)
+    orders: dict[str, Run] = dict(
+        zip(ORDERS, (partial(one_backward, serial, function), partial(backward_at_once, function)), strict=True)
+    )
+    maps: dict[str, Run] = {graphs: partial(one_backward, pools[graphs].map, function) for graphs in GRAPHS}
+    with contextlib.ExitStack() as stack:
+        turns = timed_turns({**orders, **maps}, items)
+        for order, run in orders.items():
+            loops = stack.enter_context(contextlib.closing(LoopsApart(run, items, plan.processes)))
+            turns[apart(order)] = loops.seconds
+        seconds = interleaved(turns, plan.repeats)
+    best, limit = (min(map(seconds.__getitem__, names), key=statistics.median) for names in (ORDERS, map(apart, ORDERS)))
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     for contender, values in seconds.items():
         yield median_figure(row, contender, [1e3 * value for value in values], "ms/item")
     for graphs in GRAPHS:
-        least = aims.get(graphs, {}).get(ms)
-        aim = None if least is None else (">=", least)
-        over_one, over_best = (aim, None) if graphs == "keep" else (None, aim)
-        mine = seconds[graphs]
-        yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], mine), "x", over_one)
-        yield median_figure(row, f"{graphs} over the best order", ratios(best, mine), "x", over_best)
+        yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], seconds[graphs]), "x")
+        yield median_figure(row, f"{graphs} over the best order", ratios(best, seconds[graphs]), "x")
+    yield median_figure(row, "loops that share nothing over the best order", ratios(best, limit), "x")
+    share = ratios(limit, seconds["auto"])
+    yield median_figure(row, "auto, as a share of these loops", share, "", (">=", SHARE_AIMS[ms]))
+
+
+def apart(order: str) -> str:
+    return f"{order}, in processes that share nothing"
+
+
+def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """CPU time of a step of training by the default pool, over that of loops that share nothing."""
+    for ms in STEP_AIMS:
+        function, items = work_items(OP, ms / 1e3, plan.work_seconds)
+        run = partial(one_backward, pools["auto"].map, function)
+        with contextlib.closing(LoopsApart(partial(backward_at_once, function), items, plan.processes)) as loops:
+            turns = {
+                "pool": partial(cpu_of_step, run, pools["auto"], items),
+                "loops": partial(cpu_of_loops, loops, len(items)),
+            }
+            rounds = interleaved(turns, plan.repeats)
+        callers, workers = zip(*rounds["pool"], strict=True)
+        both = [sum(each) for each in rounds["pool"]]
+        row = f"step: CPU time of op-bound items of {ms:g} ms, forward and backward"
+        yield median_figure(row, "caller", callers, "us/item", ("<=", STEP_AIMS[ms]))
+        yield median_figure(row, "workers", workers, "us/item")
+        over_loops = ratios(both, [each for (each,) in rounds["loops"]])
+        yield median_figure(row, "both, over loops that share nothing", over_loops, "x", ("<=", STEP_AIM))
+
+
+def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[float]:
+    """Microseconds an item: of the caller, and of the workers."""
+    batch, before = batch_of(items), cpu_so_far(pool)
+    timed(run, batch)
+    return [1e6 * (now - then) / len(items) for then, now in zip(before, cpu_so_far(pool), strict=True)]
+
+
+def cpu_of_loops(loops: LoopsApart, count: int) -> list[float]:
+    """Microseconds an item."""
+    before = cpu_seconds(loops.pids)
+    loops.seconds()
+    return [1e6 * (cpu_seconds(loops.pids) - before) / count]
 
 
 # --- calls that go one by one
@@ -720,6 +765,7 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
     "budget": bench_budget,
     "python": bench_python,
     "op": bench_op,
+    "step": bench_step,
     "lone": bench_lone,
     "layers": bench_layers,
     "gradients": bench_gradients,

@@ -7,12 +7,14 @@ item is faster where graphs are small, because they are still in the cache; that
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,6 +170,61 @@ def backward_at_once(function: Function, batch: Batch) -> Outcome:
     return Outcome(losses, [item.grad for item in batch.items])
 
 
+# --- processes that share nothing
+
+
+class LoopsApart:
+    """Serial loops in processes of their own, each over a part of the items: what no pool can beat. To be closed."""
+
+    def __init__(self, run: Run, items: Sequence[Tensor], processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._count = len(items)
+        self._pipes = []
+        self._processes = []
+        for number in range(processes):
+            ours, theirs = context.Pipe()
+            part = [item.numpy() for item in items[number::processes]]
+            process = context.Process(target=loop_apart, args=(theirs, run, part), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def seconds(self) -> float:
+        """Seconds an item, until the last of the loops has ended."""
+        self._all_do("copy the items")
+        began = time.perf_counter()
+        self._all_do("run")
+        return (time.perf_counter() - began) / self._count
+
+    def _all_do(self, order: str) -> None:
+        for pipe in self._pipes:
+            pipe.send(order)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send("end")
+        for process in self._processes:
+            process.join()
+
+
+def loop_apart(pipe: Connection, run: Run, arrays: Sequence[Array]) -> None:
+    torch.set_num_threads(1)
+    items = [torch.from_numpy(array) for array in arrays]
+    batch = batch_of(items)
+    while (order := pipe.recv()) != "end":
+        if order == "run":
+            run(batch)
+        else:
+            batch = batch_of(items)
+        pipe.send(order)
+
+
 # --- how peers map it, whose gradients end at the process border
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -208,12 +265,17 @@ def timed(run: Run, batch: Batch) -> float:
 
 def measured(contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int) -> dict[str, list[float]]:
     """Seconds an item that each contender takes in every round, once all give what the first one gives."""
+    return interleaved(timed_turns(contenders, items), rounds)
+
+
+def timed_turns(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> dict[str, Callable[[], float]]:
+    """What measures the seconds an item of each contender, once all give what the first one gives."""
     check(contenders, items)
 
     def seconds(run: Run) -> float:
         return timed(run, batch_of(items)) / len(items)
 
-    return interleaved({name: partial(seconds, run) for name, run in contenders.items()}, rounds)
+    return {name: partial(seconds, run) for name, run in contenders.items()}
 
 
 def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
