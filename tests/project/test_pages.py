@@ -99,14 +99,12 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_scripts_that_are_cited_are_there() -> None:
-    """By pages and sources, with their path; on the page of benchmarks by their name."""
+    """By pages and sources, with their path."""
     sources = [file for folder in ("mpgrad", "workers", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
     cited: set[str] = set()
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sources]:
         cited.update(re.findall(r"\bscripts/[\w/]+\.(?:py|sh|txt)\b", file.read_text()))
     assert len(cited) > 10 and [path for path in sorted(cited) if not (ROOT / path).exists()] == []
-    names = {file.name for file in (ROOT / "scripts").rglob("*.py")}
-    assert set(re.findall(r"`(\w+\.py)", (ROOT / "docs" / "benchmarks.md").read_text())) <= names
 
 
 @pytest.mark.quick
