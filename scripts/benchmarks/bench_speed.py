@@ -363,8 +363,8 @@ def bench_layers(pools: Pools, plan: Plan) -> Iterator[Figure]:
     """Each call is given the results of two calls of the layer before, which nobody waits for."""
     pool = pools["auto"]
     for ms in plan.call_grains_ms:
-        call = partial(sines_of_two, steps=steps_for(ms / 1e3))
         for part, backward in (("forward", False), ("forward and backward", True)):
+            call = partial(sines_of_two, steps=steps_for(ms / 1e3, backward))
             ways = {"serial": call, "pool": partial(pool.submit, call)}
             turns = {name: partial(seconds_of_layers, way, plan.layers, backward) for name, way in ways.items()}
             seconds = interleaved(turns, plan.repeats)
@@ -380,9 +380,9 @@ def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
     return z
 
 
-def steps_for(seconds: float) -> int:
-    """With as many a call takes so long, forward."""
-    x, steps = torch.randn(10, requires_grad=True), 100
+def steps_for(seconds: float, backward: bool) -> int:
+    """With as many a call takes so long, forward; with a graph, which takes longer, where there is a backward."""
+    x, steps = torch.randn(10, requires_grad=backward), 100
     took = min(timeit.repeat(lambda: sines_of_two(x, x, steps), number=1, repeat=20))
     return max(1, round(steps * seconds / took))
 
