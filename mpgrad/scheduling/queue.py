@@ -25,6 +25,7 @@ from mpgrad.wire.frames import drained
 __all__ = ["Line"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
+LAST_AHEAD = 5  # times the shortest chunk: one of the last calls that takes longer waits for a worker that has nothing to do
 LATE = 5  # times the shortest chunk: a call that takes so long, and longer than others did, may take long
 SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
@@ -151,15 +152,16 @@ class Line:
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
 
-        Long ones always; of the others the last ones, one for each worker, or some where calls differ: what is under way is not
-        always taken back. And those that are to be put in order, until the larger ones are packed too.
+        Long ones always. Of the others those of the last ones, one for each worker, or some where calls differ, that are not
+        short: what is under way is not always taken back, and a worker that has no call ahead waits for each. And those that
+        are to be put in order, until the larger ones are packed too.
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
         others = len(self.operations) - 1  # each has one call or more: those of a graph of calls have one
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
-        return self._seconds_of_next(operation) > (self._grain.shortest if is_last else LONG_CALL)
+        return self._seconds_of_next(operation) > (LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL)
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
