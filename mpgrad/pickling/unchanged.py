@@ -9,6 +9,7 @@ tenth of the time.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import types
@@ -39,10 +40,13 @@ class Place(NamedTuple):
     number: int  # of what is met, in the order of the first times
 
 
-class Parts(NamedTuple):
-    """Of one of the functions that a pickle brings."""
+Function = types.FunctionType | functools.partial[Any]
 
-    code: types.CodeType
+
+class Parts(NamedTuple):
+    """Of one of the functions that a pickle brings, or of a partial one."""
+
+    code: object
     facts: tuple[object, ...]
     values: list[object]
 
@@ -59,7 +63,7 @@ class Sight:
         self.root: object = None  # what stands for the function itself
         self.parts: list[Parts] = []
         self.wanted: dict[Wanted, None] = {}
-        self.functions: list[types.FunctionType] = []
+        self.functions: list[Function] = []
         self.tensors: list[torch.Tensor] = []
         self.given: dict[int, dict[str, Any]] = {}  # the globals of each function that it uses, by its id
         self._places: dict[int, Place] = {}
@@ -76,7 +80,12 @@ class Sight:
             return None
         return None if have_attributes(sight.tensors) else sight
 
-    def _parts_of(self, function: types.FunctionType) -> Parts:
+    def _parts_of(self, function: Function) -> Parts:
+        if isinstance(function, functools.partial):
+            if vars(function):
+                raise Unseen
+            values = [function.func, *function.args, *function.keywords.values()]
+            return Parts(functools.partial, tuple(function.keywords), list(map(self._seen, values)))
         if vars(function) or function.__kwdefaults__ or getattr(function, "__type_params__", None):
             raise Unseen
         names, cells = function.__globals__, function.__closure__ or ()
@@ -94,6 +103,8 @@ class Sight:
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value)
+        if kind is functools.partial:
+            return self._by_value(value)
         if kind in TENSORS:
             if id(value) not in self._places:
                 self.tensors.append(value)
@@ -110,6 +121,9 @@ class Sight:
                 return wanted, value.__qualname__
             if by_reference(value):
                 return value
+        return self._by_value(value)
+
+    def _by_value(self, value: Function) -> Place:
         if id(value) not in self._places:
             self.functions.append(value)
         return self._place(value)
@@ -127,7 +141,7 @@ class Sight:
 
     def settle(self) -> bool:
         """Hold no tensor and no function any more. False where a function finds names at run time."""
-        finds_names = any(map(looks_up, self.functions))
+        finds_names = any(looks_up(each) for each in self.functions if isinstance(each, types.FunctionType))
         self.functions, self.tensors, self.given = [], [], {}
         return not finds_names
 
@@ -192,12 +206,16 @@ class KeptPickle(NamedTuple):
     modules: object  # that were loaded
 
 
-Key = types.CodeType | types.BuiltinFunctionType  # a function's code, or one that is written in C
+# a function's code, or one that is written in C, or the key of what a partial one calls
+Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
 PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
 
 def key_of(function: Any) -> Key | None:
     """None: no pickles of such functions are kept."""
+    if type(function) is functools.partial:
+        inner = key_of(function.func)
+        return None if inner is None else (functools.partial, inner)
     if type(function) is types.FunctionType:
         return function.__code__
     return function if type(function) is types.BuiltinFunctionType else None

@@ -22,7 +22,7 @@ from mpgrad.pickling.state import dumps_function, loads_with_state
 pytestmark = pytest.mark.quick
 
 SCRIPT = """
-import math, torch
+import functools, math, torch
 RATE, TEXT, FLAG = 0.5, "text", True
 WEIGHT = torch.ones(3, requires_grad=True)
 OTHER = torch.zeros(3)
@@ -59,6 +59,8 @@ def remembers(x):
     remembers.calls = getattr(remembers, "calls", 0) + 1
     return remembers.calls
 def looks_up(x): return x * globals()["RATE"]
+partly = functools.partial(default, rate=3.0)
+twice = functools.partial(functools.partial(helper), WEIGHT)
 """
 
 
@@ -94,7 +96,7 @@ def is_known(function: Callable[..., Any]) -> bool:
     return True
 
 
-STEADY = ["number", "tensor", "through_helper", "library", "default", "annotated", "recursive", "absent"]
+STEADY = ["number", "tensor", "through_helper", "library", "default", "annotated", "recursive", "absent", "partly", "twice"]
 
 
 @pytest.mark.parametrize("name", STEADY)
@@ -111,13 +113,13 @@ def test_what_may_be_written_to_is_not(script: Any, name: str) -> None:
         assert dumped_before(getattr(script, name)) is None
 
 
-@pytest.mark.parametrize("function", [abs, math.sin, torch.sin, torch.nn.functional.relu])
+@pytest.mark.parametrize("function", [abs, math.sin, torch.sin, torch.nn.functional.relu, functools.partial(abs)])
 def test_of_libraries(function: Callable[..., Any]) -> None:
     dumps_function(function)
     assert is_known(function)
 
 
-@pytest.mark.parametrize("function", [[].append, "a".join, functools.partial(abs), torch.nn.ReLU()])
+@pytest.mark.parametrize("function", [[].append, "a".join, functools.partial(max, []), torch.nn.ReLU()])
 def test_what_has_an_object_is_pickled_each_time(function: Callable[..., Any]) -> None:
     dumps_function(function)
     assert dumped_before(function) is None
@@ -129,6 +131,13 @@ def test_a_lambda_in_a_loop(script: Any) -> None:
     weight = torch.zeros(4)
     known = dumped_before(script.closure(2.0, weight))
     assert known is not None and known[1] == [weight]
+
+
+def test_a_partial_function_is_not_what_it_calls(script: Any) -> None:
+    for function in (script.default, functools.partial(script.default), functools.partial(script.default, 1.0)):
+        dumps_function(function)
+        assert is_known(function)
+    assert dumped_before(functools.partial(script.default, rate=1.0)) is None
 
 
 def test_attributes_of_tensors_are_in_the_pickle(script: Any) -> None:
@@ -178,6 +187,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "an attribute of a tensor": ("tensor", lambda script: setattr(script.WEIGHT, "note", "n")),
     "the kind of a tensor": ("tensor", lambda script: vars(script).update(WEIGHT=torch.nn.Parameter(torch.ones(3)))),
     "two tensors that are one": ("tensor", lambda script: vars(script).update(OTHER=script.WEIGHT)),
+    "what a partial one is given": ("partly", lambda script: script.partly.keywords.update(rate=4.0)),
+    "and what it is not given any more": ("partly", lambda script: script.partly.keywords.clear()),
+    "an attribute of a partial one": ("partly", lambda script: setattr(script.partly, "calls", 1)),
+    "what a partial one calls": ("twice", lambda script: vars(script).update(RATE=0.25)),
     "what cannot be compared": ("number", lambda script: vars(script).update(RATE=[0.5])),
 }
 
