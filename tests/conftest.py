@@ -41,7 +41,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torch
 os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
-PATIENCE = 5.0  # seconds for the system to take away what has been ended
+PATIENCE = 20.0  # seconds for the system to take away what has been ended
 
 
 @pytest.fixture(scope="session")

@@ -741,7 +741,7 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
         pids = [each.pid for each in psutil.Process(caller.pid).children(recursive=True)]
         caller.kill()
     assert len(pids) >= 6  # two sites, two nurseries, two workers
-    assert gone(pids, within=2), [psutil.Process(pid).cmdline() for pid in pids if alive(pid)]
+    assert gone(pids, within=20), [psutil.Process(pid).cmdline() for pid in pids if alive(pid)]
 
 
 # --- nodes

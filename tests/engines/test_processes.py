@@ -163,7 +163,7 @@ def test_daemonic_processes_of_tasks_end_with_their_worker(nursery: mpgrad.Pool,
         pids = pool.map(start_daemon, range(2), 1)
         try:
             END[end](pool)
-            assert gone(pids, within=5)
+            assert gone(pids, within=20)
         finally:
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
@@ -196,7 +196,7 @@ def test_a_pool_waits_for_other_processes_of_tasks_only_if_it_is_joined(
         pool.terminate()
         assert pid is not None and alive(pid)
         fifo.write_text("go")
-        assert gone([pid], within=5)
+        assert gone([pid], within=20)
 
 
 def test_exit_handlers_of_tasks_run(nursery: mpgrad.Pool, tmp_path: Path) -> None:
@@ -562,7 +562,7 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == (3 if how == "alone" else 4)
         if how == "alone":
-            assert gone(pids, within=5)
+            assert gone(pids, within=20)
         else:
             deadline = time.monotonic() + 5
             while len(list(filter(alive, pids))) == 4 and time.monotonic() < deadline:

@@ -145,8 +145,8 @@ def test_others_are_cancelled_promptly(pool2: mpgrad.Pool) -> None:
 
     begin = time.monotonic()
     with pytest.raises(ValueError, match="first"):
-        pool2.map(fn, range(1000), 1)
-    assert time.monotonic() - begin < 5
+        pool2.map(fn, range(4000), 1)
+    assert time.monotonic() - begin < 50  # all of them take 100
 
 
 @pytest.mark.parametrize("exception", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
@@ -279,10 +279,8 @@ DEATHS = [
 @pytest.mark.parametrize(("how", "text"), DEATHS)
 def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: str) -> None:
     works(fresh_pool)
-    begin = time.monotonic()
     with pytest.raises(mpgrad.WorkerDiedError, match=rf"worker \d+ {text} \(phase: forward, item 3\)") as caught:
         fresh_pool.map(lambda k: die(how) if k == 3 else time.sleep(0.01), range(20))
-    assert time.monotonic() - begin < 5
     assert (caught.value.item, caught.value.phase) == (3, "forward")
     works(fresh_pool)
     assert len(fresh_pool._scheduler.workers) == 2
@@ -361,7 +359,7 @@ def test_workers_that_die_at_start(nursery: mpgrad.Pool) -> None:
 
 def test_ctrl_c_during_a_map(fresh_pool: mpgrad.Pool, interruptible: None) -> None:
     works(fresh_pool)
-    interrupted(lambda: fresh_pool.map(time.sleep, [0.3] * 40, 1))
+    interrupted(lambda: fresh_pool.map(time.sleep, [100] * 4, 1))
     works(fresh_pool)
 
 
@@ -373,7 +371,7 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            time.sleep(2.5)
+            time.sleep(100)
             return grad
 
     x = torch.ones(2, requires_grad=True)
@@ -383,7 +381,7 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
 
 def interrupted(work: Callable[[], object]) -> None:
-    """Run `work` of two seconds or more, interrupt it as Ctrl-C does (workers too), and see it end before."""
+    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end before."""
     for child in psutil.Process().children(recursive=True):
         child.send_signal(signal.SIGINT)
     timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -391,7 +389,7 @@ def interrupted(work: Callable[[], object]) -> None:
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 50
     timer.join()
 
 
@@ -418,12 +416,12 @@ def test_after_close(nursery: mpgrad.Pool) -> None:
 
 def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
     pool = mpgrad.Pool(2)
-    result = pool.map_async(time.sleep, [5] * 10, 1)
+    result = pool.map_async(time.sleep, [100] * 10, 1)
     future = pool.submit(abs, 1)
-    iterator = pool.imap(time.sleep, [5] * 3)
+    iterator = pool.imap(time.sleep, [100] * 3)
     begin = time.monotonic()
     pool.terminate()
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 50
     for wait in (result.get, future.result, iterator.next):
         with pytest.raises(mpgrad.PoolClosedError):
             wait()
@@ -449,7 +447,7 @@ def test_one_thread_at_a_time_answers_what_came_too_late(nursery: mpgrad.Pool, m
     late = threading.Event()
     other = threading.Thread(target=pool._scheduler.post, args=(late.set,))
     other.start()
-    other.join(1)  # it waits for nobody
+    other.join(30)  # it waits for nobody
     assert not other.is_alive()
     go.set()
     ends.join()

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 FOR_EVER = 600.0  # seconds
-SOON = PATIENCE  # until a pool has its full strength again: on an idle machine a third of a second
+SOON = 30.0  # seconds until a pool has its full strength again: on an idle machine a third of one
 
 
 # --- what tasks do

@@ -443,7 +443,7 @@ def test_a_source_without_end(fresh_pool: mpgrad.Pool) -> None:
     fresh_pool.terminate()
     with pytest.raises(mpgrad.PoolClosedError):
         list(results)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 50
 
 
 def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Pool) -> None:
@@ -511,7 +511,7 @@ def test_asyncio(fresh_pool: mpgrad.Pool) -> None:
             await asyncio.wrap_future(fresh_pool.submit(divmod, 1, 0))
         assert await asyncio.gather(*(asyncio.to_thread(step) for _ in range(4))) == [[24, 24]] * 4
         before = [fresh_pool.submit(time.sleep, 0.1) for _ in range(6)]
-        source = fresh_pool.submit(time.sleep, 20)
+        source = fresh_pool.submit(time.sleep, 100)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(source), 0.05)
         await asyncio.sleep(0)  # the cancelling of the source is a callback of the loop
@@ -521,7 +521,7 @@ def test_asyncio(fresh_pool: mpgrad.Pool) -> None:
     begin = time.monotonic()
     asyncio.run(use())
     works(fresh_pool)
-    assert time.monotonic() - begin < 15  # nobody waited for the 20 s
+    assert time.monotonic() - begin < 50  # nobody waited for the 100 s
 
 
 def test_sixteen_threads_with_all_that_can_happen(fresh_pool: mpgrad.Pool) -> None:
@@ -688,7 +688,7 @@ def test_the_parent_is_killed_while_workers_are_busy(tmp_path: Path, number: sig
         pids = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
         assert set(names) < set(pids)
         parent.send_signal(number)
-        assert gone([parent.pid, *pids], within=1.5)
+        assert gone([parent.pid, *pids], within=20)
         assert parent.stderr is not None and parent.stderr.read() == b""
         assert parent.wait() == -number
 
@@ -718,11 +718,11 @@ import atexit, threading
 pools = [mpgrad.Pool(2) for _ in range(3)]
 for pool in pools:
     works(pool)
-iterator = pools[0].imap(time.sleep, [30] * 4)
-future = pools[0].submit(time.sleep, 30)
+iterator = pools[0].imap(time.sleep, [300] * 4)
+future = pools[0].submit(time.sleep, 300)
 future.add_done_callback(lambda future: None)
 pools[1].in_a_cycle = pools[1]
-result = pools[1].map_async(time.sleep, [30] * 4)
+result = pools[1].map_async(time.sleep, [300] * 4)
 quick = pools[2].map_async(abs, [1], callback=lambda value: time.sleep(0.3))
 quick.wait()
 atexit.register(lambda: works(pools[2]))
@@ -731,9 +731,7 @@ threading.Thread(target=lambda: pools[2].map(time.sleep, [0.2] * 4)).start()
 
 
 def test_an_interpreter_that_ends_while_calls_are_running() -> None:
-    begin = time.monotonic()
-    assert run(ENDS) == ""
-    assert time.monotonic() - begin < 25  # nobody waited for the calls
+    assert run(ENDS) == ""  # which does not wait so long as the calls take
 
 
 def test_garbage_collection_while_calls_are_running(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
@@ -741,15 +739,14 @@ def test_garbage_collection_while_calls_are_running(nursery: mpgrad.Pool, capfd:
     works(pool)
     pids = [worker.pid for worker in pool.stats().workers]
     pool.in_a_cycle = pool
-    result = pool.map_async(time.sleep, [30] * 4, 1)
-    future = pool.submit(time.sleep, 30)
-    begin = time.monotonic()
+    result = pool.map_async(time.sleep, [300] * 4, 1)
+    future = pool.submit(time.sleep, 300)
     del pool
     gc.collect()
     for wait in (result.get, future.result):
         with pytest.raises(mpgrad.PoolClosedError):
-            wait(10)
-    assert gone(pids, within=10) and time.monotonic() - begin < 20
+            wait(30)
+    assert gone(pids, within=20)
     assert capfd.readouterr() == ("", "")
 
 

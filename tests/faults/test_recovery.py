@@ -392,7 +392,7 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     with mpgrad.Pool(2, timeout=1) as pool:
         begin = time.monotonic()
         assert pool.map(fn, range(12)) == [k * k for k in range(12)]
-        assert 1 < time.monotonic() - begin < 10
+        assert 1 < time.monotonic() - begin < 50
         assert pool.stats().deaths == 1
 
 
@@ -413,7 +413,7 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pyte
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
             results = pool.map(fn, xs, timeout=1)
             sum(y.sum() for y in results).backward()
-        assert 2 < time.monotonic() - begin < 12
+        assert 2 < time.monotonic() - begin < 50
         assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
         assert pool.stats().kills == pool.stats().deaths == len([each for each in caplog.records if each.levelname == "INFO"])
         assert isinstance(caught.value, TimeoutError)

@@ -93,7 +93,7 @@ def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
     for _ in range(10):
         assert len(list(pool.imap(abs, range(17)))) == 17
         assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
-    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=5)
+    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=30)
 
 
 def slow_source_of(count: int) -> Iterator[int]:
@@ -140,13 +140,13 @@ def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.Log
 def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
     # symptom: the waiter woke up when a call ended. cause: it was told with the next frame only.
     for _ in range(4):
-        fresh_pool.submit(time.sleep, 5)
+        fresh_pool.submit(time.sleep, 100)
     future = fresh_pool.submit(abs, -1)
     threading.Timer(0.1, future.cancel).start()
     begin = time.monotonic()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 50
 
 
 def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
@@ -154,7 +154,7 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=5)
+    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=30)
 
 
 @pytest.mark.quick
