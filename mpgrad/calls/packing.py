@@ -12,7 +12,6 @@ came from.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 from collections import Counter, deque
@@ -74,7 +73,6 @@ __all__ = [
     "requested",
 ]
 
-NOTHING = contextlib.nullcontext()
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
 
@@ -262,7 +260,7 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
     packer, grad, streams, request, known, shared = packing
     item = index if item is None else item
     shape, tensors, claims = arguments_structure(item, args, kwargs, known, streams)
-    with without_subclasses() if isinstance(shape, bytes) else NOTHING:
+    with without_subclasses():
         placed = []
         staged = request is not None and request.staged
         for tensor in tensors:
@@ -353,7 +351,7 @@ def each_item(
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
         shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
-        with without_subclasses() if isinstance(shape, bytes) else NOTHING:
+        with without_subclasses():
             for tensor in tensors:
                 check_carriable(tensor, "item", number, packer.kind)
                 if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
