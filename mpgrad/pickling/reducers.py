@@ -83,7 +83,7 @@ def itself(value: Any) -> Any:
 
 
 def with_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """The tensor itself, as one of the class. (Another one with the same memory would be no leaf.)"""
+    """The tensor itself, as one of the class. (An alias of it would be no leaf.)"""
     tensor.__class__ = kind
     return tensor
 

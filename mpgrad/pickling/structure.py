@@ -3,8 +3,8 @@
 cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
 that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
 decided elsewhere. The tensors that a *function* reaches in this way are its captures. Attributes
-that somebody set on a tensor are in the bytes, and so is a class of its own: what comes in its place
-is given both.
+that somebody set on a tensor are in the bytes, and so is a class of its own: what comes in its
+place is given both.
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
 order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
@@ -239,7 +239,7 @@ class Bare(NamedTuple):
 
 
 def reduce_tensor(value: torch.Tensor) -> Any:
-    """One with attributes or a class of its own, whatever that says of pickling: a leaf stays one."""
+    """With attributes or a class of its own, whatever that says of pickling: a leaf stays one."""
     kind = type(value)
     if kind in PLAIN:
         return itself, (Bare(value),), value.__dict__, None, None, set_attributes

@@ -355,7 +355,8 @@ def check_class(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     name = f"a tensor of class {kind.__module__}.{kind.__qualname__}"
     if is_lazy(tensor):
-        raise TypeError("a lazy module has not made it yet; run the module once, before it goes to the pool")
+        unmade = "a lazy module has not made it yet"
+        raise TypeError(f"{unmade}; run the module once, before it goes to the pool")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{name}, whose __torch_dispatch__ may see other tensors than its own; pass the plain "
@@ -369,7 +370,7 @@ def check_class(tensor: torch.Tensor) -> None:
 
 
 def need_no_pickle(values: Sequence[object]) -> bool:
-    """Whether `values` are tensors, no two of them the same one, of no class of their own and without attributes."""
+    """Whether `values` are plain tensors without attributes, no two of them the same one."""
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return PLAIN.issuperset(map(type, values)) and not have_attributes(values)

@@ -1,4 +1,4 @@
-"""Tensors of classes of their own: they keep class and attributes, and gradients come as in the serial loop."""
+"""Tensors of classes of their own keep class and attributes; gradients come as in the loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributions import constraints
 
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
@@ -34,7 +35,7 @@ class Wrapping(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(found, Wrapping):
-            units = [each.unit for each in args if isinstance(each, Wrapping) and hasattr(each, "unit")]
+            units = [each.unit for each in args if hasattr(each, "unit")]
             found.unit = "·".join(units) if len(units) > 1 else "".join(units)
         return found
 
@@ -65,10 +66,10 @@ class OnManifold(torch.nn.Parameter):
 
     manifold: Any
 
-    def __new__(cls, data: torch.Tensor, manifold: Any, requires_grad: bool = True) -> OnManifold:  # type: ignore[misc]
+    def __new__(cls, data: torch.Tensor, manifold: Any, requires_grad: bool = True) -> Any:
         made: Any = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.manifold = manifold
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AssertionError("by its own way it would be another leaf")
@@ -154,7 +155,10 @@ def run(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Any:
     return facts, [facts_of(each.grad) for each in inputs]
 
 
-def assert_as_serial(pool: mpgrad.Pool, make: Callable[[], tuple[Callable[[Any], Any], list[Any], list[torch.Tensor]]]) -> None:
+Case = tuple[Callable[[Any], Any], list[Any], list[torch.Tensor]]
+
+
+def assert_as_serial(pool: mpgrad.Pool, make: Callable[[], Case]) -> None:
     """`make` gives the function, the items and the leaves whose gradients are compared."""
     fn, items, inputs = make()
     serial = run([fn(item) for item in items], inputs)
@@ -176,7 +180,8 @@ def summed(x: Any) -> Any:
 
 
 def with_facts(x: Any) -> Any:
-    return {"y": x.cos() * 2, "x": x * 1, "facts": facts_of(x), "is": isinstance(x, torch.nn.Parameter)}
+    is_parameter = isinstance(x, torch.nn.Parameter)
+    return {"y": x.cos() * 2, "x": x * 1, "facts": facts_of(x), "is": is_parameter}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,15 +196,15 @@ def test_leaves_among_the_arguments(pool: mpgrad.Pool, fn: Callable[[Any], Any],
 
 def test_constants_of_libraries_are_these(pool: mpgrad.Pool) -> None:
     """They are compared by `is`: the types of pypose's tensors are such."""
-    real = torch.distributions.constraints.real
-    (result,) = pool.map(lambda x: (x, x.tag is torch.distributions.constraints.real), [tagged(numbers(2), real)])
-    assert result[1]
-    assert result[0].tag is real
+    item = tagged(numbers(2), constraints.real)
+    ((result, is_real),) = pool.map(lambda x: (x, x.tag is constraints.real), [item])
+    assert is_real
+    assert result.tag is constraints.real
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_a_history_and_in_dictionaries(pool: mpgrad.Pool, kind: str) -> None:
-    """Histories are the caller's; in-place writes to what has one are allowed; one tensor twice stays one."""
+    """What has a history may be written to in place; one tensor twice stays one."""
 
     def fn(item: dict[str, Any]) -> dict[str, Any]:
         x, leaf = item["x"], item["more"][0]
@@ -210,12 +215,14 @@ def test_with_a_history_and_in_dictionaries(pool: mpgrad.Pool, kind: str) -> Non
             with torch.no_grad():
                 y = y * leaf.sum()
             y = x * y
-        return {"sum": [y.sum(), item["name"]], "y": y, "same": item["more"][0], "graph": x.grad_fn is not None}
+        has_graph = x.grad_fn is not None
+        return {"sum": [y.sum(), item["name"]], "y": y, "same": item["more"][0], "graph": has_graph}
 
     def make() -> Any:
         leaves = [KINDS[kind](numbers(7, n)).requires_grad_() for n in range(6)]
         products = [leaf * 2 for leaf in leaves[3:]]
-        items = [{"name": "n", "x": x, "more": [leaf, x]} for x, leaf in zip(products, leaves, strict=False)]
+        pairs = zip(products, leaves, strict=False)
+        items = [{"name": "n", "x": x, "more": [leaf, x]} for x, leaf in pairs]
         return fn, items, leaves
 
     task, items, leaves = make()
@@ -266,7 +273,8 @@ def test_what_it_holds_is_a_capture_too(pool: mpgrad.Pool) -> None:
 
     def make() -> Any:
         scale = numbers(4, 1).requires_grad_()
-        x = tagged(numbers(4, 2).requires_grad_() * 1, {"scale": scale, "net": torch.nn.Linear(4, 2).double()})
+        net = torch.nn.Linear(4, 2).double()
+        x = tagged(numbers(4, 2).requires_grad_() * 1, {"scale": scale, "net": net})
         with torch.no_grad():
             for each in x.tag["net"].parameters():
                 each.copy_(numbers(each.numel(), 3).reshape(each.shape))
@@ -310,7 +318,8 @@ def test_leaves_that_the_function_makes(pool: mpgrad.Pool) -> None:
     """They are leaves here, too; and a frozen parameter stays one."""
 
     def fn(x: torch.Tensor) -> Any:
-        return OnManifold(x.detach() * 2, Sphere()), OnManifold(x.detach(), None, requires_grad=False), tagged(x.detach())
+        frozen = OnManifold(x.detach(), None, requires_grad=False)
+        return OnManifold(x.detach() * 2, Sphere()), frozen, tagged(x.detach())
 
     items = [numbers(3, n).requires_grad_() for n in range(2)]
     for results, serial in zip(pool.map(fn, items), map(fn, items), strict=True):
@@ -491,7 +500,7 @@ def test_the_check_against_the_serial_loop(pool2: mpgrad.Pool) -> None:
 REFUSED = {
     "Slotted": (
         lambda: torch.ones(2).as_subclass(Slotted),
-        r"which has __slots__; pass tensor.as_subclass\(torch.Tensor\), and take as_subclass\(Slotted\) of it in",
+        r"which has __slots__; pass tensor.as_subclass\(torch.Tensor\), and take as_subclass\(Slotted\)",
     ),
     "Seen": (
         lambda: torch.Tensor._make_subclass(Seen, torch.ones(2)),
