@@ -74,7 +74,8 @@ class Pool:
             call raises that.
         initargs: its arguments.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
-            generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
+            generators, so that random numbers depend on timing, and a package that is not
+            thread-safe raises strange errors); "inline" for debugging: everything runs in the caller's
             thread, whatever `processes` says. In a task, whose pool has the CPUs already, the default is "inline" (with a
             `timeout`, "process"). "stream": threads that each have a CUDA stream of their own, for functions whose Python part
             is short; needs `devices`. "ray": processes on the machines of a Ray cluster; `processes` None is then as many as

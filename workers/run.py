@@ -389,7 +389,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         shape = (values,)
     else:
         try:
-            shape, tensors = structure.dumps(value)
+            shape, tensors = structure.dumps_result(value)
         except Exception as error:
             from mpgrad.pickling.exceptions import why_not  # only an error needs it
 

@@ -29,7 +29,12 @@ from mpgrad.pickling.exceptions import item_not_carried, not_carried
 from mpgrad.pickling.state import ItemStreams, State
 from mpgrad.pickling.streams import Root
 from mpgrad.torch_state.modes import Modes
-from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
+from mpgrad.torch_state.private import (
+    dual_level_is_active,
+    outside_transforms,
+    transforms_are_active,
+    without_subclasses,
+)
 from mpgrad.wire.messages import Eager, Parts, Structure, is_plain, owners, plain_structure
 from mpgrad.wire.tensor_refs import (
     BUCKETED_BYTES,
@@ -94,9 +99,10 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequen
         not_carried(error, "the function", function)
     if modules is not None:
         captures += modules.tensors
-    for tensor in captures:
-        if type(tensor) is not Root:
-            check_carriable(tensor, "the function", None, kind)
+    with without_subclasses():
+        for tensor in captures:
+            if type(tensor) is not Root:
+                check_carriable(tensor, "the function", None, kind)
     return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
 
 
@@ -120,7 +126,9 @@ class SharedFunction:
         # some worker got the pickle in this operation: its first call took longer (asked by `cheap_calls`)
         self.is_new = False
         self.gathers = request is not None and request.gathers
-        self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
+        staged = request is not None and request.staged
+        with without_subclasses():
+            self.refs, self.slot, self.slots = packer.place_together(captures, sharing, staged)
         if request is not None:
             request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -252,25 +260,26 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
     packer, grad, streams, request, known, shared = packing
     item = index if item is None else item
     shape, tensors, claims = arguments_structure(item, args, kwargs, known, streams)
-    placed = []
-    staged = request is not None and request.staged
-    for tensor in tensors:
-        check_carriable(tensor, "item", item, packer.kind)
-        if shared is None:
-            placed.append(packer.place(tensor, flags_of(tensor), None, staged))
-        else:
-            placed.append(place_once(packer, tensor, shared, staged))
-    call = PackedCall(index, shape, placed, claims)
-    if request is not None:
-        call.route, call.origin = request.of(tensors)
-    lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
-    if lent:
-        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
-    if needing := [tensor for tensor in tensors if tensor.requires_grad]:
-        if grad:
-            call.gated = [gate(tensor) for tensor in needing]
-        else:
-            call.ungated = ungated(needing)
+    with without_subclasses():
+        placed = []
+        staged = request is not None and request.staged
+        for tensor in tensors:
+            check_carriable(tensor, "item", item, packer.kind)
+            if shared is None:
+                placed.append(packer.place(tensor, flags_of(tensor), None, staged))
+            else:
+                placed.append(place_once(packer, tensor, shared, staged))
+        call = PackedCall(index, shape, placed, claims)
+        if request is not None:
+            call.route, call.origin = request.of(tensors)
+        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+        if lent:
+            call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+        if needing := [tensor for tensor in tensors if tensor.requires_grad]:
+            if grad:
+                call.gated = [gate(tensor) for tensor in needing]
+            else:
+                call.ungated = ungated(needing)
     return call
 
 
@@ -297,11 +306,11 @@ def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: 
     if items is None or have_more_behind(items):
         return None
     together, flags, bundle = items
-    placed = placed or packer.together(together, flags)
     if placed is None:
-        placed = list(map(packer.place, together, flags))
-        if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
-            return None
+        with without_subclasses():
+            placed = packer.together(together, flags) or list(map(packer.place, together, flags))
+    if isinstance(placed, list) and any(isinstance(each.holder, Borrowed) for each in placed):
+        return None  # one that is written to must not concern others
     call = PackedCall(index, None, placed)
     call.bundle, call.items = bundle, len(bundle)
     need = [own & REQUIRES_GRAD for own in flags]
@@ -342,14 +351,15 @@ def each_item(
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
         shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
-        for tensor in tensors:
-            check_carriable(tensor, "item", number, packer.kind)
-            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
-                return None
+        with without_subclasses():
+            for tensor in tensors:
+                check_carriable(tensor, "item", number, packer.kind)
+                if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
+                    return None
+            items.flags.extend(map(flags_of, tensors))
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None
         items.tensors.extend(tensors)
-        items.flags.extend(map(flags_of, tensors))
         items.parts.append((shape, len(tensors)))
     return items
 

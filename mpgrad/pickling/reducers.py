@@ -47,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, uses_in
+from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
@@ -62,6 +62,7 @@ __all__ = [
     "identities",
     "is_rebuilt",
     "itself",
+    "named_attributes",
     "rebuilt",
     "reduce_by_value",
     "reduce_exception",
@@ -69,6 +70,7 @@ __all__ = [
     "reduce_subclass",
     "referent",
     "weakly",
+    "with_class",
 ]
 
 Reduced = tuple[Any, ...]
@@ -78,6 +80,40 @@ NO_FILE = "<dynamic-code>"
 
 def itself(value: Any) -> Any:
     return value
+
+
+def with_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """The tensor itself, as one of the class. (An alias of it would be no leaf.)"""
+    tensor.__class__ = kind
+    return tensor
+
+
+def named_attributes(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """What is in its `__dict__`; by name what libraries compare by `is`. None where nothing is."""
+    return {name: by_name(each) for name, each in tensor.__dict__.items()} or None
+
+
+def by_name(value: Any) -> Any:
+    """The value, or what becomes it again where the module of its class, a library's, has it."""
+    home = type(value).__module__
+    if home in ("builtins", "__main__") or home not in sys.modules or is_own(home):
+        return value
+    if isinstance(value, torch.Tensor | Module):  # gradients may come to it
+        return value
+    for name, held in list(vars(sys.modules[home]).items()):
+        if held is value:
+            return OfLibrary(home, name)
+    return value
+
+
+class OfLibrary:
+    """Stands for what a library has under a name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._path = module, name
+
+    def __reduce__(self) -> Reduced:
+        return attribute_here, self._path
 
 
 # --- functions

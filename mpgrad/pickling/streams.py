@@ -97,7 +97,9 @@ def generator_again(kind: Any, bits: Any) -> Any:
 
 def set_attributes(made: Any, attributes: Any) -> None:
     """Set an object's attributes in Python. (`__setstate__` of numpy's takes a dictionary for the state of the bits.)"""
-    vars(made).update(attributes)
+    own = vars(made)
+    for name, value in attributes.items():
+        own[sys.intern(name) if type(name) is str else name] = value  # as pickle does
 
 
 def as_it_is(kind: Kind, generator: Any) -> Any:

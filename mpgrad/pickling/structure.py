@@ -2,11 +2,13 @@
 
 cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
 that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
-decided elsewhere. The tensors that a *function* reaches in this way are its captures.
+decided elsewhere. The tensors that a *function* reaches in this way are its captures. Attributes
+that somebody set on a tensor are in the bytes, and so is a class of its own: what comes in its
+place is given both.
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
 order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
-something else, goes as `mpgrad.pickling.reducers` has it. Attributes that somebody set on a tensor are in the bytes.
+something else, goes as `mpgrad.pickling.reducers` has it.
 
 A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
@@ -65,15 +67,18 @@ from mpgrad.pickling.reducers import (
     function_state,
     is_rebuilt,
     itself,
+    named_attributes,
     reduce_exception,
     reduce_module,
     reduce_subclass,
     referent,
+    with_class,
 )
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
+from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
-from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
+from mpgrad.wire.tensor_refs import PLAIN, RIDE_BYTES, check_carriable, check_class, have_attributes
 
 __all__ = [
     "MOST_READ_ONCE",
@@ -85,6 +90,7 @@ __all__ = [
     "TensorUnpickler",
     "Trial",
     "dumps",
+    "dumps_result",
     "has_own_way",
     "leads_to_libraries",
     "loads",
@@ -110,6 +116,15 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
     pickler = TensorPickler(buffer)
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
+
+
+def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
+    """As `dumps`; none of the tensors has a class of its own, but leaves, which others may know."""
+    pickled, tensors = dumps(value)
+    for number, each in enumerate(tensors):
+        if type(each) not in PLAIN and not is_leaf_with_grad(each):
+            tensors[number] = plain_alias(each)
+    return pickled, tensors
 
 
 def loads(
@@ -162,7 +177,7 @@ class TensorPickler(ClassPickler):
             value = value.tensor
         elif not isinstance(value, torch.Tensor):
             return self._number_of_claim(value) if isinstance(value, Deferred) else None
-        elif have_attributes((value,)):
+        elif kind is not Root and have_attributes((value,)):
             return None
         number = self._number.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
@@ -191,9 +206,9 @@ class TensorPickler(ClassPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = type(value)
-        self.runs_code = self.runs_code or has_own_way(kind)
         if isinstance(value, torch.Tensor):
-            return itself, (Bare(value),), value.__dict__, None, None, set_attributes
+            return reduce_tensor(value)
+        self.runs_code = self.runs_code or has_own_way(kind)
         if isinstance(value, Deferred):
             return itself, (value._taken(),)
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
@@ -219,9 +234,18 @@ class TensorPickler(ClassPickler):
 
 
 class Bare(NamedTuple):
-    """A tensor without the attributes that it has in Python."""
+    """A tensor without the class and the attributes that it has in Python."""
 
     tensor: torch.Tensor
+
+
+def reduce_tensor(value: torch.Tensor) -> Any:
+    """With attributes or a class of its own, whatever that says of pickling: a leaf stays one."""
+    kind = type(value)
+    if kind in PLAIN:
+        return itself, (Bare(value),), value.__dict__, None, None, set_attributes
+    check_class(value)
+    return with_class, (Bare(value), kind), named_attributes(value), None, None, set_attributes
 
 
 def has_own_way(kind: Any) -> bool:

@@ -25,9 +25,9 @@ from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_global_hooks, under_hooks
-from mpgrad.torch_state.private import outside_transforms, tracer
+from mpgrad.torch_state.private import outside_transforms, tracer, without_subclasses
 from mpgrad.wire.messages import Eager
-from mpgrad.wire.tensor_refs import with_more_behind
+from mpgrad.wire.tensor_refs import need_no_pickle, with_more_behind
 
 __all__ = [
     "Source",
@@ -98,8 +98,9 @@ class Starter:
             home = OperationHome(
                 scheduler.gradients, shared, modes, environment, pool.deterministic, seconds, eager, pool.predicts
             )
-            needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
-            captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+            with without_subclasses():
+                needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
+                captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
         how = OperationOptions(
             shared,
             modes,
@@ -241,12 +242,12 @@ def length(iterable: Iterable[Any]) -> int | None:
 
 
 def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
-    """What the first few calls are given, if there is anything but tensors; and all calls. Only of those that are at rest."""
+    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only of those that are at rest."""
     if not source.at_rest:
         return (), source.calls
     calls = iter(source.calls)
     head = list(itertools.islice(calls, FIRST_LOOKED_AT))
-    others = [call for call in head if call[1] or not all(isinstance(value, torch.Tensor) for value in call[0])]
+    others = [call for call in head if call[1] or not need_no_pickle(call[0])]
     return others, itertools.chain(head, calls)
 
 

@@ -43,7 +43,7 @@ NAMES: dict[str, str] = {
     "torch.Tensor": ("_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version"),
     "torch.UntypedStorage": "_new_shared_fd_cpu _share_fd_cpu_",
     "torch._C": (
-        "DisableTorchFunction _DisableAutocast _EnableTorchFunction _FunctionBase "
+        "DisableTorchFunction DisableTorchFunctionSubclass _DisableAutocast _EnableTorchFunction _FunctionBase "
         "_TorchDispatchModeKey _are_functorch_transforms_active _autograd "
         "_current_graph_task_id _dispatch_keys _functorch _get_dispatch_mode _get_tracing_state "
         "_len_torch_dispatch_stack _len_torch_function_stack _nn _pop_torch_dispatch_stack "

@@ -682,6 +682,23 @@ def without_refusal() -> contextlib.AbstractContextManager[Any]:
     return guard
 
 
+# a context for our own code: no `__torch_function__` of a tensor's class is called
+without_subclasses: Callable[[], contextlib.AbstractContextManager[None]]
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+
+
+def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
+    """Of any class."""
+    with without_subclasses():
+        return tensor.is_leaf and tensor.requires_grad
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A `torch.Tensor` with the same memory, which autograd has made of it."""
+    with without_subclasses(), torch.inference_mode(False), torch.enable_grad():
+        return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """`torch.set_grad_enabled`, without the refusal."""

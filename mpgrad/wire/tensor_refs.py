@@ -46,6 +46,7 @@ from mpgrad.torch_state.private import (
     has_tangent,
     have_plain_memory,
     is_functorch_wrapped,
+    plain_alias,
     without_autocast,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "NUMBER_OF_DTYPE",
     "PARAMETER",
     "PLACE",
+    "PLAIN",
     "REQUIRES_GRAD",
     "RIDE_BYTES",
     "SHARED",
@@ -79,6 +81,7 @@ __all__ = [
     "Together",
     "brought_here",
     "check_carriable",
+    "check_class",
     "copy_into",
     "dense_core",
     "fill",
@@ -323,11 +326,7 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
     if type(tensor) is torch.Tensor and has_plain_memory(tensor) and not has_tangent(tensor):
         return
     reason = None
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        reason = f"its type is {type(tensor).__name__}, and only torch.Tensor and nn.Parameter are carried"
-        if is_lazy(tensor):
-            reason = "a lazy module has not made it yet; run the module once, before it goes to the pool"
-    elif tensor.is_nested:
+    if tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
     elif tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         reason = f"its layout is {tensor.layout}; pass tensor.to_dense()"
@@ -344,16 +343,48 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
         raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
 
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def check_class(tensor: torch.Tensor) -> None:
+    """Refuse by name what cannot be made of a plain tensor by giving that another class.
+
+    Raises:
+        TypeError: naming the class and what to do.
+    """
+    kind = type(tensor)
+    name = f"a tensor of class {kind.__module__}.{kind.__qualname__}"
+    if is_lazy(tensor):
+        unmade = "a lazy module has not made it yet"
+        raise TypeError(f"{unmade}; run the module once, before it goes to the pool")
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name}, whose __torch_dispatch__ may see other tensors than its own; pass the plain "
+            "tensors that it is made of, and make it in the function"
+        )
+    if kind.__basicsize__ != torch.Tensor.__basicsize__:
+        raise TypeError(
+            f"{name}, which has __slots__; pass tensor.as_subclass(torch.Tensor), and take "
+            f"as_subclass({kind.__name__}) of it in the function: gradients go through both"
+        )
+
+
 def need_no_pickle(values: Sequence[object]) -> bool:
-    """Whether `values` are tensors, no two of them the same one, and nobody has given one of them attributes."""
+    """Whether `values` are plain tensors without attributes, no two of them the same one."""
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
-    return all(isinstance(value, torch.Tensor) for value in values) and not have_attributes(values)
+    return PLAIN.issuperset(map(type, values)) and not have_attributes(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
-    """Whether somebody has given attributes to one of them. To be asked for its `__dict__` gives a tensor one."""
-    return gc.get_referents(*tensors) != list(map(type, tensors)) and any(tensor.__dict__ for tensor in tensors)
+    """Whether somebody has given one of them a class of its own, or attributes.
+
+    To be asked for its `__dict__` gives a tensor one.
+    """
+    kinds = list(map(type, tensors))
+    if not PLAIN.issuperset(kinds):
+        return True
+    return gc.get_referents(*tensors) != kinds and any(tensor.__dict__ for tensor in tensors)
 
 
 def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
@@ -475,6 +506,8 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
 
     Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits.
     """
+    if type(tensor) not in PLAIN:  # its class may have methods of these names
+        tensor = plain_alias(tensor)
     if tensor.layout is not torch.strided:
         return sparse_core(tensor.detach())
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):

@@ -292,16 +292,16 @@ def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
         (lambda: torch.ones(3, device="meta"), "device is meta"),
         (
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "its type is NestedTensor",
+            "NestedTensor, whose __torch_dispatch__",
         ),
     ],
     ids=["mkldnn", "meta", "nested"],
 )
 def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, make: Callable[[], torch.Tensor], reason: str) -> None:
-    tensor = make()
-    with pytest.raises(TypeError, match=rf"item 1 holds a tensor that cannot be carried.*{reason}"):
+    tensor, cannot = make(), "(holds a tensor that )?cannot be carried"
+    with pytest.raises(TypeError, match=rf"item 1 {cannot}.*{reason}"):
         pool.map(lambda x: x, [torch.ones(1), tensor])
-    with pytest.raises(TypeError, match=f"the function holds a tensor that cannot be carried.*{reason}"):
+    with pytest.raises(TypeError, match=rf"the function {cannot}.*{reason}"):
         pool.map(lambda x: tensor, [torch.ones(1)])
     assert pool.map(abs, [-1]) == [1]
 

@@ -326,19 +326,14 @@ def test_arrays_beside_tensors(pool: mpgrad.Pool) -> None:
 # --- what is refused
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
 REFUSED: list[tuple[str, Callable[[], torch.Tensor]]] = [
     ("device is meta", lambda: torch.ones(3, device="meta")),
     ("device is meta", lambda: torch.eye(3).to_sparse().to("meta")),
     ("it is nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    ("type is NestedTensor", lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
+    ("NestedTensor, whose __torch_dispatch__", lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
     ("dtype is torch.qint8", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
     ("layout is torch._mkldnn", lambda: torch.ones(2, 2).to_mkldnn()),
-    ("type is Tagged", lambda: torch.ones(2).as_subclass(Tagged)),
-    ("type is MaskedTensor", lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))),
+    ("MaskedTensor, whose", lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))),
     ("a lazy module has not made it yet", lambda: torch.nn.LazyLinear(2).weight),
     ("a lazy module has not made it yet", lambda: torch.nn.LazyBatchNorm1d().running_mean),
 ]
@@ -349,12 +344,13 @@ REFUSED: list[tuple[str, Callable[[], torch.Tensor]]] = [
 def test_what_cannot_be_carried_is_refused_by_name(pool2: mpgrad.Pool, reason: str, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     ran = f"ran with {reason}"
+    cannot = "(holds a tensor that )?cannot be carried"
     for item in (tensor, {"inside": [tensor]}):
-        with pytest.raises(TypeError, match=f"item 1 holds a tensor that cannot be carried.*{reason}"):
+        with pytest.raises(TypeError, match=rf"item 1 {cannot}.*{reason}"):
             pool2.map(lambda x: ran, [1, item])
-    with pytest.raises(TypeError, match=f"the function holds a tensor that cannot be carried.*{reason}"):
+    with pytest.raises(TypeError, match=rf"the function {cannot}.*{reason}"):
         pool2.map(lambda x: (tensor, ran), [1])
-    with pytest.raises(TypeError, match=f"the result holds a tensor that cannot be carried.*{reason}") as caught:
+    with pytest.raises(TypeError, match=rf"the result {cannot}.*{reason}") as caught:
         pool2.map(lambda x: make() if x else x, [0, 1])
     assert any("item 1" in note for note in caught.value.__notes__)
 
