@@ -3,6 +3,8 @@
 `torch.autograd.functional.jacobian` runs one backward per output; `torch.func.jacrev` and `jacfwd` batch them, for functions
 that suit torch.func, in one process. Here the sizes choose the way, a way that some operation does not go along with gives
 place to the next, and rows or columns are cut into shares that run side by side, as do the items of a ragged list.
+Arguments and outputs are structures of tensors, as in torch.func. Both are flattened at each
+evaluation, so that everything in between computes with lists of tensors.
 
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns ──► [3] joined, item by item
 
@@ -17,14 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of
-from mpgrad.tasks.jacobians import WAYS, Argnums, Arguments, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.tasks.jacobians import WAYS, Argnums, Arguments, Gradient, Hvp, Inputs, Jacobian, Jvp, Share, Task, Vjp, alike
 from mpgrad.torch_state.modes import DIFFERENTIATING, kept_random_state
-from mpgrad.torch_state.private import grad_mode
+from mpgrad.torch_state.private import grad_mode, tree_flatten, tree_unflatten
 from mpgrad.tracebacks import warn, without_own_frames
 from mpgrad.transforms import may_be_followed
 
@@ -44,16 +45,20 @@ def jacobian(
     chunk_size: int | None = None,
     argnums: Argnums = None,
     create_graph: bool = False,
+    has_aux: bool = False,
 ) -> Any:
     """The derivative of every element that `fn` returns with respect to every element of its arguments.
 
     Args:
-        fn: takes `args`; returns a floating point tensor, or a tuple of them. It may write into the arguments that are
-            differentiated, which are copies. All rows and columns of an item meet the same random numbers, fixed by
-            `torch.manual_seed`: one number is drawn from the caller's generator (engine "thread": they depend on timing).
-            What it changes outside of itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
-        args: a list has one entry for each item, and `fn` is differentiated for each item by itself; anything else is
-            shared by all items. What is differentiated are floating point tensors, of any shapes.
+        fn: takes `args`; returns a floating point tensor, or a structure of them: tuples, lists and
+            dicts, nested or not (a pytree, in the words of torch.func). It may write into the
+            arguments that are differentiated, which are copies. All rows and columns of an item meet
+            the same random numbers, fixed by `torch.manual_seed`: one number is drawn from the
+            caller's generator (engine "thread": they depend on timing). What it changes outside of
+            itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
+        args: a list has one entry for each item, and `fn` is differentiated for each item by itself;
+            anything else is shared by all items. A differentiated argument is a floating point
+            tensor of any shape, or a structure of them.
         mode: "reverse": one backward per row, which takes any function. "batched": all rows in one backward under a vmap.
             "forward": all columns in one evaluation on dual numbers under a vmap, or one by one where that cannot be; not
             for functions that turn gradients off (`torch.no_grad`), which forward mode would not heed.
@@ -64,15 +69,24 @@ def jacobian(
         argnums: which arguments to differentiate; None for all.
         create_graph: let the result be differentiated, with respect to the arguments and to the tensors that `fn` captures,
             which are constants otherwise. Inside of a transform or another of these functions it always can be.
+        has_aux: `fn` returns a tuple ``(output, aux)``. `aux` is a structure of tensors, which is not
+            differentiated.
 
     Returns:
-        A tensor of shape ``(*output, *input)`` and the input's dtype, as `torch.autograd.functional.jacobian`, zeros where
-        there is no dependence; a tuple of them over the arguments, if `argnums` is a tuple, or None with several arguments; a
-        tuple of all that over the outputs, if `fn` returns a tuple; a list of all that over the items, if there are lists.
+        For each tensor of the output and each tensor of the arguments a tensor of shape
+        ``(*output, *input)`` and the input's dtype, zeros if there is no dependence. They are in the
+        structure that `torch.func.jacrev` gives: that of the output, with the structure of the
+        differentiated argument in place of each tensor. If `argnums` is a tuple, or None with several
+        arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that and `aux`.
+        If there are lists, a list of all that over the items.
 
     Raises:
-        ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of different lengths.
-        TypeError: `fn` is not callable; an argument to differentiate, or an output, is no real floating point tensor.
+        ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of
+            different lengths, or arguments or outputs without any tensor.
+        TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not a
+            real floating point tensor; a leaf of `aux` is not a tensor. The path to the leaf is named.
+            PyTorch must know how to take a structure apart: a type of your own counts if its module
+            registers it as a pytree.
         NotImplementedError: `fn` does not go along with a mode that was asked for by name; says why, and names the remedy.
 
     Example:
@@ -81,11 +95,17 @@ def jacobian(
         >>> c, x = torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0])
         >>> jacobian(lambda c, x: c * x ** 2, c, x, argnums=0)
         tensor([1., 4., 9.])
+        >>> jacobian(lambda p: {"y": p["a"] * p["b"]}, {"a": c, "b": x})
+        {'y': {'a': tensor([1., 2., 3.]), 'b': tensor([[2., 0., 0.],
+                [0., 2., 0.],
+                [0., 0., 2.]])}}
+        >>> jacobian(lambda x: (x.sum(), {"norm": x.norm()}), torch.tensor([3.0, 4.0]), has_aux=True)
+        (tensor([1., 1.]), {'norm': tensor(5.)})
         >>> with mpgrad.Pool(processes=2) as pool:
         ...     jacobian(lambda c, x: (c * x).cumsum(0), c, [torch.ones(2), torch.ones(3)], argnums=0, pool=pool)
         [tensor([1., 2.]), tensor([1., 2., 3.])]
     """
-    return differentiated(callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph)
+    return differentiated(callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux)
 
 
 @without_own_frames
@@ -97,15 +117,18 @@ def hessian(
     chunk_size: int | None = None,
     argnums: Argnums = None,
     create_graph: bool = False,
+    has_aux: bool = False,
 ) -> Any:
     """All second derivatives of a function of one value: the Jacobian of its gradient, with the options of `jacobian`.
 
     Args:
-        fn: returns one floating point value, of any shape. The rest is as in `jacobian`; "forward" is forward over reverse.
+        fn: returns one floating point value: a tensor of any shape with one element, or a structure
+            with no other tensor. The rest is as in `jacobian`; "forward" is forward over reverse.
 
     Returns:
-        A tensor of shape ``(*input, *input)``, as `torch.autograd.functional.hessian`; a tuple of tuples of them where
-        `jacobian` has a tuple over the arguments; a list of all that over the items, if there are lists.
+        A tensor of shape ``(*input, *input)`` for each pair of tensors of the arguments, in nested
+        structures of the arguments as `torch.func.hessian` gives them: for a dict, a dict of dicts.
+        Tuples over the arguments, `aux`, and lists over the items are as in `jacobian`.
 
     Raises:
         ValueError: `fn` returns several values. Otherwise as `jacobian`.
@@ -117,9 +140,13 @@ def hessian(
         tensor([[0., 3., 2.],
                 [3., 0., 1.],
                 [2., 1., 0.]])
+        >>> p = {"a": torch.tensor(3.0), "b": torch.tensor(2.0)}
+        >>> hessian(lambda p: p["a"] * p["b"] ** 2, p)
+        {'a': {'a': tensor(0.), 'b': tensor(4.)}, 'b': {'a': tensor(4.), 'b': tensor(6.)}}
     """
     arguments = Arguments(args, argnums)
-    return differentiated(Gradient(callable_of(fn), arguments), arguments, mode, pool, chunk_size, create_graph)
+    gradient = Gradient(callable_of(fn), arguments, has_aux)
+    return differentiated(gradient, arguments, mode, pool, chunk_size, create_graph, has_aux)
 
 
 @without_own_frames
@@ -131,6 +158,7 @@ def jvp(
     pool: Pool | None = None,
     argnums: Argnums = None,
     create_graph: bool = False,
+    has_aux: bool = False,
 ) -> Any:
     """The output, and its Jacobian times `tangents`, in one evaluation on dual numbers.
 
@@ -139,23 +167,31 @@ def jvp(
 
     Args:
         fn: as in `jacobian`.
-        args: one argument, or a tuple of them; lists have one entry for each item.
-        tangents: for each differentiated argument one of its shape, in the same form as `args`.
-        pool, argnums, create_graph: as in `jacobian`; the pool's workers share the items.
+        args: one argument, or a tuple of them; lists have one entry for each item. So a single
+            argument that is a tuple or a list is passed as ``(argument,)`` or ``([argument],)``.
+        tangents: the structure of the differentiated argument, with a tensor of the same shape and
+            dtype for each; a tuple of such structures, if `args` is a tuple and `argnums` is not an
+            integer; lists have one entry for each item.
+        pool, argnums, create_graph, has_aux: as in `jacobian`; the pool's workers share the items.
 
     Returns:
-        ``(output, product)``, both with the outputs' shapes and structure; a list of such pairs, if there are lists.
+        ``(output, product)``, both with the output's shapes and structure, or
+        ``(output, product, aux)`` with `has_aux`; a list of such tuples, if there are lists.
 
     Raises:
-        ValueError: a tangent of another shape, or another number of them. Otherwise as `jacobian`.
+        ValueError: tangents of another structure, shape or dtype. Otherwise as `jacobian`.
 
     Example:
         >>> import torch
         >>> from mpgrad import jvp
         >>> jvp(torch.square, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0]))
         (tensor([1., 4.]), tensor([ 2., 40.]))
+        >>> p = {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}
+        >>> t = {"a": torch.tensor(1.0), "b": torch.tensor(0.0)}
+        >>> jvp(lambda p: [p["a"] * p["b"]], p, t)
+        ([tensor(6.)], [tensor(3.)])
     """
-    return product(Jvp, callable_of(fn), args, tangents, "tangents", pool, argnums, create_graph)
+    return product(Jvp, callable_of(fn), args, tangents, pool, argnums, create_graph, has_aux)
 
 
 @without_own_frames
@@ -167,27 +203,34 @@ def vjp(
     pool: Pool | None = None,
     argnums: Argnums = None,
     create_graph: bool = False,
+    has_aux: bool = False,
 ) -> Any:
     """The output, and `cotangents` times its Jacobian: the gradients of the arguments, in one backward.
 
     Args:
-        cotangents: of the output's shape, or a tuple of them if `fn` returns a tuple; a list has one entry for each item.
-        fn, args, pool, argnums, create_graph: as in `jvp`.
+        cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
+            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a list
+            of lists.
+        fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
-        ``(output, gradients)`` with a gradient for each differentiated argument, a tuple if `args` or `argnums` is one;
-        a list of such pairs, if there are lists.
+        ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have the
+        structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`. A list
+        of such tuples, if there are lists.
 
     Raises:
-        ValueError: a cotangent of another shape, or another number of them. Otherwise as `jacobian`.
+        ValueError: cotangents of another structure, shape or dtype. Otherwise as `jacobian`.
 
     Example:
         >>> import torch
         >>> from mpgrad import vjp
         >>> vjp(torch.square, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0]))
         (tensor([1., 4.]), tensor([ 2., 40.]))
+        >>> p = {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}
+        >>> vjp(lambda p: (p["a"] * p["b"], p["a"].exp()), p, torch.tensor(1.0), has_aux=True)
+        (tensor(6.), {'a': tensor(3.), 'b': tensor(2.)}, tensor(7.3891))
     """
-    return product(Vjp, callable_of(fn), args, cotangents, "cotangents", pool, argnums, create_graph)
+    return product(Vjp, callable_of(fn), args, cotangents, pool, argnums, create_graph, has_aux)
 
 
 @without_own_frames
@@ -199,6 +242,7 @@ def hvp(
     pool: Pool | None = None,
     argnums: Argnums = None,
     create_graph: bool = False,
+    has_aux: bool = False,
 ) -> Any:
     """The value of a function of one value, and its Hessian times `vectors`, at the cost of some two gradients.
 
@@ -208,23 +252,28 @@ def hvp(
 
     Args:
         fn: returns one floating point value.
-        vectors: for each differentiated argument one of its shape, in the same form as `args`.
-        args, pool, argnums, create_graph: as in `jvp`.
+        vectors: as `tangents` in `jvp`.
+        args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
-        ``(value, product)`` with a tensor of shape (), and a product for each differentiated argument, a tuple if
-        `args` or `argnums` is one; a list of such pairs, if there are lists.
+        ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and the
+        structure of `vectors`. A list of such tuples, if there are lists.
 
     Raises:
-        ValueError: a vector of another shape, another number of them, or `fn` returns several values. Otherwise as `jacobian`.
+        ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.
+            Otherwise as `jacobian`.
 
     Example:
         >>> import torch
         >>> from mpgrad import hvp
         >>> hvp(lambda x: x.prod(), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
         (tensor(6.), tensor([0., 3., 2.]))
+        >>> p = {"a": torch.tensor(3.0), "b": torch.tensor(2.0)}
+        >>> v = {"a": torch.tensor(1.0), "b": torch.tensor(0.0)}
+        >>> hvp(lambda p: p["a"] * p["b"] ** 2, p, v)
+        (tensor(12.), {'a': tensor(0.), 'b': tensor(4.)})
     """
-    return product(Hvp, callable_of(fn), args, vectors, "vectors", pool, argnums, create_graph)
+    return product(Hvp, callable_of(fn), args, vectors, pool, argnums, create_graph, has_aux)
 
 
 # --- [1], [3]
@@ -237,6 +286,7 @@ def differentiated(
     pool: Pool | None,
     chunk_size: int | None,
     create_graph: bool,
+    has_aux: bool,
 ) -> Any:
     """[1], [3] of `jacobian` and `hessian`: `fn` is what the Jacobian is of."""
     if mode not in MODES:
@@ -247,14 +297,15 @@ def differentiated(
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
     calls = [(item, share, shares, *arguments.of(item)) for item, shares in enumerate(cut) for share in range(shares)]
     create_graph = create_graph or is_differentiated()
-    task = Jacobian(fn, arguments, create_graph, mode, chunk_size)
+    task = Jacobian(fn, arguments, create_graph, has_aux, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))
+    answers = []
     with torch.inference_mode(False), grad_mode(create_graph):
-        jacobians = [
-            joined(list(itertools.islice(found, shares)), arguments.inputs(item), arguments.alone)
-            for item, shares in enumerate(cut)
-        ]
-    return jacobians if arguments.in_items else jacobians[0]
+        for (inputs, _), count in zip(arguments.each, cut, strict=True):
+            shares = list(itertools.islice(found, count))
+            whole = joined(shares, inputs)
+            answers.append((whole, *shares[0].beside) if has_aux else whole)
+    return answers if arguments.in_items else answers[0]
 
 
 def is_differentiated() -> bool:
@@ -301,26 +352,25 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
     return found
 
 
-def joined(shares: Sequence[Share], inputs: Sequence[Tensor], alone: bool) -> Any:
-    """The Jacobian in the layout of torch.autograd.functional: blocks over the outputs, then over the inputs."""
-    by_rows, _, shapes, several, _ = shares[0]
+def joined(shares: Sequence[Share], inputs: Inputs) -> Any:
+    """The Jacobian as torch.func has it: the output's structure, with the inputs' for each tensor."""
+    shapes, spec = tree_flatten(shares[0].shapes, is_leaf=lambda each: isinstance(each, torch.Size))
     whole = [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*(share.tensors for share in shares), strict=True)]
-    if by_rows:
+    if shares[0].by_rows:
         parts = [each.split([shape.numel() for shape in shapes]) for each in whole]
         blocks = [
-            tuple(part[number].view((*shape, *x.shape)) for part, x in zip(parts, inputs, strict=True))
+            [part[number].view((*shape, *x.shape)) for part, x in zip(parts, inputs.tensors, strict=True)]
             for number, shape in enumerate(shapes)
         ]
     else:
         blocks = [
-            tuple(
+            [
                 part.movedim(0, -1).reshape((*shape, *x.shape)).to(x.dtype)
-                for part, x in zip(each.split([x.numel() for x in inputs]), inputs, strict=True)
-            )
+                for part, x in zip(each.split([x.numel() for x in inputs.tensors]), inputs.tensors, strict=True)
+            ]
             for shape, each in zip(shapes, whole, strict=True)
         ]
-    over_outputs = tuple(block[0] if alone else block for block in blocks)
-    return over_outputs if several else over_outputs[0]
+    return tree_unflatten(map(inputs.tree, blocks), spec)
 
 
 def product(
@@ -328,29 +378,26 @@ def product(
     fn: Callable[..., Any],
     args: Any,
     vectors: Any,
-    noun: str,
     pool: Pool | None,
     argnums: Argnums,
     create_graph: bool,
+    has_aux: bool,
 ) -> Any:
-    """[1], [3] of `jvp`, `vjp` and `hvp`, whose task is `kind`. `noun`: what the vectors are, in errors."""
+    """[1], [3] of `jvp`, `vjp` and `hvp`, whose task is `kind`."""
     check_pool(pool)
-    arguments = Arguments(as_tuple(args), argnums, as_tuple(vectors))
-    alone = isinstance(argnums, int) or (argnums is None and not isinstance(args, tuple))
-    for item in range(0 if kind is Vjp else arguments.items):
-        check_alike(noun, arguments.vectors(item), arguments.inputs(item))
-    create_graph = create_graph or is_differentiated()
-    task = kind(Gradient(fn, arguments, and_value=True) if kind is Hvp else fn, arguments, create_graph)
+    if not isinstance(args, tuple):
+        args = (args,)
+        argnums = 0 if argnums is None else argnums
+    elif argnums is None:
+        argnums = tuple(range(len(args)))
+    # the vector of a single argument has that argument's structure, which may be a tuple with lists in it
+    in_tuple = isinstance(vectors, tuple) and (kind is Vjp or not isinstance(argnums, int))
+    arguments = Arguments(args, argnums, vectors, in_tuple)
+    for inputs, tree in [] if kind is Vjp else arguments.each:
+        alike(kind.noun, tree, "the arguments", inputs.tensors, inputs.spec)
+    if kind is Hvp:
+        fn, has_aux = Gradient(fn, arguments, has_aux, and_value=True), True
+    task = kind(fn, arguments, create_graph or is_differentiated(), has_aux)
     found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool)
-    pairs = [
-        (
-            tuple(each.outputs) if each.several else each.outputs[0],
-            tuple(each.products) if (each.several if kind is Jvp else not alone) else each.products[0],
-        )
-        for each in found
-    ]
-    return pairs if arguments.in_items else pairs[0]
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    answers = [each.answer for each in found]
+    return answers if arguments.in_items else answers[0]

@@ -18,12 +18,11 @@ from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_t
 from mpgrad.autograd.gates import gate
 from mpgrad.autograd.remote_graph import Backward, backward_without_engine
 from mpgrad.torch_state.modes import DIFFERENTIATING
-from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.private import plus, tree_flatten, tree_unflatten
 from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["per_item_grad"]
 
-Inputs = torch.Tensor | tuple[torch.Tensor, ...]
 Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
 Places = list[list[Place]]  # for each tensor, all where it enters the call
 
@@ -33,7 +32,7 @@ GRAPH_TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers
 @without_own_frames
 def per_item_grad(
     results: Sequence[torch.Tensor],
-    inputs: Inputs | list[Any],
+    inputs: Any,
     grad_outputs: Sequence[torch.Tensor | None] | None = None,
     *,
     retain_graph: bool | None = None,
@@ -45,14 +44,16 @@ def per_item_grad(
 
     Args:
         results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned it.
-        inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
-            for each result. So parameters that you keep in a list are passed as `tuple(parameters)`.
+        inputs: a tensor, or a tuple or dict of tensors, nested or not, that the function captured or
+            that every item has; or a list with such an entry for each result. So parameters that you
+            keep in a list are passed as `tuple(parameters)`.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
         retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
         create_graph: let the gradients themselves be differentiated. Inside of `jacobian` and its kin they always can be.
 
     Returns:
-        For each result a tensor of its input's shape, or a tuple of them; zeros where it does not depend on the input.
+        For each result a tensor of its input's shape, or the structure of its inputs; zeros if it does
+        not depend on the input.
 
     Raises:
         TypeError: `results` is no sequence, or an input or a gradient no tensor.
@@ -67,6 +68,11 @@ def per_item_grad(
         ...     results = pool.map(lambda x: (c ** x).sum(), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
         ...     mpgrad.per_item_grad(results, c)
         [tensor(1.), tensor(16.)]
+        >>> p = {"a": c, "b": torch.tensor(1.0, requires_grad=True)}
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     results = pool.map(lambda x: p["a"] * x + p["b"], [torch.tensor(3.0), torch.tensor(4.0)])
+        ...     mpgrad.per_item_grad(results, p)
+        [{'a': tensor(3.), 'b': tensor(1.)}, {'a': tensor(4.), 'b': tensor(1.)}]
     """
     if not isinstance(results, Sequence):
         raise TypeError(f"results must be a list of tensors (given: {type(results).__name__}); collect them first, [*results]")
@@ -79,14 +85,19 @@ def per_item_grad(
             raise ValueError(
                 f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries){remedy}"
             )
-    for index, (result, own) in enumerate(zip(results, each_inputs, strict=True)):
+    trees = [tree_flatten(each) for each in each_inputs]
+    for index, (result, (leaves, _)) in enumerate(zip(results, trees, strict=True)):
         check_graph(index, result)
-        check_tensors(index, own)
+        check_tensors(index, leaves)
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
     create_graph = create_graph or DIFFERENTIATING.needs_graph()
     keep = create_graph if retain_graph is None else retain_graph
-    asked = [Asked(index, *each) for index, each in enumerate(zip(results, each_inputs, cotangents, strict=True))]
-    return by_workers(asked, keep, create_graph)
+    asked = [
+        Asked(index, result, leaves, incoming)
+        for index, (result, (leaves, _), incoming) in enumerate(zip(results, trees, cotangents, strict=True))
+    ]
+    found = by_workers(asked, keep, create_graph)
+    return [tree_unflatten(grads, spec) for grads, (_, spec) in zip(found, trees, strict=True)]
 
 
 class Asked(NamedTuple):
@@ -94,11 +105,11 @@ class Asked(NamedTuple):
 
     number: int
     result: torch.Tensor
-    inputs: Inputs
+    inputs: list[torch.Tensor]
     cotangent: torch.Tensor
 
 
-def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[Inputs]:
+def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[list[torch.Tensor]]:
     """All backwards are sent at once."""
     ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
     nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
@@ -134,13 +145,13 @@ def check_graph(index: int, result: object) -> None:
         )
 
 
-def check_tensors(index: int, inputs: object) -> None:
-    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+def check_tensors(index: int, inputs: Sequence[object]) -> None:
+    for tensor in inputs:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"an input for results[{index}] must be a tensor (given: {type(tensor).__name__})")
 
 
-def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
+def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]) -> Places:
     """Where each of the inputs enters the call, of all places the gates of `node` know."""
     behind = edges_behind_gates(node)
     known: dict[Any, list[Place]] = {}
@@ -150,7 +161,7 @@ def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
         known.setdefault(captured, []).append((True, number))
     unused = known.pop((None, 0), None)  # of these is not known which they are
     found = []
-    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+    for tensor in inputs:
         with torch.enable_grad():
             gated: Any = gate(tensor)  # its node, asked below, may end with it
         edge = gated.grad_fn.next_functions[0] if tensor.requires_grad else None
@@ -186,13 +197,13 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
     return grad
 
 
-def taken(backward: Backward, places: Places, inputs: Inputs) -> Inputs:
+def taken(backward: Backward, places: Places, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Wait for the gradients of one result; those of a tensor that enters several times are added up."""
     of_captures = backward.take_captures()
     of_inputs = {number: backward.take(number) for number in backward.wanted}
     grads = []
-    for tensor, where in zip(inputs if isinstance(inputs, tuple) else (inputs,), places, strict=True):
+    for tensor, where in zip(inputs, places, strict=True):
         parts = [of_captures[number] if captured else of_inputs[number] for captured, number in where]
         there = [part for part in parts if part is not None]
         grads.append(functools.reduce(plus, there) if there else torch.zeros_like(tensor))
-    return tuple(grads) if isinstance(inputs, tuple) else grads[0]
+    return grads

@@ -26,7 +26,19 @@ from torch import Tensor
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
-from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
+from mpgrad.torch_state.private import (
+    grad_mode,
+    has_tangent,
+    keystr,
+    refusing_no_grad,
+    transforms_are_active,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    treespec_pprint,
+)
 from mpgrad.wire.tensor_refs import overlaps
 
 Argnums = int | tuple[int, ...] | None
@@ -35,67 +47,137 @@ Argnums = int | tuple[int, ...] | None
 class Arguments:
     """Arguments of all items: a list has one entry for each item, anything else they share. Some are differentiated.
 
-    `vectors` are those that a product is taken with; they have lists of their own.
+    `vectors` are those that a product is taken with. If they are `in_tuple`, its lists are items.
     """
 
-    def __init__(self, args: tuple[Any, ...], argnums: Argnums, vectors: tuple[Any, ...] = ()) -> None:
-        every = (*args, *vectors)
+    def __init__(self, args: tuple[Any, ...], argnums: Argnums, vectors: Any = (), in_tuple: bool = True) -> None:
+        every = (*args, *(vectors if in_tuple else (vectors,)))
         lengths = {len(each) for each in every if isinstance(each, list)}
         if len(lengths) > 1:
             raise ValueError(
                 f"lists must have one entry for each item, all the same number (lengths: {sorted(lengths)}); "
                 "pass what all items share as it is"
             )
-        self.common = [None if isinstance(each, list) else each for each in every]
         self.own = {number: each for number, each in enumerate(every) if isinstance(each, list)}
         self.in_items = bool(lengths)
         self.items = lengths.pop() if lengths else 1
-        self.count = len(args)
-        self.wanted = numbers_of(argnums, len(args))
-        self.alone = isinstance(argnums, int) or (argnums is None and len(args) == 1)  # no tuple over the arguments
-        for number in self.wanted:
-            for tensor in self.own.get(number, [args[number]]):
-                check_real(tensor, f"argument {number}", "leave it out of argnums")
+        common = [None if number in self.own else each for number, each in enumerate(every)]
+        self.form = Form(common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple)
+        self.each = [self.form.of(self.of(item)) for item in range(self.items)]  # inputs and vectors
 
     def of(self, item: int) -> list[Any]:
         """What the item does not share, in order."""
         return [each[item] for each in self.own.values()]
 
-    def inputs(self, item: int) -> list[Tensor]:
-        every = filled(self.common, list(self.own), self.of(item))
-        return [every[number] for number in self.wanted]
-
-    def vectors(self, item: int) -> list[Any]:
-        return filled(self.common, list(self.own), self.of(item))[self.count :]
-
     def sizes(self) -> list[int]:
         """The number of elements that each item has for itself."""
-        return [sum(each.numel() for each in self.of(item) if isinstance(each, Tensor)) for item in range(self.items)]
+        own = (tree_leaves(self.of(item)) for item in range(self.items))
+        return [sum(each.numel() for each in leaves if isinstance(each, Tensor)) for leaves in own]
 
 
-def numbers_of(argnums: Argnums, count: int) -> tuple[int, ...]:
-    """Of the arguments that are differentiated, from 0."""
+class Form(NamedTuple):
+    """What all items share, and the places of what each has for itself."""
+
+    common: list[Any]
+    own: list[int]
+    arity: int  # vectors follow the arguments
+    argnums: int | tuple[int, ...]
+    in_tuple: bool  # the vectors
+
+    def of(self, own: Sequence[Any]) -> tuple[Inputs, Any]:
+        """An item's arguments, and the vectors that a product is taken with."""
+        every = filled(self.common, self.own, own)
+        vectors = every[self.arity :]
+        return Inputs(every[: self.arity], self.argnums), tuple(vectors) if self.in_tuple else vectors[0]
+
+
+class Inputs:
+    """The tensors that a function is differentiated with respect to: leaves of its arguments."""
+
+    def __init__(self, args: Sequence[Any], argnums: int | tuple[int, ...]) -> None:
+        self.args = args
+        self.argnums = argnums
+        tree = args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
+        self.tensors, self.spec = tree_flatten(tree)
+        if not all(map(is_real, self.tensors)):
+            for number in numbers_in(argnums):
+                checked(args[number], f"argument {number}", "leave it out of argnums")
+        if not self.tensors:
+            raise ValueError(f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})")
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """One tensor for each, in the structure of the argument, or of a tuple of arguments."""
+        return tree_unflatten(tensors, self.spec)
+
+    def in_arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """All arguments, with other tensors in place of these."""
+        tree = self.tree(tensors)
+        return filled(self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree)
+
+
+def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
+    """The arguments that are differentiated, from 0; a tuple if results have a tuple over them."""
     if argnums is None:
-        argnums = tuple(range(count))
-    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+        argnums = 0 if count == 1 else tuple(range(count))
+    numbers = numbers_in(argnums)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
         raise TypeError(f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})")
     if not numbers or not all(-count <= number < count for number in numbers):
         raise ValueError(f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})")
-    numbers = tuple(number % count for number in numbers)
-    if len(set(numbers)) < len(numbers):
+    if len({number % count for number in numbers}) < len(numbers):
         raise ValueError(f"argnums must name each argument once (argnums: {argnums!r})")
-    return numbers
+    return argnums % count if isinstance(argnums, int) else tuple(number % count for number in numbers)
 
 
-def check_real(tensor: object, name: str, remedy: str) -> None:
-    """Raise a TypeError where it has no derivative; `name` and `remedy` are for the message."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a floating point tensor (given: {type(tensor).__name__}); {remedy}")
-    if tensor.is_complex():
-        raise TypeError(f"{name} must be real (dtype: {tensor.dtype}); differentiate by way of torch.view_as_real")
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} must be floating point to have a derivative (dtype: {tensor.dtype}); {remedy}")
+def numbers_in(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+    return argnums if isinstance(argnums, tuple) else (argnums,)
+
+
+def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
+    """The leaves of a tree and its structure; raises a TypeError if one has no derivative.
+
+    `name` and `remedy` are for the message.
+    """
+    leaves, spec = tree_flatten(tree)
+    for number, leaf in enumerate(leaves):
+        if is_real(leaf):
+            continue
+        whole = leaf_name(name, tree, number)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}")
+        if leaf.is_complex():
+            raise TypeError(f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of torch.view_as_real")
+        raise TypeError(f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}")
+    return leaves, spec
+
+
+def is_real(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def leaf_name(name: str, tree: object, number: int) -> str:
+    """What an error calls one of the leaves of a tree: its path follows the name."""
+    try:
+        path, _ = tree_flatten_with_path(tree)[0][number]
+    except ValueError:  # a type was registered without names for its parts
+        return f"{name}, leaf {number},"
+    return f"{name}{keystr(path)}"
+
+
+def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
+    """Split what a function returned: its output, and what came beside it, at most one tree."""
+    if not has_aux:
+        return found, []
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"with has_aux=True the function must return a tuple (output, aux) (returned: {described(found)})")
+    output, aux = found
+    for number, leaf in enumerate(tree_leaves(aux)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{leaf_name('aux', aux, number)} must be a tensor (given: {type(leaf).__name__}); "
+                "return numbers as torch.tensor(number), and leave out anything else"
+            )
+    return output, [aux]
 
 
 def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -116,13 +198,11 @@ PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, be
 class Task(ABC):
     """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool) -> None:
         self.fn = fn
-        self.common = arguments.common
-        self.own = list(arguments.own)
-        self.count = arguments.count
-        self.wanted = arguments.wanted
+        self.form = arguments.form
         self.create_graph = create_graph
+        self.has_aux = has_aux
         self.seed = draw_seed()
         self.streams = Streams()  # in a worker: of the generators that `fn` captures
 
@@ -134,10 +214,10 @@ class Task(ABC):
     def answer(self, item: int, *own: Any) -> Any:
         """The derivative of one item, or a share of it."""
 
-    def at(self, item: int, own: Sequence[Any]) -> tuple[Point, list[Any]]:
+    def at(self, item: int, own: Sequence[Any]) -> tuple[Point, Any]:
         """The point, and the vectors that a product is taken with."""
-        every = filled(self.common, self.own, own)
-        return Point(self, item, every[: self.count]), every[self.count :]
+        inputs, vectors = self.form.of(own)
+        return Point(self, item, inputs), vectors
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each in memory of its own, and without the history that captures would give them, unless it was asked for."""
@@ -145,6 +225,13 @@ class Task(ABC):
             return list(tensors)
         memory = set[int]()
         return [apart(tensor.detach(), memory) for tensor in tensors]
+
+    def beside(self, point: Point) -> list[Any]:
+        """What the function returned beside its output, finished."""
+        if not self.has_aux:
+            return []
+        leaves, spec = tree_flatten(point.beside)
+        return list(tree_unflatten(self.finished(leaves), spec))
 
 
 def apart(tensor: Tensor, memory: set[int]) -> Tensor:
@@ -161,43 +248,54 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 class Point:
     """A function at one place: the same function at every evaluation, because it meets the same random numbers."""
 
-    shapes: list[torch.Size]  # of what it returned last
-    several: bool  # whether that was a tuple
+    # of what it returned last
+    spec: Any
+    shapes: list[torch.Size]
+    beside: list[Any]
 
-    def __init__(self, task: Task, item: int, args: list[Any]) -> None:
+    def __init__(self, task: Task, item: int, given: Inputs) -> None:
         self.task = task
         self.item = item
-        self.args = args
-        self.inputs = [fit(args[number] if task.create_graph else args[number].detach()) for number in task.wanted]
+        self.given = given
+        self.inputs = [fit(tensor if task.create_graph else tensor.detach()) for tensor in given.tensors]
         self.size = sum(tensor.numel() for tensor in self.inputs)
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """One value for each output, in the structure of what the function returned."""
+        return tree_unflatten(values, self.spec)
 
     def seed(self) -> None:
         seed_item(self.task.seed, self.item)
         self.task.streams.begin(self.item)
 
-    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, always a tuple, from the item's own random numbers; raises where one is no real tensor."""
+    def evaluate(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """The output's leaves, and what comes beside, from the item's own random numbers.
+
+        Raises where an output is no real tensor.
+        """
         self.seed()
         # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
-        outputs = self.task.fn(*filled(self.args, self.task.wanted, [tensor.clone() for tensor in inputs]))
-        self.several = isinstance(outputs, tuple)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        for number, output in enumerate(outputs):
-            check_real(output, f"output {number}", "the function must return tensors that depend smoothly on its arguments")
-        self.shapes = [output.shape for output in outputs]
-        return outputs
+        found = self.task.fn(*self.given.in_arguments([tensor.clone() for tensor in inputs]))
+        output, beside = separated(found, self.task.has_aux)
+        remedy = "the function must return tensors that depend smoothly on its arguments"
+        outputs, self.spec = checked(output, "the output", remedy)
+        if not outputs:
+            raise ValueError(f"the function must return at least one tensor (returned: {output!r})")
+        self.shapes = [each.shape for each in outputs]
+        return tuple(outputs), beside
 
-    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Outputs, and their derivatives along the tangents of some inputs."""
+    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
+        """Outputs, their derivatives along the tangents of some inputs, and what comes beside."""
 
-        def of_some(*some: Tensor) -> tuple[Tensor, ...]:
+        def of_some(*some: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
             with refusing_no_grad():
                 return self.evaluate(*filled(self.inputs, list(tangents), some))
 
         with grad_mode(True):
-            found: Any = torch.func.jvp(of_some, tuple(self.inputs[k] for k in tangents), tuple(tangents.values()))
-        outputs, moved = found
-        return outputs, moved
+            primals = tuple(self.inputs[k] for k in tangents)
+            found: Any = torch.func.jvp(of_some, primals, tuple(tangents.values()), has_aux=True)
+        outputs, moved, beside = found
+        return outputs, moved, beside
 
 
 def fit(tensor: Tensor) -> Tensor:
@@ -220,11 +318,11 @@ class Graph:
         with grad_mode(True):
             if transforms_are_active():  # where nothing else may ask for gradients
                 self.inputs = point.inputs
-                found: Any = torch.func.vjp(point.evaluate, *point.inputs)
-                self.outputs, self._pull_back = found
+                found: Any = torch.func.vjp(point.evaluate, *point.inputs, has_aux=True)
+                self.outputs, self._pull_back, point.beside = found
             else:
                 self.inputs = list(map(own, point.inputs))
-                self.outputs = point.evaluate(*self.inputs)
+                self.outputs, point.beside = point.evaluate(*self.inputs)
         self.size = sum(output.numel() for output in self.outputs)
 
     def pull(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
@@ -269,7 +367,7 @@ def derivatives(
 def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and their derivatives along the tangents of the inputs."""
     with forward_mode():
-        outputs, moved = point.moved(dict(enumerate(tangents)))
+        outputs, moved, point.beside = point.moved(dict(enumerate(tangents)))
     return list(outputs), list(moved)
 
 
@@ -277,14 +375,19 @@ def column(point: Point, start: int, stop: int) -> list[Tensor]:
     """One column, for each output."""
     tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
     with forward_mode():
-        return [tangent.unsqueeze(0) for tangent in point.moved(tangents)[1]]
+        _, moved, point.beside = point.moved(tangents)
+    return [tangent.unsqueeze(0) for tangent in moved]
 
 
 def columns(point: Point, start: int, stop: int) -> list[Tensor]:
     """Several at once, for each output."""
     tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
     with forward_mode():
-        return list(torch.func.vmap(lambda tangents: point.moved(tangents)[1], randomness="same")(tangents))
+        batched = torch.func.vmap(lambda tangents: point.moved(tangents)[1:], randomness="same")
+        moved, beside = batched(tangents)
+    if beside:  # copies: a view would keep one for each column
+        point.beside = tree_map_only(Tensor, lambda each: each[0].clone(), beside)
+    return list(moved)
 
 
 class ForwardModeBusyError(RuntimeError):
@@ -327,44 +430,56 @@ ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many
 
 
 class Gradient:
-    """The gradient of a function of one value, as a function; with `and_value`, the value comes last."""
+    """The gradient of a function of one value, as a function.
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, and_value: bool = False) -> None:
+    It returns what `fn` does beside the gradient; before that comes the value, if `and_value`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, has_aux: bool, and_value: bool = False) -> None:
         self.fn = fn
-        self.wanted = arguments.wanted
-        self.alone = arguments.alone and not and_value
+        self.argnums = arguments.form.argnums
+        self.has_aux = has_aux
         self.and_value = and_value
 
     def __call__(self, *args: Any) -> Any:
-        inputs = [args[number] for number in self.wanted]
+        inputs = Inputs(args, self.argnums)
 
-        def value_of(*inputs: Tensor) -> Tensor:
-            value = self.fn(*filled(args, self.wanted, [tensor.clone() for tensor in inputs]))
-            check_real(value, "the output", "a Hessian is of one value")
-            if value.numel() != 1:
-                raise ValueError(f"the function must return one value (output shape: {tuple(value.shape)})")
-            one: Tensor = value.reshape(())
-            return one
+        def value_of(*tensors: Tensor) -> tuple[Tensor, list[Any]]:
+            """The value, then in the structure of the output, with what comes beside."""
+            found = self.fn(*inputs.in_arguments([tensor.clone() for tensor in tensors]))
+            output, beside = separated(found, self.has_aux)
+            leaves, spec = checked(output, "the output", "a Hessian is of one value")
+            if [leaf.numel() for leaf in leaves] != [1]:
+                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+                raise ValueError(f"the function must return one value (output shape: {shapes})")
+            value = leaves[0].reshape(())
+            return value, [tree_unflatten([value], spec), *beside]
 
+        tensors = inputs.tensors
         if transforms_are_active():
-            gradients, value = torch.func.grad_and_value(value_of, tuple(range(len(inputs))))(*inputs)
+            numbers = tuple(range(len(tensors)))
+            gradients, (_, [value, *beside]) = torch.func.grad_and_value(value_of, numbers, has_aux=True)(*tensors)
         else:
-            gradients, value = gradients_and_value(value_of, inputs)
-        if self.alone:
-            return gradients[0]
-        return (*gradients, value) if self.and_value else tuple(gradients)
+            gradients, [value, *beside] = gradients_and_beside(value_of, tensors)
+        gradient = tree_map_only(Tensor, lambda _: inputs.tree(gradients), value)
+        if self.and_value:
+            return gradient, (value, *beside)
+        return (gradient, *beside) if beside else gradient
 
 
-def gradients_and_value(value_of: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+def gradients_and_beside(
+    value_of: Callable[..., tuple[Tensor, list[Any]]], inputs: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], list[Any]]:
     """By ordinary autograd, where no transform is running."""
     history = torch.is_grad_enabled()
     with grad_mode(True):
         for each in inputs:
             each.requires_grad_()
-        value = value_of(*inputs)
+        value, beside = value_of(*inputs)
         if not value.requires_grad:
-            return tuple(map(torch.zeros_like, inputs)), value
-        return torch.autograd.grad(value, inputs, create_graph=history, allow_unused=True, materialize_grads=True), value
+            return tuple(map(torch.zeros_like, inputs)), beside
+        found = torch.autograd.grad(value, inputs, create_graph=history, allow_unused=True, materialize_grads=True)
+        return found, beside
 
 
 class Way(NamedTuple):
@@ -393,8 +508,8 @@ class Share(NamedTuple):
 
     by_rows: bool
     tensors: list[Tensor]
-    shapes: list[torch.Size]  # of the outputs
-    several: bool  # outputs: a tuple
+    shapes: Any  # of the outputs, in their structure
+    beside: list[Any]  # what the function returned beside its output; the first share has it
     said: str  # a warning, or ""
 
 
@@ -402,9 +517,15 @@ class Jacobian(Task):
     """Called for a share of the rows or columns of one item, in the best way that the function goes along with."""
 
     def __init__(
-        self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, mode: str, chunk_size: int | None
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        create_graph: bool,
+        has_aux: bool,
+        mode: str,
+        chunk_size: int | None,
     ) -> None:
-        super().__init__(fn, arguments, create_graph)
+        super().__init__(fn, arguments, create_graph, has_aux)
         self.mode = mode
         self.ways = WAYS[mode]
         self.chunk_size = chunk_size
@@ -430,7 +551,8 @@ class Jacobian(Task):
                 graph = graph or (Graph(point) if way.by_rows else None)
                 tensors = self.part(way, graph or point, share, shares)
                 said = fallback(self.fn, failures, way.name, way.mode)
-                return Share(way.by_rows, self.finished(tensors), point.shapes, point.several, said)
+                beside = self.beside(point) if share == 0 else []
+                return Share(way.by_rows, self.finished(tensors), point.tree(point.shapes), beside, said)
             except Exception as error:
                 if way is ROW or isinstance(error, MemoryError | ForwardModeBusyError):
                     raise
@@ -453,7 +575,8 @@ class Jacobian(Task):
             of_batch = source.rows if way.batched else source.row
             return gathered(of_batch, batches(source.outputs, start, stop, step), self.create_graph)
         if start == stop:
-            return [each.new_zeros(0, *each.shape) for each in source.evaluate(*source.inputs)]
+            outputs, source.beside = source.evaluate(*source.inputs)
+            return [each.new_zeros(0, *each.shape) for each in outputs]
         of_batch = functools.partial(columns if way.batched else column, source)
         return gathered(of_batch, batches(source.inputs, start, stop, step), self.create_graph)
 
@@ -485,19 +608,20 @@ def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tupl
 
 
 class Product(NamedTuple):
-    """What one item gives: the output, and the product of its derivative with vectors; both without structure."""
+    """What one item gives: the output, its derivative's product with vectors, what comes beside."""
 
-    outputs: list[Tensor]
-    products: list[Tensor]
-    several: bool  # outputs: a tuple
+    answer: tuple[Any, ...]
     said: str  # a warning, or ""
 
 
 class Jvp(Task):
     """The output of one item, and the product of its Jacobian with tangents."""
 
+    noun = "tangents"  # what errors call the vectors
+
     def answer(self, item: int, *own: Any) -> Product:
-        point, tangents = self.at(item, own)
+        point, tree = self.at(item, own)
+        tangents = tree_leaves(tree)
         said = ""
         try:
             outputs, moved = push(point, tangents)
@@ -506,35 +630,41 @@ class Jvp(Task):
         except Exception as error:  # or the function's own, which then comes again
             outputs, moved = push_by_two_backwards(point, tangents)
             said = fallback(self.fn, [f"forward mode ({first_line(error)})"], "two backwards")
-        return Product(self.finished(outputs), self.finished(moved), point.several, said)
+        found = point.tree(self.finished(outputs)), point.tree(self.finished(moved))
+        return Product((*found, *self.beside(point)), said)
 
 
 class Vjp(Task):
     """The output of one item, and the product of cotangents with its Jacobian."""
 
+    noun = "cotangents"  # what errors call the vectors
+
     def answer(self, item: int, *own: Any) -> Product:
         point, cotangents = self.at(item, own)
         graph = Graph(point)
-        check_alike("cotangents", cotangents, graph.outputs)
-        pulled = graph.pull(cotangents)
-        return Product(self.finished(graph.outputs), self.finished(pulled), point.several, "")
+        pulled = graph.pull(alike(self.noun, cotangents, "the output", graph.outputs, point.spec))
+        found = point.tree(self.finished(graph.outputs)), point.given.tree(self.finished(pulled))
+        return Product((*found, *self.beside(point)), "")
 
 
 class Hvp(Task):
     """Of the function's gradient, whose derivative is symmetric: a product from the left is one from the right."""
 
+    noun = "vectors"  # what errors call the vectors
+
     def answer(self, item: int, *own: Any) -> Product:
-        point, vectors = self.at(item, own)
+        point, tree = self.at(item, own)
+        vectors = tree_leaves(tree)
         said = ""
         try:
-            outputs, (*products, _) = push(point, vectors)
+            _, products = push(point, vectors)
         except ForwardModeBusyError:
             raise
         except Exception as error:
-            graph = Graph(point)
-            outputs, products = list(graph.outputs), graph.pull([*vectors, None])
+            products = Graph(point).pull(vectors)
             said = fallback(self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse")
-        return Product(self.finished(outputs[-1:]), self.finished(products), False, said)
+        [(value, *beside)] = self.beside(point)
+        return Product((value, point.given.tree(self.finished(products)), *beside), said)
 
 
 def push_by_two_backwards(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -548,12 +678,19 @@ def push_by_two_backwards(point: Point, tangents: Sequence[Tensor]) -> tuple[lis
     return list(graph.outputs), list(derivatives(gradients, cotangents, incoming, point.task.create_graph))
 
 
-def check_alike(name: str, vectors: Sequence[object], likes: Sequence[Tensor]) -> None:
-    if len(vectors) != len(likes):
-        raise ValueError(f"{name} must be {len(likes)} in number (given: {len(vectors)})")
-    for number, (vector, like) in enumerate(zip(vectors, likes, strict=True)):
-        if not isinstance(vector, Tensor) or (vector.shape, vector.dtype) != (like.shape, like.dtype):
-            raise ValueError(f"{name}[{number}] must be {described(like)} (given: {described(vector)})")
+def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: Any) -> list[Tensor]:
+    """The leaves of vectors; raises if they differ from `likes` in structure, shape or dtype."""
+    leaves, given = tree_flatten(vectors)
+    if given != spec:
+        raise ValueError(
+            f"{name} must have the structure of {of}, {treespec_pprint(spec)} (given: {treespec_pprint(given)}); "
+            "a list has one entry for each item"
+        )
+    for number, (leaf, like) in enumerate(zip(leaves, likes, strict=True)):
+        if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+            whole = leaf_name(name, vectors, number)
+            raise ValueError(f"{whole} must be {described(like)} (given: {described(leaf)})")
+    return leaves
 
 
 def described(value: object) -> str:

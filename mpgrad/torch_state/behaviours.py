@@ -77,7 +77,9 @@ NAMES: dict[str, str] = {
     "torch.nn.utils.parametrize": "_cache_enabled _inject_new_class _inject_property",
     "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode_stack",
-    "torch.utils._pytree": "tree_leaves tree_map_only",
+    "torch.utils._pytree": (
+        "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map_only tree_unflatten treespec_pprint"
+    ),
 }
 
 LOGGER = logging.getLogger("mpgrad")

@@ -40,7 +40,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    treespec_pprint,
+)
 
 from mpgrad.errors import contextmanager
 from mpgrad.system import anonymous_memory
@@ -85,6 +93,7 @@ __all__ = [
     "is_observer",
     "is_optimized",
     "is_refusing_no_grad",
+    "keystr",
     "leading_to",
     "leaf_will_run",
     "leave_all_modes",
@@ -111,8 +120,12 @@ __all__ = [
     "storage_from_descriptor",
     "tracer",
     "transforms_are_active",
+    "tree_flatten",
+    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map_only",
+    "tree_unflatten",
+    "treespec_pprint",
     "unbatched",
     "under_default_device",
     "vmap_levels",
