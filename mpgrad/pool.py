@@ -68,7 +68,7 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    docs/reference/pool.md says when to change each option, and has the details of `engine`, `devices` and `graphs`.
+    docs/reference/pool.md says when to change each option, and has the details of `engine` and `graphs`.
 
     Everyday arguments:
         processes: the number of workers. None: one for each CPU that this process may use; affinity and cgroup quota count.
@@ -80,8 +80,8 @@ class Pool:
             `timeout`.
         threads_per_worker: the intra-op threads of PyTorch in each worker process, and of other libraries such as OpenBLAS.
             None: one, but environment variables such as OPENBLAS_NUM_THREADS hold for the other libraries.
-        devices: "cuda" for one worker on each GPU, a list with the device of each worker, or one device for all workers.
-            None: the CPU. Engines "process" and "stream" only.
+        devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with the device of each
+            worker, or one device for all `processes` (None: one). None: the CPU. Engines "process" and "stream" only.
         ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
