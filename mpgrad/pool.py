@@ -68,54 +68,38 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
+    docs/reference/pool.md says when to change each option, and has the details of `engine` and `graphs`.
+
     Everyday arguments:
-        processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
-        initializer: called once in each worker, with `initargs`, before anything else. If it raises, the pool is broken: each
-            call raises that.
-        initargs: its arguments.
-        engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
-            generators, so that random numbers depend on timing, and a package that is not
-            thread-safe raises strange errors); "inline" for debugging: everything runs in the caller's
-            thread, whatever `processes` says. In a task, whose pool has the CPUs already, the default is "inline" (with a
-            `timeout`, "process"). "stream": threads that each have a CUDA stream of their own, for functions whose Python part
-            is short; needs `devices`. "ray": processes on the machines of a Ray cluster; `processes` None is then as many as
-            these have free CPUs, and changes with the machines.
-        threads_per_worker: PyTorch's intra-op threads of each worker process, and those of other libraries (OpenBLAS, OpenMP).
-            None: one, and in other libraries as many as their variables say, such as OPENBLAS_NUM_THREADS. With a `context`,
-            and on clusters, libraries that are loaded with PyTorch go by their variables.
-        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
-            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes` (None: one). None for the CPU. A
-            worker that dies is replaced by one on the same device. Engines "process" and "stream" only.
-        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
+        processes: the number of workers. None: one for each CPU that this process may use; affinity and cgroup quota count.
+        initializer: a function that each worker calls once, with `initargs`, before anything else. If it raises, the pool is
+            broken: each call raises the same exception.
+        initargs: the arguments of `initializer`.
+        engine: where calls run: "process", "thread", "inline" (the caller's thread, for debugging), "stream" (threads with a
+            CUDA stream each) or "ray" (a cluster). None: "process". Inside a task None means "inline", unless there is a
+            `timeout`.
+        threads_per_worker: the intra-op threads of PyTorch in each worker process, and of other libraries such as OpenBLAS.
+            None: one, but environment variables such as OPENBLAS_NUM_THREADS hold for the other libraries.
+        devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with the device of each
+            worker, or one device for all `processes` (None: one). None: the CPU. Engines "process" and "stream" only.
+        ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
-        maxtasksperchild: number of calls after which a worker is replaced; None for never.
-        retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
-            0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
-        timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again,
-            or fails, like one whose worker died. Starting a worker is no call, but the first call of a function in a
-            worker also imports its modules. None for no limit. Engines "process" and "ray" only.
+        maxtasksperchild: the number of calls after which a new worker replaces a worker. None: never.
+        retries: how often a call runs again on another worker after its worker died. 0: the call fails, and so do the
+            backwards whose graphs were lost.
+        timeout: seconds for each call, forward or backward. A call that takes longer is killed with its worker; then it runs
+            again or fails, as after a death. None: no limit. Engines "process" and "ray" only.
 
     Expert arguments:
-        graphs: what workers do with the graphs of calls, from the forward to the backward. Leave "auto", but take "recompute"
-            (or `graph_memory`) where memory is short, and "keep" where no backward may run early, and no function twice.
-            "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
-            else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
-            right after the forward, while the graph is hot in its cache, with the gradient that came before; and once that
-            was right, the graph goes. If another one comes, or only a part of the backward is wanted, or another one after
-            it, the function runs again. Values and gradients are those of "keep"; see docs/guarantees.md for what can be told.
-            Not for functions that call `Tensor.register_hook`, nor under autocast, anomaly or inference mode or a default
-            device, with `retries=0`, or engines "thread", "stream", "inline".
-            Near the memory limit of a container, workers drop graphs, and run these calls again when their backwards come.
-            "keep": keep them until their backwards come.
-            "recompute": none is kept, and a backward runs the forward again.
-        graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
-            dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
-        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
-            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
-            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
-        context: a start method or context of `multiprocessing`; None for mpgrad's own, which starts a further worker in some
-            10 ms. None of them needs an ``if __name__ == "__main__"`` guard. Engine "process" only; others ignore it.
+        graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it can predict their
+            gradients. "keep" keeps each graph until its backward. "recompute" keeps none: a backward runs the forward again.
+        graph_memory: bytes of CPU memory for the graphs in each worker, or a text such as "2 GiB". Beyond that, the worker
+            drops the largest graphs, and their backwards run the forward again. None: no limit.
+        deterministic: add up the gradients of captures in a fixed order, so that two runs agree bit for bit.
+            `torch.use_deterministic_algorithms(True)` does the same while it is on.
+        context: a start method or context of `multiprocessing`. None: mpgrad's own, which starts workers faster. Engine
+            "process" only; the others ignore it.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.

@@ -69,7 +69,7 @@ def jacobian(
         argnums: which arguments to differentiate; None for all.
         create_graph: let the result be differentiated, with respect to the arguments and to the tensors that `fn` captures,
             which are constants otherwise. Inside of a transform or another of these functions it always can be.
-        has_aux: `fn` returns a tuple ``(output, aux)``. `aux` is a structure of tensors, which is not
+        has_aux: `fn` returns a tuple ``(output, aux)``. ``aux`` is a structure of tensors, which is not
             differentiated.
 
     Returns:
@@ -77,14 +77,14 @@ def jacobian(
         ``(*output, *input)`` and the input's dtype, zeros if there is no dependence. They are in the
         structure that `torch.func.jacrev` gives: that of the output, with the structure of the
         differentiated argument in place of each tensor. If `argnums` is a tuple, or None with several
-        arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that and `aux`.
+        arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that and ``aux``.
         If there are lists, a list of all that over the items.
 
     Raises:
         ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of
             different lengths, or arguments or outputs without any tensor.
         TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not a
-            real floating point tensor; a leaf of `aux` is not a tensor. The path to the leaf is named.
+            real floating point tensor; a leaf of ``aux`` is not a tensor. The path to the leaf is named.
             PyTorch must know how to take a structure apart: a type of your own counts if its module
             registers it as a pytree.
         NotImplementedError: `fn` does not go along with a mode that was asked for by name; says why, and names the remedy.
@@ -128,7 +128,7 @@ def hessian(
     Returns:
         A tensor of shape ``(*input, *input)`` for each pair of tensors of the arguments, in nested
         structures of the arguments as `torch.func.hessian` gives them: for a dict, a dict of dicts.
-        Tuples over the arguments, `aux`, and lists over the items are as in `jacobian`.
+        Tuples over the arguments, ``aux``, and lists over the items are as in `jacobian`.
 
     Raises:
         ValueError: `fn` returns several values. Otherwise as `jacobian`.
