@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -27,7 +28,8 @@ from conftest import every_loss_gets, gone
 import mpgrad
 
 PATIENCE = 20.0  # seconds
-BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
+FORK = multiprocessing.get_context("fork")  # Python 3.14's own would leave a server
+BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor, mp_context=FORK)]
 both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
 
 
