@@ -10,15 +10,16 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import functools
 import inspect
 import math
 import os
+import signal
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,8 +103,7 @@ class Executor(concurrent.futures.Executor):
         weakref.finalize(self, self._pool._leave).atexit = False  # what was submitted is still done
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
-        """As `Pool.submit`; but what cannot be sent is raised by the future, as in `concurrent.futures`. `device=` is the
-        function's argument, never the pool's.
+        """As `Pool.submit`; but the future raises what cannot be sent, as in `concurrent.futures`.
 
         Raises:
             RuntimeError: after `shutdown`.
@@ -120,8 +120,6 @@ class Executor(concurrent.futures.Executor):
         """
         function = callable_of(fn)
         self._check_open()
-        if "device" in kwargs:  # the function's, not the pool's
-            function, kwargs = functools.partial(function, **kwargs), {}
         try:
             future = self._pool.submit(function, *args, **kwargs)  # no lock is held: the caller's code is run, to pickle it
         except Exception as error:
@@ -147,28 +145,37 @@ class Executor(concurrent.futures.Executor):
             iterables: are taken from at once, unless there is a `buffersize`.
             timeout: seconds from now, after which `next` raises.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
-            buffersize: number of items that are taken ahead of the results.
+            buffersize: as in Python 3.14: the number of chunks (of items, if there is no
+                `chunksize`) that are taken ahead of the results; the iterables may be endless.
+                None: all items are taken at once.
 
         Raises:
             concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
             Exception: what the first failing call raised, or what was raised where one could not be sent.
+            RuntimeError: after `shutdown`. With a `buffersize` also by `next`, once the results of
+                the items that were taken before have been given.
+            ValueError: `chunksize` or `buffersize` is less than 1.
+            TypeError: one of them is not an integer, or `timeout` is not a number.
 
         Example:
-            >>> import mpgrad
+            >>> import itertools, mpgrad
             >>> with mpgrad.Executor(max_workers=1) as executor:
-            ...     list(executor.map(pow, [2, 3], [5, 2]))
-            [32, 9]
+            ...     powers = list(executor.map(pow, [2, 3], [5, 2]))
+            ...     endless = executor.map(abs, itertools.count(), buffersize=4)
+            ...     powers, [next(endless) for _ in range(5)]
+            ([32, 9], [0, 1, 2, 3, 4])
         """
         function = callable_of(fn)
         if chunksize is not None:
             positive("chunksize", chunksize)
         if buffersize is not None:
-            positive("buffersize", buffersize)
+            check_buffersize(buffersize)
         seconds = seconds_or_none("timeout", timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         arguments = zip(*(iterator("the items", each) for each in iterables), strict=False)
-        items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
-        window = math.inf if buffersize is None else buffersize
+        # the caller's code runs: it may use the executor
+        items = list(arguments) if buffersize is None else self._while_open(arguments)
+        window = math.inf if buffersize is None else buffersize * (chunksize or 1)
         self._check_open()
         try:
             source = Source.of_arguments(items)
@@ -219,21 +226,48 @@ class Executor(concurrent.futures.Executor):
         """
         return self._pool.progress(progress)
 
-    @without_own_frames
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
+    def resize(self, max_workers: int) -> None:
+        """As `Pool.resize`: have another number of workers.
 
-        Args:
-            wait: until all that was submitted has ended.
-            cancel_futures: cancel what has not begun.
+        Workers that are too many take no new calls, and end when they keep no graph any more.
+
+        Raises:
+            RuntimeError: after `shutdown`.
+            ValueError: `max_workers` is less than 1; otherwise as `Pool.resize`.
+            TypeError: it is not an integer.
 
         Example:
             >>> import mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     executor.resize(2)
+            ...     list(executor.map(abs, [-1, -2]))
+            [1, 2]
+        """
+        self._check_open()
+        self._pool.resize(positive("max_workers", max_workers))
+
+    @without_own_frames
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False) -> None:
+        """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
+
+        Args:
+            wait: until all that was submitted has ended; with `kill_workers`, until workers have.
+            cancel_futures: cancel what has not begun.
+            kill_workers: as in loky: kill the workers. All calls that have not ended fail with a
+                `BrokenProcessPool`. Results that have come stay valid, but their graphs are gone.
+
+        Example:
+            >>> import time, mpgrad
             >>> executor = mpgrad.Executor(max_workers=1)
             >>> future = executor.submit(abs, -1)
             >>> executor.shutdown()
             >>> future.done(), future.result()
             (True, 1)
+            >>> executor = mpgrad.Executor(max_workers=1)
+            >>> future = executor.submit(time.sleep, 60)
+            >>> executor.shutdown(kill_workers=True)
+            >>> future.exception()
+            BrokenProcessPool('shutdown(kill_workers=True) ended workers, their calls and graphs')
         """
         with self._lock:
             self._shut_down = True
@@ -244,8 +278,49 @@ class Executor(concurrent.futures.Executor):
             for operation in maps:
                 self._pool._scheduler.cancel_queued(operation)
         self._pool._leave()
-        if wait:
+        if kill_workers:
+            self._break_off("shutdown(kill_workers=True)", signal.SIGKILL)
+        if wait and kill_workers:
+            self._pool._scheduler.join()
+        elif wait:
             self._pool._scheduler.await_all()
+
+    def terminate_workers(self) -> None:
+        """Shut down, and send the workers SIGTERM, as Python 3.14's `ProcessPoolExecutor` does.
+
+        Calls that have not begun are cancelled. Calls that run fail with a `BrokenProcessPool`.
+        Results that have come stay valid, but their graphs are gone: a backward raises the same.
+        It does not wait for the workers. One that has not ended 2 s later is killed.
+
+        Example:
+            >>> import time, mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     future = executor.submit(time.sleep, 60)
+            ...     executor.terminate_workers()
+            ...     mpgrad.wait([future]).done == {future}
+            True
+        """
+        self.shutdown(wait=False, cancel_futures=True)
+        self._break_off("terminate_workers()", signal.SIGTERM)
+
+    def kill_workers(self) -> None:
+        """`terminate_workers` with SIGKILL, which no call can handle.
+
+        Example:
+            >>> import time, mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     future = executor.submit(time.sleep, 60)
+            ...     executor.kill_workers()
+            ...     mpgrad.wait([future]).done == {future}
+            True
+        """
+        self.shutdown(wait=False, cancel_futures=True)
+        self._break_off("kill_workers()", signal.SIGKILL)
+
+    def _break_off(self, asked: str, by: signal.Signals) -> None:
+        """Have the workers end by this signal, because of what the caller asked."""
+        error = BrokenProcessPool(f"{asked} ended workers, their calls and graphs")
+        self._pool._scheduler.break_off(error, by)
 
     @without_own_frames
     def __exit__(
@@ -256,6 +331,12 @@ class Executor(concurrent.futures.Executor):
             self.shutdown(wait=False, cancel_futures=True)
             self._pool._scheduler.cancel_all_with_grace()
         self.shutdown()
+
+    def _while_open(self, arguments: Iterator[R]) -> Iterator[R]:
+        """Those of a map that takes them as it needs them; after the shutdown it may not."""
+        for each in arguments:
+            self._check_open()
+            yield each
 
     def _check_open(self) -> None:
         if self._shut_down:
@@ -269,6 +350,14 @@ def without_frames(error: Exception) -> Exception:
     write(error, "__cause__", RemoteTraceback(traceback_of(error)))
     write(error, "__context__", None)
     return BaseException.with_traceback(error, None)  # the class may have another one
+
+
+def check_buffersize(buffersize: object) -> None:
+    """Raises TypeError or ValueError, in the words of concurrent.futures."""
+    if isinstance(buffersize, bool) or not isinstance(buffersize, int):
+        raise TypeError(f"buffersize must be an integer or None (buffersize: {buffersize!r})")
+    if buffersize < 1:
+        raise ValueError(f"buffersize must be None or > 0 (buffersize: {buffersize})")
 
 
 def raised_later(error: Exception) -> Iterator[Any]:

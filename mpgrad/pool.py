@@ -311,6 +311,7 @@ class Pool:
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
         *,
+        timeout: float | None = None,
         device: Device | None = None,
     ) -> R: ...
 
@@ -321,17 +322,37 @@ class Pool:
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
         *,
+        timeout: float | None = None,
         device: Device | None = None,
     ) -> Any:
         """``func(*args, **kwds)`` on a worker.
 
+        Args:
+            func: any function, as for `map`.
+            args: its arguments.
+            kwds: its keyword arguments. One that is called `timeout` or `device` goes here, too.
+            timeout: seconds that the call may take, and its backward; None for the pool's own.
+            device: as for `map`.
+
+        Raises:
+            Exception: what the call raised, or what came of sending it: see `map`.
+            CallTimeoutError: it took longer than `timeout`, more often than it is retried.
+            ValueError: `timeout` is not more than 0, or the engine cannot end a call.
+
         Example:
-            >>> import torch, mpgrad
+            >>> import time, torch, mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     pool.apply(torch.sum, (torch.ones(2, 3),), {"dim": 0})
             tensor([2., 2., 2.])
+            >>> with mpgrad.Pool(processes=1, retries=0) as pool:
+            ...     try:
+            ...         pool.apply(time.sleep, (60,), timeout=0.1)
+            ...     except mpgrad.CallTimeoutError as error:
+            ...         print(error.phase, error.seconds)
+            forward 0.1
         """
-        return self._submitter.run(func, Source.of_one(args, kwds), CallOptions(device=device))[0]
+        options = CallOptions(timeout=timeout, device=device)
+        return self._submitter.run(func, Source.of_one(args, kwds), options)[0]
 
     @overload
     def map_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
@@ -457,6 +478,7 @@ class Pool:
         callback: Callable[[R], object] | None = None,
         error_callback: OnFailure = None,
         *,
+        timeout: float | None = None,
         device: Device | None = None,
     ) -> AsyncResult[R]: ...
 
@@ -469,9 +491,10 @@ class Pool:
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        timeout: float | None = None,
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`apply` that returns at once.
+        """`apply` that returns at once. The `timeout` counts from when the call begins.
 
         Example:
             >>> import torch, mpgrad
@@ -480,7 +503,7 @@ class Pool:
             ...     result.get()
             tensor([2., 2., 2.])
         """
-        options = CallOptions(device=device)
+        options = CallOptions(timeout=timeout, device=device)
         return self._submitter.run_async(
             func, Source.of_one(args, kwds), options, callback, error_callback, Operation.only_value
         )
@@ -779,8 +802,8 @@ class Pool:
         result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
         further calls are given the value as it is then.
 
-        In a pool with `devices`, the keyword `device` is the pool's, as for `map`; where `fn` has an argument of that name,
-        give it with `functools.partial`.
+        All keyword arguments are those of `fn`, as in `concurrent.futures`. A call with a `timeout`
+        or `device` of its own is made with `apply_async`.
 
         Example:
             >>> import torch, mpgrad
@@ -797,8 +820,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
-        device = None if self._options.device_codes is None else kwargs.pop("device", None)
-        return self._submitter.submit(fn, (args, kwargs), CallOptions(device=device))
+        return self._submitter.submit(fn, (args, kwargs))
 
     @not_compiled
     def synchronize(self) -> None:

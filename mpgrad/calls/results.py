@@ -385,9 +385,12 @@ class ResultIterator(Listener, Generic[R]):
         window: float,
         ordered: bool,
         report: Callable[[Operation], Callable[[], object]],
+        step: int = 1,
     ) -> None:
+        """`step`: how many items are taken at a time, once the window is full."""
         self._scheduler = scheduler
         self._window = window
+        self._step = step
         self._ordered = ordered
         self._arrived: deque[int] = deque()
         self._next = 0
@@ -456,7 +459,9 @@ class ResultIterator(Listener, Generic[R]):
     def _fill(self, asked: int = 0) -> None:
         """Add calls until the window is full or the source is empty. `asked`: results that are about to be given."""
         try:
-            self._add_some(self._next + asked)
+            # of a step that has begun, all is as good as given
+            steps_given = math.ceil((self._next + asked) / self._step)
+            self._add_some(steps_given * self._step)
         except BaseException:  # as in `next`; the source's own exceptions do not come here
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise

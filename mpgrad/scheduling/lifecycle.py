@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Lifecycle:
         self.broken: BaseException | None = None  # why it cannot go on
         self.ended: BaseException | None = None  # what is answered from now on: nothing runs any more
         self.ends_gently = False  # workers are told to stop, rather than killed
+        self.ends_by = signal.SIGKILL  # who has not ended soon after another signal is killed
 
     @property
     def phase(self) -> Phase:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -335,6 +336,16 @@ class Scheduler(ABC):
         if self.life.is_ours:
             self.terminate_without_waiting()
             self.join()
+
+    def break_off(self, error: BaseException, by: signal.Signals) -> None:
+        """End the workers now, by this signal. What is under way fails with `error`, as do backwards."""
+
+        def end() -> None:
+            if not self.life.has_ended:
+                self.life.ends_by = by
+                self.life.break_off(error)
+
+        self.post(end)
 
     def terminate_without_waiting(self) -> None:
         """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""

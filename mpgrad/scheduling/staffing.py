@@ -350,7 +350,7 @@ class Staff:
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)])
             else:
-                worker.link.kill()
+                worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
             self._leave(worker, reason)
         for number, leave in self._leaves.items():  # what waited for these is answered now, however they died

@@ -171,38 +171,42 @@ class Submitter:
         ordered: bool = True,
         window: float | None = None,
     ) -> ResultIterator[Any]:
-        """Results as they are asked for. `window`: how many items are taken ahead of them."""
+        """Results as they are asked for.
+
+        `window`: how many items are taken ahead of them, a chunk at a time.
+        """
         begin = functools.partial(
             self.starter.begin, function, options, items=source.items, stop_at_failure=False, one_by_one=True
         )
+        step = 1 if window is None else options.chunksize or 1
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
         pack = functools.partial(self.feeder.one_by_one, source.calls)
         report = functools.partial(reporting, options.progress, source.total)
-        return ResultIterator(self._scheduler, begin, pack, window, ordered, report)
+        return ResultIterator(self._scheduler, begin, pack, window, ordered, report, step)
 
-    def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
+    def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
-        future = self._begin_submitted(function, options, [call])
+        future = self._begin_submitted(function, [call])
         self.feeder.feed(future._operation, [call], waits=False)
         return future
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
         """The future of a call that could not be sent."""
         check_untraced()
-        future = self._begin_submitted(abs, CallOptions(), (), current_modes())
+        future = self._begin_submitted(abs, (), current_modes())
         operation = future._operation
         operation.added, operation.sealed = 1, True
         operation.deliver(0, error)
         return future
 
     def _begin_submitted(
-        self, function: Callable[..., Any], options: CallOptions, like: Sequence[Arguments], modes: Modes | None = None
+        self, function: Callable[..., Any], like: Sequence[Arguments], modes: Modes | None = None
     ) -> DifferentiableFuture[Any]:
         begin: Callable[..., Any] = functools.partial(
             self.starter.begin,
             function,
-            options,
+            CallOptions(),
             like=like,
             items=(),
             modes=modes,

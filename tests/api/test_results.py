@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import multiprocessing.pool
 import queue
 import threading
 import time
@@ -50,6 +51,89 @@ def test_map_async(pool: mpgrad.Pool) -> None:
 def test_starmap_async_and_apply_async(pool: mpgrad.Pool) -> None:
     assert pool.starmap_async(pow, [(2, 3), (4, 2)]).get(30) == [8, 16]
     assert pool.apply_async(int, ("11",), {"base": 2}).get(30) == 3
+
+
+def asks_with(pool: mpgrad.Pool, fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "apply": lambda: pool.apply(fn, args, **options),
+        "apply_async": lambda: pool.apply_async(fn, args, **options).get(),
+    }
+
+
+@pytest.mark.parametrize("name", ["apply", "apply_async"])
+def test_a_time_limit_of_one_call_is_that_of_a_pool(nursery: mpgrad.Pool, name: str) -> None:
+    late = []
+    for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
+        with mpgrad.Pool(1, retries=0, timeout=of_pool) as pool, pytest.raises(mpgrad.CallTimeoutError) as caught:
+            asks_with(pool, time.sleep, 600, timeout=of_call)[name]()
+        late.append((caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail))
+    assert late == [("a call of sleep", None, 0.3, "the call was tried once (retries: 0)")] * 3
+
+
+@pytest.mark.parametrize("name", ["apply", "apply_async"])
+def test_a_time_limit_holds_for_one_call_and_its_backward(nursery: mpgrad.Pool, tmp_path: Path, name: str) -> None:
+    x = leaf()
+    with mpgrad.Pool(1, retries=0) as pool:
+        asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
+        assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
+        asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()  # it is loaded now
+        slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=0.5)[name]()
+        with pytest.raises(mpgrad.CallTimeoutError) as caught:
+            slow.sum().backward()
+        assert (caught.value.phase, caught.value.seconds) == ("backward", 0.5)
+        unlimited = pool.submit(until, tmp_path / "go")
+        with pytest.raises(multiprocessing.TimeoutError):  # that is not its end
+            pool.apply_async(until, (tmp_path / "go",)).get(timeout=0.3)
+        (tmp_path / "go").touch()
+        assert unlimited.result(30) is None
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+class BackwardUntil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, path: Path) -> torch.Tensor:
+        ctx.path = path
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        until(ctx.path)
+        return grad * 2, None
+
+
+def test_a_time_limit_that_cannot_be(pool: mpgrad.Pool) -> None:
+    engine = pool._options.engine
+    for ask in asks_with(pool, abs, -1, timeout=0).values():
+        with pytest.raises(ValueError, match="must be more than 0" if engine == "process" else "workers that can be killed"):
+            ask()
+    for ask in asks_with(pool, abs, -1, timeout="1").values():
+        with pytest.raises(TypeError, match=r"timeout must be a number of seconds, or None \(timeout: '1'\)"):
+            ask()
+
+
+def given(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+KEYWORDS = {"timeout": 1, "device": "cuda", "chunksize": 2, "progress": 3, "on_error": 4, "fn": 5, "func": 6, "self": 7}
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"]])
+def test_keywords_are_the_functions(nursery: mpgrad.Pool, devices: list[str] | None) -> None:
+    """As with `multiprocessing.pool.ThreadPool` and `concurrent.futures.ThreadPoolExecutor`."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor, multiprocessing.pool.ThreadPool(1) as other:
+        expected = executor.submit(given, 1, **KEYWORDS).result()
+        assert other.apply(given, (1,), KEYWORDS) == expected
+    with mpgrad.Pool(None if devices else 1, devices=devices) as pool:
+        assert pool.submit(given, 1, **KEYWORDS).result() == expected
+        assert pool.apply(given, (1,), KEYWORDS) == expected
+        assert pool.apply_async(given, (1,), KEYWORDS, timeout=60, device=devices and "cpu").get() == expected
+    with mpgrad.Executor(None if devices else 1, devices=devices) as executor:
+        assert executor.submit(given, 1, **KEYWORDS).result() == expected
 
 
 def test_results_fetched_under_other_modes(pool: mpgrad.Pool) -> None:

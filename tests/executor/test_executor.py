@@ -6,7 +6,11 @@ import asyncio
 import concurrent.futures
 import functools
 import gc
+import itertools
+import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,12 +23,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets
+from conftest import every_loss_gets, gone
 
 import mpgrad
 
 PATIENCE = 20.0  # seconds
-BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
+FORK = multiprocessing.get_context("fork")  # Python 3.14's own would leave a server
+BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor, mp_context=FORK)]
 both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
 
 
@@ -476,8 +481,206 @@ def test_items_are_taken_as_needed() -> None:
         assert next(results) == 0 and len(taken) <= 6
         results.close()  # type: ignore[attr-defined]
         assert len(taken) <= 6
-    with pytest.raises(ValueError, match="buffersize must be at least 1"), mpgrad.Executor(1) as executor:
-        executor.map(abs, [1], buffersize=0)
+
+
+# Python 3.14 has these: before, what it does is written down here
+
+since_3_14 = pytest.mark.parametrize("kind", BOTH if sys.version_info >= (3, 14) else BOTH[:1])
+
+
+@since_3_14
+@pytest.mark.parametrize(("chunksize", "buffersize"), [(1, 1), (1, 4), (3, 2)])
+def test_a_buffer_has_so_many_chunks(kind: Any, chunksize: int, buffersize: int) -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[int]:
+        while True:
+            taken.append(len(taken))
+            yield taken[-1]
+
+    with kind(2) as executor:
+        exponents = itertools.repeat(2)
+        results = executor.map(pow, source(), exponents, chunksize=chunksize, buffersize=buffersize)
+        assert len(taken) == chunksize * buffersize
+        for n in range(1, 10):
+            assert next(results) == (n - 1) ** 2
+            assert len(taken) == chunksize * (buffersize + math.ceil(n / chunksize))
+        assert list(executor.map(abs, range(-7, 0), chunksize=chunksize, buffersize=buffersize)) == [7, 6, 5, 4, 3, 2, 1]
+        assert list(executor.map(abs, [], buffersize=buffersize)) == list(executor.map(abs, buffersize=buffersize)) == []
+
+
+@since_3_14
+def test_buffers_that_cannot_be(kind: Any) -> None:
+    with kind(1) as executor:
+        for buffersize in ("foo", 2.0):
+            with pytest.raises(TypeError, match="buffersize must be an integer or None"):
+                executor.map(abs, [1], buffersize=buffersize)
+        for buffersize in (0, -1):
+            with pytest.raises(ValueError, match="buffersize must be None or > 0"):
+                executor.map(abs, [1], buffersize=buffersize)
+
+
+@since_3_14
+def test_a_buffer_that_is_full_when_the_executor_is_shut_down(kind: Any) -> None:
+    executor = kind(2)
+    taken = itertools.count()
+    results = executor.map(abs, taken, buffersize=4)
+    executor.shutdown()
+    assert next(taken) == 4
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        list(results)
+    executor = kind(2)
+    results = executor.map(abs, [-1, -2], buffersize=2)
+    executor.shutdown()
+    assert list(results) == [1, 2]
+
+
+def test_gradients_of_a_map_with_a_buffer() -> None:
+    weight = torch.rand(3, requires_grad=True)
+    xs = [torch.rand(3, requires_grad=True) for _ in range(6)]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).exp().sum()
+
+    with mpgrad.Executor(2) as executor:
+        losses = list(executor.map(loss, xs, chunksize=2, buffersize=1))
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
+    torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)
+
+
+def runs(path: Path, name: str) -> None:
+    """Until somebody ends it; says of a SIGTERM that it has come."""
+
+    def told(*_: Any) -> None:
+        (path / f"{name} was told").touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, told)
+    (path / f"{name}.new").write_text(str(os.getpid()))
+    (path / f"{name}.new").rename(path / name)
+    until(path / "never")
+
+
+@pytest.mark.parametrize("ending", ["terminate_workers", "kill_workers"])
+@since_3_14
+def test_workers_are_ended(kind: Any, ending: str, tmp_path: Path) -> None:
+    with kind(2) as executor:
+        done = executor.submit(abs, -1)
+        assert done.result() == 1
+        running = [executor.submit(runs, tmp_path, name) for name in ("a", "b")]
+        pids = [pid_in(tmp_path / name) for name in ("a", "b")]
+        waiting = [executor.submit(abs, -1) for _ in range(20)]
+        getattr(executor, ending)()
+        for use in (lambda: executor.submit(abs, 1), lambda: executor.map(abs, [1])):
+            with pytest.raises(RuntimeError):
+                use()
+        for future in running:
+            with pytest.raises(BrokenProcessPool):
+                future.result(PATIENCE)
+        assert concurrent.futures.wait([waiting[-1]], PATIENCE).done or waiting[-1].cancelled()
+        with pytest.raises(concurrent.futures.CancelledError):
+            waiting[-1].result(PATIENCE)
+        assert done.result() == 1
+        getattr(executor, ending)()
+    assert gone(pids, within=PATIENCE)
+    assert [(tmp_path / f"{name} was told").exists() for name in ("a", "b")] == [ending == "terminate_workers"] * 2
+
+
+def pid_in(path: Path) -> int:
+    until(path)
+    return int(path.read_text())
+
+
+@since_3_14
+def test_workers_that_nobody_has_used_are_ended(kind: Any) -> None:
+    for ending in ("terminate_workers", "kill_workers"):
+        with kind(1) as executor:
+            getattr(executor, ending)()
+        getattr(executor, ending)()
+
+
+def ignores(path: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    path.touch()
+    until(path / "never")
+
+
+@pytest.mark.slow
+def test_who_does_not_heed_a_sigterm_is_killed(tmp_path: Path) -> None:
+    executor = mpgrad.Executor(1)
+    worker = executor.submit(os.getpid).result()
+    future = executor.submit(ignores, tmp_path / "runs")
+    until(tmp_path / "runs")
+    executor.terminate_workers()
+    with pytest.raises(BrokenProcessPool, match=r"terminate_workers\(\) ended workers"):
+        future.result(PATIENCE)
+    assert gone([worker], within=PATIENCE)
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("ending", ["terminate_workers", "kill_workers", "shutdown"])
+def test_graphs_end_with_the_workers(ending: str, engine: str) -> None:
+    x = torch.rand(3, requires_grad=True)
+    executor = mpgrad.Executor(1, engine=engine)
+    first, second = (executor.submit(torch.exp, x).result() for _ in range(2))
+    first.sum().backward()
+    assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
+    getattr(executor, ending)(**({"kill_workers": True} if ending == "shutdown" else {}))
+    assert torch.equal(second, x.exp())
+    with pytest.raises(BrokenProcessPool, match=rf"{ending}\(.*\) ended workers"):
+        second.sum().backward()
+
+
+def test_a_shutdown_that_kills(tmp_path: Path) -> None:
+    """As loky's: all that has not ended fails with a RuntimeError that says why, and no worker is left."""
+    executor = mpgrad.Executor(2)
+    futures = [executor.submit(runs, tmp_path, name) for name in ("a", "b")]
+    pids = [pid_in(tmp_path / name) for name in ("a", "b")]
+    futures += [executor.submit(abs, -1) for _ in range(20)]
+    results = executor.map(abs, itertools.count(), buffersize=2)
+    executor.shutdown(wait=True, kill_workers=True)
+    assert gone(pids, within=0)
+    for future in futures:
+        with pytest.raises(RuntimeError, match="kill_workers=True") as caught:
+            future.result(0)
+        assert isinstance(caught.value, BrokenProcessPool)
+    with pytest.raises(BrokenProcessPool, match="kill_workers=True"):
+        next(results)
+    executor.shutdown(wait=True, kill_workers=True)
+
+
+def test_a_shutdown_that_kills_after_one_that_does_not(tmp_path: Path) -> None:
+    executor = mpgrad.Executor(1)
+    future = executor.submit(runs, tmp_path, "a")
+    pids = [pid_in(tmp_path / "a")]
+    executor.shutdown(wait=False)
+    executor.shutdown(wait=False, kill_workers=True)
+    with pytest.raises(BrokenProcessPool, match="kill_workers=True"):
+        future.result(PATIENCE)
+    assert gone(pids, within=PATIENCE)
+
+
+def test_another_number_of_workers(tmp_path: Path) -> None:
+    with mpgrad.Executor(1) as executor:
+        executor.resize(3)
+        names = ["a", "b", "c"]
+        futures = [executor.submit(meets, tmp_path, name, names) for name in names]  # of which one waits for the others
+        assert len({future.result(PATIENCE) for future in futures}) == 3
+        executor.resize(1)
+        with pytest.raises(ValueError, match=r"max_workers must be at least 1 \(max_workers: 0\)"):
+            executor.resize(0)
+        with pytest.raises(TypeError, match=r"max_workers must be an integer \(max_workers: None\)"):
+            executor.resize(None)  # type: ignore[arg-type]
+        assert executor.submit(abs, -1).result() == 1
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        executor.resize(2)
+
+
+def meets(path: Path, name: str, names: list[str]) -> int:
+    (path / name).touch()
+    for other in names:
+        until(path / other)
+    return os.getpid()
 
 
 def test_a_call_that_kills_its_workers_fails_alone() -> None:

@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -38,6 +39,12 @@ WITH_DEFAULT = [
     "test_parallel_with_exhausted_iterator",
     "test_globals_update_at_each_parallel_call",
     "test_memmap_with_big_offset",
+]
+AS_LOKY = [  # they name loky, and are about what ours does as well: there that is ours
+    "test_threadpool_limitation_in_child_loky",
+    "test_threadpool_limitation_in_child_context",
+    "test_threadpool_limitation_in_child_override",
+    "test_initializer_not_reused",
 ]
 LEFT_OUT = {
     "chooses another backend itself, or none": [
@@ -67,12 +74,10 @@ LEFT_OUT = {
         "test_invalid_backend_hinting_and_constraints",
         "test_dask_backend_when_dask_not_installed",
         "test_zero_worker_backend",
-        "test_threadpool_limitation_in_child_loky",
-        "test_threadpool_limitation_in_child_context",
-        "test_threadpool_limitation_in_child_override",
+    ],
+    "expects the workers of the Parallel before, which end with it; those of one parallel_config stay": [
         "test_loky_reuse_workers",
         "test_initializer_reused",
-        "test_initializer_not_reused",
     ],
     "looks at attributes that are not documented": [
         "test_error_capture",
@@ -103,9 +108,14 @@ LEFT_OUT = {
 
 
 @pytest.fixture(autouse=True)
-def ours_is_the_default(monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> Iterator[None]:
+def ours_is_the_default(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+) -> Iterator[None]:
     mpgrad.joblib.register()
     monkeypatch.setattr(SUITE.parallel, "DEFAULT_BACKEND", "mpgrad")
+    if request.node.originalname in AS_LOKY:
+        monkeypatch.setitem(SUITE.BACKENDS, "loky", mpgrad.joblib.MpgradBackend)
+        monkeypatch.setattr(SUITE, "get_reusable_executor", mock.Mock())  # one starts a process
     yield
     del SUITE.BACKENDS["mpgrad"]
 
@@ -136,15 +146,16 @@ def on_ours(test: Callable[..., None]) -> Callable[..., None]:
 TESTS = {name: test for name, test in vars(SUITE).items() if name.startswith("test_") and inspect.isfunction(test)}
 LISTED = [name for names in LEFT_OUT.values() for name in names]
 globals().update({name: on_ours(test) for name, test in TESTS.items() if takes_backends(test) and name not in LISTED})
-globals().update({name: on_ours(TESTS[name]) for name in WITH_DEFAULT if name in TESTS})
+globals().update({name: on_ours(TESTS[name]) for name in WITH_DEFAULT + AS_LOKY if name in TESTS})
 
 
 def test_what_is_listed_is_there_once() -> None:
-    assert len({*LISTED, *WITH_DEFAULT}) == len(LISTED) + len(WITH_DEFAULT)
-    assert len({*LISTED, *WITH_DEFAULT} & TESTS.keys()) > 10  # an older joblib has not all of them
+    listed = [*LISTED, *WITH_DEFAULT, *AS_LOKY]
+    assert len({*listed}) == len(listed)
+    assert len({*listed} & TESTS.keys()) > 10  # an older joblib has not all of them
 
 
 def test_none_is_forgotten() -> None:
     """A test that is new in joblib is run, or somebody has to say why not."""
     run = {name for name, test in TESTS.items() if takes_backends(test)}
-    assert TESTS.keys() <= {*run, *WITH_DEFAULT, *LISTED}
+    assert TESTS.keys() <= {*run, *WITH_DEFAULT, *AS_LOKY, *LISTED}

@@ -82,6 +82,9 @@ LEFT_OUT = {
     ],
     "replaces parts of the standard library's executor": [
         "ProcessPoolExecutorTest.test_python_finalization_error",
+        "ProcessPoolExecutorTest.test_terminate_workers",  # this and the following: from Python 3.14 on
+        "ProcessPoolExecutorTest.test_kill_workers",
+        "ProcessPoolExecutorTest.test_force_shutdown_workers_invalid_op",
         "ExecutorDeadlockTest.test_gh105829_should_not_deadlock_if_wakeup_pipe_full",
     ],
     "needs a context of multiprocessing, whose workers import torch one by one": [
@@ -90,6 +93,11 @@ LEFT_OUT = {
     ],
     f"{INSIDES}, and sleeps; and the death of a worker does not break the executor": [
         "ProcessPoolExecutorTest.test_killed_child"
+    ],
+    f"{INSIDES}; test_executor.py ends workers of both": [
+        "ProcessPoolExecutorTest.test_force_shutdown_workers",
+        "ProcessPoolExecutorTest.test_force_shutdown_workers_stops_pool",
+        "ProcessPoolExecutorTest.test_force_shutdown_workers_not_started_yet",
     ],
     "takes it that a call runs at once; before a worker is there, all are cancelled": [
         "ProcessPoolShutdownTest.test_cancel_futures"

@@ -64,7 +64,10 @@ OWN = {
     mpgrad.AsyncResult: {"get", "ready", "successful", "wait"},
     mpgrad.DifferentiableFuture: {"add_done_callback", "cancel", "cancel_after", "cancelled", "exception", "result"},
     mpgrad.ResultIterator: {"next"},
-    mpgrad.Executor: {"map", "progress", "shutdown", "stats", "submit", "timeline"},
+    mpgrad.Executor: {
+        *("map", "submit", "shutdown", "kill_workers", "terminate_workers", "resize"),
+        *("progress", "stats", "timeline"),
+    },
 }
 
 

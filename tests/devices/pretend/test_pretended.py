@@ -234,8 +234,8 @@ def test_device_cpu_moves_to_the_cpu_and_back(crossing: str) -> None:
         assert x.grad is not None and str(x.grad.device) == ONE and x.grad.cpu()[0] == 3
         assert weight.grad is not None and str(weight.grad.device) == ZERO and weight.grad.item() == 9000
         first = pool.submit(torch.mul, x, 2)
-        second = pool.submit(lambda t: (t + 1, where(t)), first, device="cpu")
-        assert second.result()[1] == ["cpu"] and str(first.result().device) == ONE
+        (second,) = pool.map(lambda t: (t + 1, where(t)), [first], device="cpu")
+        assert second[1] == ["cpu"] and str(first.result().device) == ONE
 
 
 def test_a_tensor_of_a_device_without_workers_goes_to_another_and_back(crossing: str) -> None:
@@ -263,11 +263,14 @@ def test_graphs_of_calls_go_from_device_to_device(crossing: str) -> None:
     with mpgrad.Pool(devices=["cpu", ZERO, ONE]) as pool:
         settled(pool)
         top = pool.submit(torch.exp, x)
-        left = pool.submit(lambda t: (t * 2).sin(), top, device=ZERO)
-        right = pool.submit(lambda t: (t * 3).cos(), top, device=ONE)
-        both = pool.submit(lambda a, b: (a * b).sum(), left, right, device="pretend")
-        both.result().backward()
-        assert both.result().device.type == "cpu" and x.grad is not None
+        left = pool.submit(lambda t, two: ((t.to(two) * two).sin(), where(two)), top, torch.full((1,), 2.0, device=ZERO))
+        right = pool.submit(
+            lambda t, three: ((t.to(three) * three).cos(), where(three)), top, torch.full((1,), 3.0, device=ONE)
+        )
+        (both,) = pool.map(lambda each: (each[0][0] * each[1][0]).sum(), [(left, right)], device="pretend")
+        assert [left.result()[1], right.result()[1]] == [[ZERO], [ONE]]
+        both.backward()
+        assert x.grad is not None and x.grad.device.type == "cpu"
         y = x.detach().clone().requires_grad_()
         ((y.exp() * 2).sin() * (y.exp() * 3).cos()).sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
@@ -331,7 +334,7 @@ def test_calls_that_no_worker_fits(pool2: mpgrad.Pool) -> None:
         with pytest.raises(ValueError, match="device must be"):
             pool.map(abs, [1], device="tpu")
         with pytest.raises(TypeError, match="device must be"):
-            pool.submit(abs, 1, device=1)  # type: ignore[arg-type]
+            pool.apply(abs, (1,), device=1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="one worker for each"):
             pool.resize(3)
     with pytest.raises(TypeError, match=r"item 0 .* its device is pretend:1; pass tensor.cpu\(\), or make the pool"):
