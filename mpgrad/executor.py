@@ -286,7 +286,7 @@ class Executor(concurrent.futures.Executor):
             self._pool._scheduler.await_all()
 
     def terminate_workers(self) -> None:
-        """Shut down, and send the workers SIGTERM, as Python 3.14's `ProcessPoolExecutor` does.
+        """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does in Python 3.14.
 
         Calls that have not begun are cancelled. Calls that run fail with a `BrokenProcessPool`.
         Results that have come stay valid, but their graphs are gone: a backward raises the same.
