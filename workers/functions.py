@@ -15,8 +15,8 @@ Here it would end at one that nobody looks at. So the caller is told which resul
     loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
     the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
 Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one that the initializer made.
-Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled. A reentrant
-    checkpoint shows nothing of what is in it.
+Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled; packages put no
+    methods of theirs into PyTorch's classes. A reentrant checkpoint shows nothing of what is in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import MOST_READ_ONCE, NAMES, RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.structure import MOST_READ, MOST_READ_AGAIN, NAMES, RUNS_CODE, has_own_way, leads_to_libraries
 from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
@@ -76,10 +76,11 @@ class Loaded(NamedTuple):
 class Code:
     """A pickled function, which operations have in common. Their captures differ."""
 
-    __slots__ = ("_kept", "_under_way", "is_cut_short", "pickled")
+    __slots__ = ("_kept", "_under_way", "is_cut_short", "operations", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
+        self.operations = 0  # that had it
         self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
         self._kept: Loaded | None = None  # which no operation has now
         self._under_way: list[Loaded] = []
@@ -88,6 +89,7 @@ class Code:
         self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
     ) -> tuple[Any, Namespaces, Streams]:
         """As `loads_with_state`; but what no call has written to is not loaded again."""
+        self.operations += 1
         if captures or state:
             return loads_with_state(self.pickled, captures, number, state, in_state)
         kept, self._kept = self._kept, None
@@ -192,7 +194,7 @@ class FunctionTable(dict[int, Function | Failure]):
             search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
             sums=FunctionSums(),
             streams=streams,
-            strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures)),
+            strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures), code.operations > 1),
         )
 
     def forget(self, message: Forget) -> None:
@@ -290,9 +292,11 @@ NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 class Strays:
     """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that was."""
 
-    def __init__(self, pickles: Sequence[bytes], copied: Copies) -> None:
-        """`pickles`: of all that the function consists of."""
+    def __init__(self, pickles: Sequence[bytes], copied: Copies, again: bool) -> None:
+        """`pickles`: of all that the function consists of; `again`: another operation had it before."""
         self._pickles = pickles
+        # one that is another each time would be read each time
+        self._most_read = MOST_READ_AGAIN if again else MOST_READ
         self._copied = copied
         self._modules = 0  # that had been imported when `_leads_out` was found
         self._leads_out = False
@@ -301,7 +305,7 @@ class Strays:
         """Also by a call that is given nothing but tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._leads_out = any(leads_to_libraries(each, MOST_READ_ONCE) or leads_to_modules(each) for each in self._pickles)
+            self._leads_out = any(leads_to_libraries(each, self._most_read) or leads_to_modules(each) for each in self._pickles)
         return self._leads_out or bool(self._copied)
 
     def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:

@@ -598,32 +598,23 @@ def bare_module(kind: type[Module]) -> Module:
 
 
 def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
-    module = SCRIPTS.copy_of(code)
+    module = loaded_script(code)
     put_tensors(module, tensors)
     return module
 
 
-class Scripts:
-    """TorchScript that this process has loaded, by its bytes, without tensors.
-
-    What is loaded runs slowly twice before it is optimised. Copies share that, and nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loaded: dict[bytes, torch.jit.ScriptModule] = {}  # the last used at the end
-
-    def copy_of(self, code: bytes) -> torch.jit.ScriptModule:
-        with self._lock:
-            found = self._loaded.pop(code, None) or load_script(code)
-            self._loaded[code] = found
-            while len(self._loaded) > 1 and sum(map(len, self._loaded)) > MOST_SCRIPT_BYTES:
-                del self._loaded[next(iter(self._loaded))]
-        return copy.deepcopy(found)
+# TorchScript that this process has loaded. What is loaded runs slowly twice before it is optimised;
+# copies have that in common.
+load_once = functools.lru_cache(maxsize=128)(load_script)
+MOST_SCRIPT_BYTES = 1 << 20
+TENSOR_CONSTANTS = b"/constants/"  # where an archive has them: a frozen module's, or what was traced with
 
 
-MOST_SCRIPT_BYTES = 64 << 20  # constants of a frozen module included
-SCRIPTS = Scripts()
+def loaded_script(code: bytes) -> torch.jit.ScriptModule:
+    """A module of its own, but for the tensors that are constants of the code: where there are some, it is loaded anew."""
+    if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
+        return load_script(code)
+    return copy.deepcopy(load_once(code))
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
@@ -639,7 +630,7 @@ class ScriptedFunction:
 
     def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
         self._code, self._names, self._defaults = code, names, defaults
-        self._module = SCRIPTS.copy_of(code)
+        self._module = loaded_script(code)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}

@@ -81,7 +81,8 @@ from mpgrad.wire.messages import Structure, with_tensors
 from mpgrad.wire.tensor_refs import PLAIN, RIDE_BYTES, check_carriable, check_class, have_attributes
 
 __all__ = [
-    "MOST_READ_ONCE",
+    "MOST_READ",
+    "MOST_READ_AGAIN",
     "NAMES",
     "RUNS_CODE",
     "CallerPickler",
@@ -511,7 +512,7 @@ class TensorUnpickler(ClassUnpickler):
 # --- whether a pickle leads to installed packages
 
 MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
-MOST_READ_ONCE = 256 << 10  # of a function's, which is read once: a network that it captures has its layers there
+MOST_READ_AGAIN = 256 << 10  # of a function's that comes again: a network that it captures has its layers there
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 
 

@@ -206,19 +206,26 @@ class KeptPickle(NamedTuple):
     modules: object  # that were loaded
 
 
-# a function's code, or one that is written in C, or the key of what a partial one calls
+# a function's code, or one that is written in C; with the type of partial functions where one calls it
 Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
 PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
 
+def is_method(function: types.BuiltinFunctionType) -> bool:
+    """Whether it has an object, which would live on with it."""
+    return not (function.__self__ is None or isinstance(function.__self__, types.ModuleType))
+
+
 def key_of(function: Any) -> Key | None:
     """None: no pickles of such functions are kept."""
-    if type(function) is functools.partial:
-        inner = key_of(function.func)
-        return None if inner is None else (functools.partial, inner)
-    if type(function) is types.FunctionType:
-        return function.__code__
-    return function if type(function) is types.BuiltinFunctionType else None
+    is_partial = type(function) is functools.partial
+    called = function.func if is_partial else function
+    key: Any = None
+    if type(called) is types.FunctionType:
+        key = called.__code__
+    elif type(called) is types.BuiltinFunctionType and not is_method(called):
+        key = called
+    return (functools.partial, key) if is_partial and key is not None else key
 
 
 def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:

@@ -364,7 +364,8 @@ class Scheduler(ABC):
         while self.inbox:
             self.inbox.popleft()()
         self.memory.tidy()
-        self.feed()
+        if not self.life.is_stopping:
+            self.feed()
         if self.life.is_ending and not self.life.is_stopping:
             self._look_at_end()
 

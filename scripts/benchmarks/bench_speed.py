@@ -287,12 +287,11 @@ def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
         with contextlib.closing(LoopsApart(partial(backward_at_once, function), items, plan.processes)) as loops:
             turns = {
                 "pool": partial(cpu_of_step, run, pools["auto"], items),
-                "loops": partial(cpu_of_loops, loops, len(items)),
+                "loops": lambda loops=loops: [1e6 * loops.cpu_seconds()],
             }
             rounds = interleaved(turns, plan.repeats)
         callers, workers = zip(*rounds["pool"], strict=True)
-        both = [sum(each) for each in rounds["pool"]]
-        over_loops = ratios(both, [each for (each,) in rounds["loops"]])
+        over_loops = ratios(*[[sum(each) for each in rounds[name]] for name in turns])
         row = f"step: CPU time of {work.name} items of {ms:g} ms, forward and backward"
         yield median_figure(row, "caller", callers, "us/item", ("<=", STEP_AIMS[ms]) if work is PYTHON else None)
         yield median_figure(row, "workers", workers, "us/item")
@@ -307,13 +306,6 @@ def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[fl
     batch, before = batch_of(items), cpu_so_far(pool)
     timed(run, batch)
     return [1e6 * (now - then) / len(items) for then, now in zip(before, cpu_so_far(pool), strict=True)]
-
-
-def cpu_of_loops(loops: LoopsApart, count: int) -> list[float]:
-    """Microseconds an item."""
-    before = cpu_seconds(loops.pids)
-    loops.seconds()
-    return [1e6 * (cpu_seconds(loops.pids) - before) / count]
 
 
 # --- calls that go one by one

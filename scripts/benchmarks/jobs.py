@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import WrongResultError, interleaved
+from common import WrongResultError, cpu_seconds, interleaved
 from torch import Tensor
 
 SHORTEST_ITEM, LONGEST_ITEM = 10, 200  # floats of a tiny tensor
@@ -189,16 +189,20 @@ class LoopsApart:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
-
     def seconds(self) -> float:
         """Seconds an item, until the last of the loops has ended."""
+        return self._spent(time.perf_counter)
+
+    def cpu_seconds(self) -> float:
+        """Seconds of CPU an item, of all loops."""
+        return self._spent(lambda: cpu_seconds([process.pid for process in self._processes if process.pid is not None]))
+
+    def _spent(self, clock: Callable[[], float]) -> float:
+        """An item, by what the clock says before the loops and after them."""
         self._all_do("copy the items")
-        began = time.perf_counter()
+        began = clock()
         self._all_do("run")
-        return (time.perf_counter() - began) / self._count
+        return (clock() - began) / self._count
 
     def _all_do(self, order: str) -> None:
         for pipe in self._pipes:

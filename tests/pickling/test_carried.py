@@ -541,7 +541,7 @@ def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(monkey
         loads.append(code)
         return load_script(code)
 
-    monkeypatch.setattr(reducers, "load_script", load_noted)
+    monkeypatch.setattr(reducers, "load_once", functools.lru_cache(load_noted))
     with mpgrad.Pool(1, engine="inline") as pool:
         for scale in (2.0, 3.0):
             scripted.scale.data.fill_(scale)
@@ -552,13 +552,40 @@ def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(monkey
     assert len(loads) == 2
 
 
-def test_scripts_that_are_large_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducers, "MOST_SCRIPT_BYTES", 1000)
-    monkeypatch.setattr(reducers, "load_script", lambda code: code)
-    scripts = reducers.Scripts()
-    for size in (400, 500, 600, 2000):
-        assert scripts.copy_of(bytes(size)) == bytes(size)
-    assert list(map(len, scripts._loaded)) == [2000]
+def traced_with_a_tensor() -> Any:
+    total = torch.ones(())
+
+    def adds(x: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return x * total
+
+    return torch.jit.trace(adds, torch.ones(()), check_trace=False)
+
+
+class Weighted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight if x > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("make", [traced_with_a_tensor, lambda: torch.jit.freeze(torch.jit.script(Weighted().eval()))])
+def test_tensors_in_the_code_of_a_script_are_those_of_each_operation(make: Callable[[], Any], engine: str) -> None:
+    """Symptom: what one map had written to them the next one read. Cause: copies of a script have them in common."""
+    scripted = make()
+    with mpgrad.Pool(1, engine=engine) as pool:  # type: ignore[arg-type]
+        first, second = (pool.map(lambda x: scripted(x).mul_(2).item(), [torch.ones(())]) for _ in range(2))
+    assert first == second
+
+
+def test_scripts_that_are_large_are_loaded_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducers, "load_once", None)
+    monkeypatch.setattr(reducers, "load_script", len)
+    assert reducers.loaded_script(bytes(reducers.MOST_SCRIPT_BYTES + 1)) > reducers.MOST_SCRIPT_BYTES
 
 
 def test_values_of_torch_and_numpy(pool: mpgrad.Pool) -> None:
