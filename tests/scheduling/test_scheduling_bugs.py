@@ -25,6 +25,8 @@ import torch
 
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
+from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.sizes import NEAR
 from mpgrad.scheduling.worker_handle import UnderWay
 from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.run import Tracker
@@ -410,3 +412,15 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     assert did == [0, "in order", 1, "in order", 0]
     monkeypatch.setattr("mpgrad.wire.asides.KEEPS_ORDER", False)
     in_order()
+
+
+@pytest.mark.parametrize(("seconds", "waiting", "waits"), [(2e-3, 1, False), (2e-2, 1, True), (2e-2, 9, False), (0.1, 9, True)])
+def test_short_calls_are_sent_ahead_even_where_they_are_the_last(seconds: float, waiting: int, waits: bool) -> None:
+    # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who has nothing to do.
+    call = SimpleNamespace(items=1)
+    options = SimpleNamespace(function=None, at_rest=False, chunksize=None)
+    operation: Any = SimpleNamespace(queue=[call] * waiting, options=options, sealed=True, largest_first=False)
+    codes: Any = SimpleNamespace(seconds=lambda function, unknown: seconds)
+    line = Line(codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR)
+    line.operations.append(operation)
+    assert line._may_be_sooner_elsewhere(operation) is waits
