@@ -44,10 +44,10 @@ def parameters(value: Any) -> str:
         return ""
     signature = inspect.signature(value)
     plain = inspect.Parameter.empty
-    known = [
-        each.replace(annotation=plain, default=plain if each.default is plain else ...)
-        for each in signature.parameters.values()
-    ]
+    known = []
+    for each in signature.parameters.values():
+        default = plain if each.default is plain else ...
+        known.append(each.replace(annotation=plain, default=default))
     text = str(signature.replace(parameters=known, return_annotation=plain))
     return text.replace("Ellipsis", "...")
 
