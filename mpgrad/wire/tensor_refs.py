@@ -326,7 +326,9 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
     if type(tensor) is torch.Tensor and has_plain_memory(tensor) and not has_tangent(tensor):
         return
     reason = None
-    if tensor.is_nested:
+    if is_lazy(tensor):
+        reason = "a lazy module has not made it yet; run the module once, before it goes to the pool"
+    elif tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
     elif tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         reason = f"its layout is {tensor.layout}; pass tensor.to_dense()"
@@ -343,7 +345,8 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
         raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
 
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not travel
 
 
 def check_class(tensor: torch.Tensor) -> None:
@@ -354,9 +357,6 @@ def check_class(tensor: torch.Tensor) -> None:
     """
     kind = type(tensor)
     name = f"a tensor of class {kind.__module__}.{kind.__qualname__}"
-    if is_lazy(tensor):
-        unmade = "a lazy module has not made it yet"
-        raise TypeError(f"{unmade}; run the module once, before it goes to the pool")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{name}, whose __torch_dispatch__ may see other tensors than its own; pass the plain "
