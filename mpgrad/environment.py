@@ -211,11 +211,11 @@ FOLLOWER = Follower()
 # --- where this process stands: with the caller, or as a worker of one
 
 
-class Place:
+class Side:
     in_worker = False
 
 
-PLACE = Place()
+PLACE = Side()
 
 
 def working_directory() -> str | None:

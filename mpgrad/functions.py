@@ -448,7 +448,7 @@ def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
 # --- the backward of the backward
 
 
-class Graph(NamedTuple):
+class BackwardGraph(NamedTuple):
     """What a call's differentiable backward made, from its gates to its outputs."""
 
     gates: list[torch.Tensor]
@@ -471,7 +471,7 @@ def behind_one_node(backward: Callable[..., Values], inputs: Mapping[int, Values
     gates = {call: [each for each in own if create and requires_grad(each)] for call, own in gated.items()}
     nodes = {gate.grad_fn for own in gates.values() for gate in own}  # before a write in place moves a gate
     found = side_by_side("backward", {call: functools.partial(backward, call, *own) for call, own in gated.items()})
-    graphs = [Graph(gates[call], [each for each in own if requires_grad(each)]) for call, own in found.items()]
+    graphs = [BackwardGraph(gates[call], [each for each in own if requires_grad(each)]) for call, own in found.items()]
     outputs = [output for graph in graphs for output in graph.outputs]
     if not (create and outputs) or any(map(has_tangent, outputs)) or not lead_to([each.grad_fn for each in outputs], nodes):
         return found
@@ -483,7 +483,7 @@ class ParallelGraphs(Function):
     """The graphs of all calls as one node: its backward goes through each of them in a thread of its own."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: list[Graph], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, graphs: list[BackwardGraph], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graphs = graphs
         return tuple([output.detach() for graph in graphs for output in graph.outputs])
@@ -498,7 +498,7 @@ class ParallelGraphs(Function):
         return None, *itertools.chain.from_iterable(side_by_side("double backward", tasks).values())
 
 
-def differentiated(graph: Graph, grads: list[torch.Tensor | None], keep: bool) -> Values:
+def differentiated(graph: BackwardGraph, grads: list[torch.Tensor | None], keep: bool) -> Values:
     """The gradients of one call, at its gates."""
     given = [(output, grad) for output, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not given:

@@ -27,7 +27,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.ray import Ray
-from mpgrad.engines.kinds import EngineName, Wanted
+from mpgrad.engines.kinds import EngineName, EngineRequest
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
 from mpgrad.progress import Progress, Standing, reported
@@ -157,7 +157,7 @@ class Pool:
             ray=ray,
         )
         settings = options.settings()
-        self._scheduler = scheduler_for(engine, settings, Wanted(processes, context, ray, threads_per_worker))
+        self._scheduler = scheduler_for(engine, settings, EngineRequest(processes, context, ray, threads_per_worker))
         try:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)

@@ -22,7 +22,7 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import item_not_carried
 from mpgrad.pickling.state import ItemStreams, dumps_whole
 from mpgrad.pickling.streams import drawn
-from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runner, Vjp
+from mpgrad.tasks.transform_programs import Batched, DirectProgram, JvpProgram, Program, ProgramRunner, VjpProgram
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (
     dual_level_is_active,
@@ -86,7 +86,7 @@ def run_followed(
             item_not_carried(error, index, *call)
         own.append(tensors)
         needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
-        programs.append(Direct(index, arguments, *needs_grad))
+        programs.append(DirectProgram(index, arguments, *needs_grad))
     if not any(is_followed(tensor) for tensor in itertools.chain(common, *own)):
         return None
     if any(map(has_ended, itertools.chain(common, *own))):
@@ -146,7 +146,7 @@ class Plan:
         run, pickled, seed, modes, *_ = self.origin
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
         with without_refusal():
-            results = run(Runner(pickled, common, seed), calls, modes=modes)
+            results = run(ProgramRunner(pickled, common, seed), calls, modes=modes)
         for each in itertools.chain.from_iterable(outputs for _, outputs in results):
             self.origin.strays.extend(strays_behind(each))
         values = [[writable(each.detach()) for each in outputs] for _, outputs in results]
@@ -202,7 +202,8 @@ class Mapped(torch.autograd.Function):
         for call, mine in enumerate(per_call(grads, plan.counts)):
             outputs = present(mine)
             if outputs and (own_wanted[call] or common_wanted):
-                program = Vjp(plan.programs[call], len(own[call]), outputs, own_wanted[call], common_wanted, current_modes())
+                inner, modes = plan.programs[call], current_modes()
+                program = VjpProgram(inner, len(own[call]), outputs, own_wanted[call], common_wanted, modes)
                 calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
         of_common: list[torch.Tensor | None] = [None] * len(common)
         of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
@@ -229,7 +230,7 @@ class Mapped(torch.autograd.Function):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
                 counts = len(own[call]), len(common)
-                program = Jvp(plan.programs[call], *counts, outputs, moving, common_moving, plan.origin.refusal)
+                program = JvpProgram(plan.programs[call], *counts, outputs, moving, common_moving, plan.origin.refusal)
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one

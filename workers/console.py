@@ -6,7 +6,7 @@ does. But `sys.stdout` of a notebook, of a test runner or under `redirect_stdout
 and log handlers are not inherited at all. Warnings go to the caller too, whose filters say what
 becomes of them, as they do for a serial loop.
 
-    print, logging ──► Stream, LogHandler ──► Outlet ──► Printed, Logged
+    print, logging ──► OutputStream, LogHandler ──► Outlet ──► Printed, Logged
     warnings ──► TaskWarnings ──► the answer
     faulthandler ──► a pipe, whose other end the parent has
 faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
@@ -66,7 +66,7 @@ class Outlet:
         self._thread = threading.current_thread()
         self._waiting: deque[Message] = deque()
         self._is_sending = False
-        self._streams = Stream(self, "stdout", sys.stdout), Stream(self, "stderr", sys.stderr)
+        self._streams = OutputStream(self, "stdout", sys.stdout), OutputStream(self, "stderr", sys.stderr)
         sys.stdout, sys.stderr = self._streams
         handler = LogHandler(self)
         logging.root.addHandler(handler)
@@ -103,7 +103,7 @@ class Outlet:
         return os.getpid() == self._pid
 
 
-class Stream(io.TextIOBase):
+class OutputStream(io.TextIOBase):
     """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at once."""
 
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:

@@ -419,7 +419,7 @@ def is_ours(kind: type) -> bool:
 # --- what is known of leaves
 
 
-class Place:
+class LeafPlace:
     """Where a module keeps a leaf."""
 
     def __init__(self, module: str, name: str) -> None:
@@ -437,7 +437,7 @@ class Place:
 
 
 # None where a leaf is known to be kept by no module
-PLACES: MutableMapping[torch.Tensor, Place | None] = WeakIdKeyDictionary()
+PLACES: MutableMapping[torch.Tensor, LeafPlace | None] = WeakIdKeyDictionary()
 OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
@@ -491,7 +491,7 @@ def look_through_modules() -> None:
         for name, value in list(vars(found).items()):
             for leaf in leaves_in([value], seen)[0].values():
                 if leaf not in OF_INITIALIZER:
-                    PLACES[leaf] = Place(module, name)
+                    PLACES[leaf] = LeafPlace(module, name)
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class CaptureGate(torch.autograd.Function):
         return None, None, None, *total
 
 
-class Alone(torch.autograd.Function):
+class SingleOutput(torch.autograd.Function):
     """An identity, whose node has one output."""
 
     @staticmethod
@@ -200,7 +200,7 @@ class Alone(torch.autograd.Function):
         return grad
 
 
-ALONE_NODE = node_type(Alone)
+ALONE_NODE = node_type(SingleOutput)
 CAPTURE_GATE_NODE = node_type(CaptureGate)
 
 
@@ -225,7 +225,7 @@ def further_token(home: OperationHome, token: torch.Tensor | None, reached: Sequ
         return token
     nothing = torch.zeros((), device="cpu")
     numbers = range(reach.count)
-    captures = [apply(Alone, reach.as_it_was(number)) if number in missing else nothing for number in numbers]
+    captures = [apply(SingleOutput, reach.as_it_was(number)) if number in missing else nothing for number in numbers]
     further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
     set_priority(further.grad_fn, WAIT_LAST)
     return further
@@ -243,7 +243,7 @@ class Captures:
         self._reach = home.reach = Reach(captures, more_behind)
         with torch.enable_grad():  # the function may turn them on
             # as they are now: the caller may write to them, or freeze them, before the token is made
-            self._captures = [apply(Alone, each) if more_behind else each for each in captures]
+            self._captures = [apply(SingleOutput, each) if more_behind else each for each in captures]
         # what the last token leads to, and it: written at once, because any thread may be here
         self._made: tuple[Set[int], torch.Tensor | None] | None = None
         if torch.is_grad_enabled() and not more_behind:

@@ -28,10 +28,10 @@ from mpgrad.wire.pipe import Traffic
 __all__ = [
     "ENGINES",
     "Engine",
+    "EngineKind",
     "EngineName",
-    "Kind",
+    "EngineRequest",
     "Traits",
-    "Wanted",
     "WorkerLink",
     "traits_of",
 ]
@@ -140,7 +140,7 @@ class Engine(Protocol):
 EngineName = Literal["process", "thread", "inline", "stream", "ray"]
 
 
-class Wanted(NamedTuple):
+class EngineRequest(NamedTuple):
     """What a pool was asked for, as far as engines differ in it."""
 
     workers: int | None = None  # None: as many as there is room for
@@ -149,24 +149,24 @@ class Wanted(NamedTuple):
     threads: int | None = None  # of each worker
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     traits: Traits
-    make: Callable[[Wanted], Engine]
+    make: Callable[[EngineRequest], Engine]
 
 
-def processes(wanted: Wanted) -> Engine:
+def processes(wanted: EngineRequest) -> Engine:
     return SocketEngine(process_launcher(wanted.context, wanted.threads))
 
 
-def threads(wanted: Wanted) -> Engine:
+def threads(wanted: EngineRequest) -> Engine:
     return SocketEngine(ThreadLauncher())
 
 
-def inline(wanted: Wanted) -> Engine:
+def inline(wanted: EngineRequest) -> Engine:
     return InlineEngine()
 
 
-def ray_cluster(wanted: Wanted) -> Engine:
+def ray_cluster(wanted: EngineRequest) -> Engine:
     # by its name: `cluster` is another package, which few need
     package = importlib.import_module("mpgrad.cluster.ray")
     engine: Engine = package.ray_engine(wanted.ray, wanted.workers)
@@ -174,23 +174,23 @@ def ray_cluster(wanted: Wanted) -> Engine:
 
 
 ENGINES = {
-    "process": Kind(
+    "process": EngineKind(
         Traits(is_process=True, own_generators=True, may_resize=True, on_cpu=True, on_devices=True),
         processes,
     ),
-    "thread": Kind(
+    "thread": EngineKind(
         Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=True, on_devices=False),
         threads,
     ),
-    "inline": Kind(
+    "inline": EngineKind(
         Traits(is_process=False, own_generators=True, may_resize=False, on_cpu=True, on_devices=False, in_caller=True),
         inline,
     ),
-    "stream": Kind(
+    "stream": EngineKind(
         Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True),
         threads,
     ),
-    "ray": Kind(
+    "ray": EngineKind(
         Traits(is_process=True, own_generators=True, may_resize=True, on_cpu=True, on_devices=False, remote=True),
         ray_cluster,
     ),

@@ -695,7 +695,7 @@ class NotHere:
 # --- what `sys.modules` has while a call runs
 
 
-class Placed:
+class PlacedModules:
     """What pickle and the like find in this process's modules while a call runs: what its functions find.
 
     Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses what is not the same object
@@ -795,7 +795,7 @@ class Placed:
 
 ABSENT = object()
 OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
-PLACED = Placed()
+PLACED = PlacedModules()
 
 
 # --- what an initializer sets in a worker

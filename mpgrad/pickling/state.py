@@ -3,10 +3,10 @@
     the function's pickle        names what it wants: simmod.f
     the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses; and what these use, and so on
 cloudpickle would pickle all of it with each function and each item. Here functions and items go by name, and an operation has
-one state beside its function, which workers keep. While nothing has been written (`Watch`), nothing is pickled or sent.
+one state beside its function, which workers keep. While nothing has been written (`ContentWatch`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `Watch`, which says later whether the pickle is still true. What the caller may
-write to is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object.
+The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle is still true. What the
+caller may write to is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object.
 
 Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever and whenever they run.
 """
@@ -101,7 +101,7 @@ ELEMENTS = {list, tuple, dict, set, frozenset}
 # --- whether what was pickled is still what it was
 
 
-class Watch:
+class ContentWatch:
     """What was met while a pickle was made, with what it held: whether that is still so, in microseconds.
 
     Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in it that may be written to is
@@ -198,7 +198,7 @@ class StatePickler(CallerPickler):
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)
         self.covered: set[Wanted] = set()
-        self.watch = Watch()
+        self.watch = ContentWatch()
         self._left = left
         self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
         self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
@@ -459,7 +459,9 @@ class State:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, pickled: bytes, mark: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: Watch) -> None:
+    def __init__(
+        self, pickled: bytes, mark: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: ContentWatch
+    ) -> None:
         self.number = next(self._numbers)
         self.pickled = pickled
         self.mark = mark  # see `structure.RUNS_CODE`

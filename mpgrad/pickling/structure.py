@@ -376,7 +376,7 @@ class Trial(CallerPickler):
         return super().persistent_id(value)
 
 
-class Alone(CallerPickler):
+class TrialPickler(CallerPickler):
     """To see what a value takes; raises OverflowError above the limit, and TypeError for what nobody carries unasked."""
 
     follows_lookups = False
@@ -436,7 +436,7 @@ class Limited(io.BytesIO):
 
 def size_alone(value: Any, limit: int | None) -> int:
     """Bytes that it takes in a pickle, and of its tensors."""
-    pickler = Alone(buffer := Limited(limit))
+    pickler = TrialPickler(buffer := Limited(limit))
     pickler.is_asked = limit is None
     pickler.dump(value)
     for each in pickler.tensors:

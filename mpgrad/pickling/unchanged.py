@@ -33,7 +33,7 @@ OF_ITS_MODULE = "__name__", "__package__", "__path__", "__file__"  # cloudpickle
 MOST_KEPT = 128
 
 
-class Place(NamedTuple):
+class Numbered(NamedTuple):
     """Where a tensor, a function, a namespace or a cell is met: it may be another one next time."""
 
     kind: type
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     values: list[object]
 
 
-COMPARED = {*SCALARS, str, Place, tuple}
+COMPARED = {*SCALARS, str, Numbered, tuple}
 
 
 class Sight:
@@ -66,7 +66,7 @@ class Sight:
         self.functions: list[Function] = []
         self.tensors: list[torch.Tensor] = []
         self.given: dict[int, dict[str, Any]] = {}  # the globals of each function that it uses, by its id
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Numbered] = {}
 
     @classmethod
     def of(cls, function: Any) -> Sight | None:
@@ -123,13 +123,13 @@ class Sight:
                 return value
         return self._by_value(value)
 
-    def _by_value(self, value: Function) -> Place:
+    def _by_value(self, value: Function) -> Numbered:
         if id(value) not in self._places:
             self.functions.append(value)
         return self._place(value)
 
-    def _place(self, value: object) -> Place:
-        return self._places.setdefault(id(value), Place(type(value), len(self._places)))
+    def _place(self, value: object) -> Numbered:
+        return self._places.setdefault(id(value), Numbered(type(value), len(self._places)))
 
     def is_like(self, other: Sight) -> bool:
         """Whether the pickles are the same, but for which tensors these are."""

@@ -55,7 +55,7 @@ __all__ = [
     "ChunkWriter",
     "GraphLedger",
     "GraphState",
-    "Loans",
+    "LoansToWorker",
     "SumLedger",
     "Written",
 ]
@@ -91,7 +91,7 @@ Written = tuple[list[Message], Payload, Chunk]
 class ChunkWriter:
     """Knows which functions, pickles and states of modules its worker has."""
 
-    def __init__(self, graphs: GraphLedger, sums: SumLedger, loans: Loans) -> None:
+    def __init__(self, graphs: GraphLedger, sums: SumLedger, loans: LoansToWorker) -> None:
         self._graphs = graphs
         self._sums = sums
         self._loans = loans
@@ -378,7 +378,7 @@ class SumLedger:
 # --- what the worker has been lent
 
 
-class Loans:
+class LoansToWorker:
     """Of one worker. It gives an address back as often as it was sent, so one that is on its way again stays lent."""
 
     def __init__(self, link: Link) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpgrad.callbacks import OF_THREAD, report
-from mpgrad.engines.kinds import ENGINES, Engine, Wanted
+from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
@@ -280,7 +280,7 @@ class InlineScheduler(Scheduler):
 # --- which of the two
 
 
-def scheduler_for(name: str, settings: Settings, wanted: Wanted) -> Scheduler:
+def scheduler_for(name: str, settings: Settings, wanted: EngineRequest) -> Scheduler:
     """It has not started yet."""
     traits, make = ENGINES[name]
     engine = make(wanted)

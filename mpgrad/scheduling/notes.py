@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, Worker
+from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, WorkerName
 from mpgrad.wire.messages import Recorded
 
 __all__ = ["Notes"]
@@ -49,7 +49,7 @@ class Notes:
     def know(self, worker: WorkerHandle) -> None:
         recording = self.recording  # read once: the caller's thread may end it
         if recording is not None:
-            about = Worker(worker.number, worker.pid, name_of(worker.device), worker.link.node)
+            about = WorkerName(worker.number, worker.pid, name_of(worker.device), worker.link.node)
             recording.workers[worker.number] = about
 
     def sent(self, worker: WorkerHandle, number: int) -> None:

@@ -23,7 +23,7 @@ from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.kinds import WorkerLink
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, Loans, SumLedger
+from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LoansToWorker, SumLedger
 from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.asides import Whereabouts, in_order
@@ -74,7 +74,7 @@ class WorkerHandle:
 
         self.graphs = GraphLedger()
         self.sums = SumLedger()
-        self.loans = Loans(link)
+        self.loans = LoansToWorker(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.loans)
         self.backlog: deque[Backward | SumRequest] = deque()
         self.under_way = UnderWay()

@@ -43,7 +43,7 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.sizes import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
-from mpgrad.tasks.wrappers import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
+from mpgrad.tasks.wrappers import Finish, Fold, FoldedBlock, FunctionReduction, blocks_of, reduction_named
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 from mpgrad.wire.tensor_refs import Packer
@@ -251,7 +251,7 @@ def folded_into(
         calls: list[Arguments] = [((target, items), {}) for target in targets]
     else:
         fold = Finish(reduction)
-        accumulators = accumulated(submitter, Block(reduction), items, progress)
+        accumulators = accumulated(submitter, FoldedBlock(reduction), items, progress)
         calls = [(([target], accumulators), {}) for target in targets]
     return run_targets(submitter, fold, calls, progress)
 
@@ -268,12 +268,12 @@ def mapped_and_folded(
     reduction = reduction_named(reduce_fn)
     if not items and init is None:
         raise TypeError("map_reduce of no items needs a first value (init: None)")
-    accumulators = accumulated(submitter, Block(reduction, callable_of(map_fn)), items, progress)
+    accumulators = accumulated(submitter, FoldedBlock(reduction, callable_of(map_fn)), items, progress)
     first = [] if init is None else [init]
     return run_targets(submitter, Finish(reduction), [((first, accumulators), {})])[0]
 
 
-def accumulated(submitter: Submitter, block: Block, items: Sequence[Any], progress: Progress) -> list[Any]:
+def accumulated(submitter: Submitter, block: FoldedBlock, items: Sequence[Any], progress: Progress) -> list[Any]:
     """[1]"""
     calls: list[Arguments] = [((each,), {}) for each in blocks_of(items)]
     source = Source(calls, len(calls), at_rest=True, noun="block", items=calls)

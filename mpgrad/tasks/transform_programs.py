@@ -1,10 +1,10 @@
 """What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a derivative of it.
 
 A transform wants to know what a map's derivative is. It is a map of the function's derivative, so workers need the function
-as a program on plain tensors, and a way to make new programs from it: `Vjp`, `Jvp` and `Batched` wrap any program, also one
-another, which is how transforms are nested. Parents make and pickle them, workers run them.
+as a program on plain tensors, and a way to make new programs from it: `VjpProgram`, `JvpProgram` and `Batched` wrap any
+program, also one another, which is how transforms are nested. Parents make and pickle them, workers run them.
 
-    Direct ─► Vjp ─► Jvp ─► Batched ...      program(load, common, own) ─► tensors
+    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...      program(load, common, own) ─► tensors
     `common`: the function's captures, and tangents of them; `own`: the tensors of one call, then cotangents or tangents
 """
 
@@ -26,13 +26,13 @@ from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
 from mpgrad.torch_state.private import dual_level_kept, held_leaves, refusing_no_grad, transforms_are_active, within_dual_level
 
-__all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
+__all__ = ["Batched", "DirectProgram", "JvpProgram", "Program", "ProgramRunner", "VjpProgram"]
 
 Tensors = Sequence[torch.Tensor]
 Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tensors as its captures
 
 
-class Runner:
+class ProgramRunner:
     """The function of the operation: runs each call's program on what all calls have in common and its own tensors."""
 
     def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
@@ -59,7 +59,7 @@ def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
 class Program(ABC):
     """A function of some tensors that all calls share (`common`) and some of its own, which gives tensors."""
 
-    direct: Direct
+    direct: DirectProgram
     batches = 0  # vmaps around the function
     tangents = 0  # forward derivatives
 
@@ -72,7 +72,7 @@ class Program(ABC):
         return self.batches == 0 and self.tangents <= 1
 
 
-class Direct(Program):
+class DirectProgram(Program):
     """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
 
     def __init__(self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]) -> None:
@@ -82,7 +82,7 @@ class Direct(Program):
         self.result = b""  # the result's structure, known when the program has run
 
     @property
-    def direct(self) -> Direct:  # type: ignore[override]
+    def direct(self) -> DirectProgram:  # type: ignore[override]
         return self
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ class Derived(Program):
         return self.inner(load, common, own)
 
 
-class Vjp(Derived):
+class VjpProgram(Derived):
     """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of `common_wanted`."""
 
     def __init__(
@@ -191,7 +191,7 @@ def gradients(
     return [zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)]
 
 
-class Jvp(Derived):
+class JvpProgram(Derived):
     """Tangents of inputs in, tangents of `outputs` out."""
 
     def __init__(

@@ -3,7 +3,7 @@
     Delayed       functions that joblib was given with `delayed`, as one function of their arguments
     Initializer   what an `mpgrad.Executor` has its workers run first
     Replicas      the modules of `mpgrad.nn.parallel_apply`
-    Fold, Block, Finish   reductions as ordinary calls
+    Fold, FoldedBlock, Finish   reductions as ordinary calls
 
 A fold is one call, a tree of folds is a map of calls and a fold of their results.
 A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs to one call at a time, so
@@ -26,9 +26,9 @@ from mpgrad.environment import PLACE
 from mpgrad.torch_state.private import tree_leaves, tree_map_only
 
 __all__ = [
-    "Block",
     "Delayed",
     "Finish",
+    "FoldedBlock",
     "Initializer",
     "Reduction",
     "Replicas",
@@ -237,7 +237,7 @@ class Fold:
         return self.reduction.onto(target, items)
 
 
-class Block:
+class FoldedBlock:
     """One call: map the items of a block, where there is a map, and fold them."""
 
     def __init__(self, reduction: Reduction, map_fn: Callable[[Any], Any] | None = None) -> None:

@@ -37,7 +37,7 @@ __all__ = [
     "NotedChunk",
     "Recording",
     "Timeline",
-    "Worker",
+    "WorkerName",
     "events_of",
 ]
 
@@ -163,7 +163,7 @@ class NotedChunk:
     died: int | None = None  # when the worker did, without an answer
 
 
-class Worker(NamedTuple):
+class WorkerName(NamedTuple):
     """Who it is."""
 
     number: int
@@ -181,7 +181,7 @@ class Recording:
         self.is_known = False  # to the workers, which time what they are sent from then on
         self.laps: list[Lap] = []
         self.chunks: list[NotedChunk] = []  # in the order in which they were sent
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerName] = {}
         self.threads: dict[int, str] = {}  # of the caller, with their names
 
     @contextmanager
@@ -260,7 +260,7 @@ def caller_slices(recording: Recording) -> Iterator[Slice]:
         yield Slice(CALLER, tracks[thread], began, ended, f"{kind} {function}".rstrip(), kind, {})
 
 
-def worker_slices(worker: Worker, chunks: Sequence[NotedChunk], end: int) -> Iterator[Slice]:
+def worker_slices(worker: WorkerName, chunks: Sequence[NotedChunk], end: int) -> Iterator[Slice]:
     """Of the chunks that have no answer only the first: the worker was at that one."""
     pid, free = CALLER + worker.number, 0  # `free`: since when it has nothing to do
     ahead = ahead_of(chunks) if worker.node else 0

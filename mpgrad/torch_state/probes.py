@@ -42,7 +42,7 @@ def expect(expected: object, found: object) -> None:
         raise AssertionError(f"expected {expected!r}, found {found!r}")
 
 
-class Node(torch.autograd.Function):
+class ProbeNode(torch.autograd.Function):
     """An identity whose backward is a function of the gradient."""
 
     @staticmethod
@@ -66,7 +66,7 @@ def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> A
         seen.append(look())
         return grad
 
-    return private.apply(Node, tensor, backward)
+    return private.apply(ProbeNode, tensor, backward)
 
 
 # --- the order in which a backward runs nodes, and what it says of itself
@@ -142,14 +142,14 @@ def placeholders_untouched() -> None:
         return torch.full((2,), 3.0, dtype=torch.float64, device="cpu")
 
     x = leaf()
-    private.apply(Node, private.apply(Node, x, replace), lambda grad: placeholder).sum().backward()
+    private.apply(ProbeNode, private.apply(ProbeNode, x, replace), lambda grad: placeholder).sum().backward()
     expect((True, [3.0, 3.0]), (came[0] is placeholder, x.grad.tolist()))
 
 
 @behaviour("gradients can be asked for at edges of the graph; there are none at what it does not lead to")
 def gradients_at_edges() -> None:
     x, aside = leaf(), leaf()
-    inner = private.apply(Node, x * 3, lambda grad: grad)
+    inner = private.apply(ProbeNode, x * 3, lambda grad: grad)
     edges = [private.edge_that_keeps(each) for each in (inner * inner, inner, aside)]
     del inner
     found = private.gradients(edges[:1], [edges[1], x, edges[2]], [torch.ones_like(x)], keep=False, create=False)
@@ -172,7 +172,7 @@ class Doubling(OrderedDict[int, Any]):
 
 @behaviour("the first hook on a tensor asks its node for the dictionary, which may be one of another type")
 def hooks_in_a_dictionary_of_our_own() -> None:
-    class Hooked(Node):
+    class Hooked(ProbeNode):
         pass
 
     node_type = private.node_type(Hooked)
@@ -196,7 +196,7 @@ def counted_calls() -> None:
     applied = private.CallCounter(torch.autograd.Function, "apply")
     applied.watch()
     try:
-        Node.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
+        ProbeNode.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
     finally:
         setattr(torch.autograd.Function, "apply", before)  # noqa: B010  # mypy would have no method assigned
     expect(True, applied.count >= 1)  # other threads may call it, too

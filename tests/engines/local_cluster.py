@@ -16,20 +16,20 @@ import pytest
 from mpgrad.cluster.carrier import LocalCarrier, Node
 from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.ray import Ray, stay_on_loopback
-from mpgrad.engines.kinds import ENGINES, Engine, Kind, Wanted
+from mpgrad.engines.kinds import ENGINES, Engine, EngineKind, EngineRequest
 
 TRAITS = ENGINES["ray"].traits
 PATIENCE = 10.0  # seconds until a silent site is given up
 CPUS = 4  # of each node
 
 
-def two_nodes(wanted: Wanted) -> Engine:
+def two_nodes(wanted: EngineRequest) -> Engine:
     """Nodes "alpha" and "beta", with room for many."""
     carrier = LocalCarrier([Node("a", "alpha", 64), Node("b", "beta", 64)])
     return ClusterEngine(carrier, 2 if wanted.workers is None else wanted.workers, PATIENCE)
 
 
-def two_ray_nodes(wanted: Wanted) -> Engine:
+def two_ray_nodes(wanted: EngineRequest) -> Engine:
     """Of the cluster that `start_ray` has started."""
     return ENGINES["ray"].make(wanted._replace(workers=wanted.workers or 2, ray=Ray(cpus_per_worker=0.01)))
 
@@ -53,7 +53,7 @@ def pytest_configure() -> None:
     if os.environ.get("MPGRAD_CLUSTER") == "ray":
         start_ray()
         make = two_ray_nodes
-    ENGINES["process"] = Kind(TRAITS, make)
+    ENGINES["process"] = EngineKind(TRAITS, make)
 
 
 OF_ONE_MACHINE = {  # tests that wait for what never happens here, and why

@@ -32,7 +32,7 @@ from mpgrad.cluster import site
 from mpgrad.cluster.carrier import LocalCarrier, Node, Reply, SiteOptions
 from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.site import Arriving, SiteWorker, packed, unpacked
-from mpgrad.engines.kinds import ENGINES, Kind
+from mpgrad.engines.kinds import ENGINES, EngineKind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.asides import Whereabouts
@@ -50,7 +50,7 @@ def cluster(
 ) -> Iterator[tuple[mpgrad.Pool, Any]]:
     """A pool on those nodes, and its carrier."""
     made = carrier(nodes)
-    ENGINES["pretended"] = Kind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
+    ENGINES["pretended"] = EngineKind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
     try:
         with mpgrad.Pool(engine="pretended", **options) as pool:
             yield pool, made
@@ -726,8 +726,8 @@ def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -
 def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
     code = (
         "import time, mpgrad, local_cluster\n"
-        "from mpgrad.engines.kinds import ENGINES, Kind\n"
-        "ENGINES['pretended'] = Kind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
+        "from mpgrad.engines.kinds import ENGINES, EngineKind\n"
+        "ENGINES['pretended'] = EngineKind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
         "pool = mpgrad.Pool(2, engine='pretended')\n"
         "while len(pool.stats().workers) < 2:\n"
         "    pool.map(time.sleep, [0.05] * 4, 1)\n"

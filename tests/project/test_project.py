@@ -243,6 +243,17 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_each_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in [*ROOT.glob("mpgrad/**/*.py"), *ROOT.glob("workers/*.py")]:
+        if path.is_relative_to(ROOT / "mpgrad" / "workers"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
     """And each file a name of its own, by which pytest imports it."""
     files = list((ROOT / "tests").glob("*/test_*.py"))

@@ -20,7 +20,7 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, Worker, events_of
+from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, WorkerName, events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
@@ -319,10 +319,10 @@ MS = 1_000_000
 
 
 def recorded(shift: int = 0, node: str = "") -> Events:
-    """Worker 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift` more than ours."""
+    """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift` more than ours."""
     recording = Recording()
     start = recording.began
-    recording.workers[1] = Worker(1, 4242, "cpu", node)
+    recording.workers[1] = WorkerName(1, 4242, "cpu", node)
 
     def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> NotedChunk:
         theirs = [start + shift + each * MS for each in (began, *span)]
