@@ -415,6 +415,11 @@ def reduce_descriptor(value: Any) -> Reduced:
     return descriptor_again, (kind, base, arguments), vars(value) or None
 
 
+def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
+    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle does not give."""
+    return object.__new__, (functools.partialmethod,), vars(value)
+
+
 def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
     """The `__init__` of a subclass may want other arguments."""
     made = base.__new__(kind, *arguments)
@@ -639,6 +644,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(torch.ops.aten.add): reduce_operator,
     type(torch.ops.aten.add.Tensor): reduce_operator,
     functools._lru_cache_wrapper: reduce_cached,
+    functools.partialmethod: reduce_partial_method,
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,
