@@ -640,8 +640,13 @@ def named(module: str, path: str) -> Any:
 class CarriedModule(types.ModuleType):
     """What travelled of a module; what did not is looked for in the worker's own import."""
 
+    # not among its globals: Python 3.15 warns of a function's traceback where it finds them there without a loader
+    __spec__ = None
+    __loader__ = None
+
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
+        del vars(self)["__spec__"], vars(self)["__loader__"]
         vars(self)[CARRIED] = self
         self._siblings = modules
 

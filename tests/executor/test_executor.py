@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import functools
 import gc
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -31,6 +33,13 @@ both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"
 @pytest.fixture(autouse=True)
 def kept_nursery(nursery: mpgrad.Pool) -> None:
     """Executors start in milliseconds."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_server() -> None:
+    """From Python 3.14 on, executors of the standard library start a server, which stays."""
+    if multiprocessing.get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def nap(seconds: float) -> float:
