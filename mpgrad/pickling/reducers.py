@@ -23,6 +23,7 @@ import copyreg
 import dis
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import sys
@@ -56,6 +57,7 @@ __all__ = [
     "PROXIES",
     "REGISTER",
     "Referent",
+    "annotations_of",
     "entries_with_tensors",
     "fill_exception",
     "function_state",
@@ -100,7 +102,7 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
     rest = {
         "__name__": function.__name__,
         "__qualname__": function.__qualname__,
-        "__annotations__": function.__annotations__,
+        "__annotations__": annotations_of(function),
         "__kwdefaults__": function.__kwdefaults__,
         "__defaults__": function.__defaults__,
         "__module__": function.__module__,
@@ -110,6 +112,19 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
         "__globals__": given,
     }
     return without_marks(vars(function)), rest
+
+
+def annotations_of(function: types.FunctionType) -> dict[str, Any]:
+    """As text where they cannot be made, as of a name that only type checkers import.
+
+    Since Python 3.14 the function's own code makes them, when they are asked for.
+    """
+    try:
+        return function.__annotations__
+    except Exception:  # what that code raises
+        library: Any = importlib.import_module("annotationlib")
+        texts: dict[str, Any] = library.get_annotations(function, format=library.Format.STRING)
+        return texts
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -296,3 +297,28 @@ def test_partial_methods(any_pool: mpgrad.Pool) -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 6.5))
     (made,) = any_pool.map(lambda each: each, [functools.partialmethod(Scale.times, 2.0)])
     assert (made.args, made.keywords) == ((2.0,), {})
+
+
+UNRESOLVED = """
+class Scale:
+    weight: OnlyForCheckers
+    def __init__(self, factor): self.factor = factor
+    def __call__(self, x: OnlyForCheckers): return x * self.factor
+
+def twice(x: torch.Tensor) -> OnlyForCheckers: return x * 2
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are made with the function")
+def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
+    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop does not look."""
+    script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(compile(UNRESOLVED, "script", "exec", dont_inherit=True), script)
+    twice, scale = script["twice"], script["Scale"](3.0)
+    for _ in range(2):
+        (x,) = leaves(1)
+        (result,) = any_pool.map(lambda each: twice(each) + scale(each), [x])
+        result.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
+    texts = {"x": "torch.Tensor", "return": "OnlyForCheckers"}
+    assert any_pool.map(lambda _: twice.__annotations__, [0]) == [texts]
