@@ -115,9 +115,14 @@ def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> F
 
 
 def software() -> Iterator[Finding]:
-    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     yield Finding("mpgrad", f"{mpgrad.__version__} in {Path(mpgrad.__file__).parent}")
-    yield Finding("Python", platform.python_version() + ("" if has_lock else ", without the interpreter lock"))
+    yield judged(
+        "Python",
+        platform.python_version(),
+        getattr(sys, "_is_gil_enabled", lambda: True)(),  # from Python 3.13 on
+        "without the interpreter lock (GIL) mpgrad has not been run, and its threads assume it",
+        "start Python with -X gil=1 or PYTHON_GIL=1, or take a build that has it",
+    )
     name = f"{platform.system()} {platform.release()}, {platform.machine()}"
     try:
         from mpgrad import system  # noqa: F401  # says what the system lacks

@@ -33,12 +33,14 @@ MATRIX = (
     "py311-cpu213-portable",
     "py312-torch211",
     "py313-torch215",
-    # the core tests; each Python with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
+    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
     "py310-torch29-core",
     "py311-torch210-core",
     "py311-torch212-core",
     "py312-torch214-core",
     "py313-torch213-core",
+    "py314-torch215-core",
+    "py315-torch215-core",  # the first torch that has a wheel for it
     # the README's example, with the torch that pip brings
     "py313-plain",
 )

@@ -239,6 +239,14 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         failed = self._await_failure(seconds_or_none("timeout", timeout))
         return None if failed is None else failed.error()
 
+    @not_compiled
+    def _get_snapshot(self) -> tuple[bool, bool, R | None, BaseException | None]:
+        """What asyncio asks for from Python 3.15 on: whether it is done, and cancelled; its result; its exception."""
+        if not self.done() or self.cancelled():
+            return self.done(), self.cancelled(), None, None
+        error = self.exception()
+        return True, False, self.result() if error is None else None, error
+
     def _await_failure(self, timeout: float | None) -> Failed | None:
         """Wait until it is done; what it failed with, or None.
 

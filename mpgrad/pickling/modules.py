@@ -8,10 +8,9 @@ they `import` them: each operation has the modules as they were when it began. W
 is the worker's own import's.
 
 Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
-can read from it. So such a function gets those that its strings mention, and then all names of its
-script, as far as they can be carried and are not large. In the places of the others stand
-objects that raise an error, which says why, whatever is done with them (`NotCarried`): without
-them, `globals().get("w", 0)` would go on with 0.
+can read from it. So it gets those that its strings mention, then all names of its script that can
+be carried and are not large. For the others stand objects that raise an error, which says why,
+whatever is done with them (`NotCarried`): without them, `globals().get("w", 0)` would go on with 0.
 
 Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
     import name`); one that is used in any other way, such as given to a function, travels with all
@@ -640,8 +639,11 @@ def named(module: str, path: str) -> Any:
 class CarriedModule(types.ModuleType):
     """What travelled of a module; what did not is looked for in the worker's own import."""
 
+    __spec__ = __loader__ = None  # of the class: Python 3.15 warns of globals that have them without a loader
+
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
+        del vars(self)["__spec__"], vars(self)["__loader__"]
         vars(self)[CARRIED] = self
         self._siblings = modules
 

@@ -23,6 +23,7 @@ import copyreg
 import dis
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import sys
@@ -56,6 +57,7 @@ __all__ = [
     "PROXIES",
     "REGISTER",
     "Referent",
+    "annotations_of",
     "entries_with_tensors",
     "fill_exception",
     "function_state",
@@ -136,7 +138,7 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
     rest = {
         "__name__": function.__name__,
         "__qualname__": function.__qualname__,
-        "__annotations__": function.__annotations__,
+        "__annotations__": annotations_of(function),
         "__kwdefaults__": function.__kwdefaults__,
         "__defaults__": function.__defaults__,
         "__module__": function.__module__,
@@ -146,6 +148,19 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
         "__globals__": given,
     }
     return without_marks(vars(function)), rest
+
+
+def annotations_of(function: types.FunctionType) -> dict[str, Any]:
+    """As text where they cannot be made, as of a name that only type checkers import.
+
+    Since Python 3.14 the function's own code makes them, when they are asked for.
+    """
+    try:
+        return function.__annotations__
+    except Exception:  # what that code raises
+        library: Any = importlib.import_module("annotationlib")
+        texts: dict[str, Any] = library.get_annotations(function, format=library.Format.STRING)
+        return texts
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
@@ -451,6 +466,11 @@ def reduce_descriptor(value: Any) -> Reduced:
     return descriptor_again, (kind, base, arguments), vars(value) or None
 
 
+def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
+    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle does not give."""
+    return object.__new__, (functools.partialmethod,), vars(value)
+
+
 def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
     """The `__init__` of a subclass may want other arguments."""
     made = base.__new__(kind, *arguments)
@@ -666,6 +686,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(torch.ops.aten.add): reduce_operator,
     type(torch.ops.aten.add.Tensor): reduce_operator,
     functools._lru_cache_wrapper: reduce_cached,
+    functools.partialmethod: reduce_partial_method,
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,

@@ -293,9 +293,9 @@ class StatePickler(CallerPickler):
             return reduced
         self.watch.content(contents_of_function, value)
         if reduced[0] is make_function:  # the compiler did not make it
-            given = reduced[2][1]["__globals__"]
-            self.watch.names(value.__globals__, list(given))
-            self._note_made(reduced, value.__annotations__)
+            state = reduced[2][1]
+            self.watch.names(value.__globals__, list(state["__globals__"]))
+            self._note_made(reduced, state["__annotations__"])
             self._want_name(value)
         return reduced
 

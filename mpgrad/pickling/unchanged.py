@@ -19,7 +19,7 @@ import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
 from mpgrad.pickling.modules import Wanted, contents_of, is_own, looks_up, name_of
-from mpgrad.pickling.reducers import globals_used
+from mpgrad.pickling.reducers import annotations_of, globals_used
 from mpgrad.pickling.structure import CallerPickler, loaded
 from mpgrad.wire.messages import SCALARS, is_plain
 from mpgrad.wire.tensor_refs import have_attributes
@@ -144,14 +144,6 @@ class Sight:
         finds_names = any(looks_up(each) for each in self.functions if isinstance(each, types.FunctionType))
         self.functions, self.tensors, self.given = [], [], {}
         return not finds_names
-
-
-def annotations_of(function: types.FunctionType) -> dict[str, Any]:
-    """Since Python 3.14 the caller's code makes them when they are asked for."""
-    try:
-        return function.__annotations__
-    except Exception:  # whoever pickles the function will find it again
-        raise Unseen from None
 
 
 class Unseen(Exception):

@@ -33,7 +33,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "2.12": ("3.11",),
     "2.13": ("3.11", "3.13"),
     "2.14": ("3.12",),
-    "2.15": ("3.13",),
+    "2.15": ("3.13", "3.14", "3.15"),
 }
 
 # PyTorch's private names in our code, and what is reached through one, by what has them: a test compares them with the code.

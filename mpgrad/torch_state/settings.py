@@ -187,6 +187,12 @@ IN_C: tuple[tuple[str, str, str, Any] | tuple[str, str, str, Any, bool], ...] = 
         "_set_cublas_allow_fp16_accumulation",
         False,
     ),
+    (
+        "torch.backends.cuda.matmul.prefer_cublaslt_grouped_gemm",
+        "_get_cublaslt_prefer_grouped_gemm",
+        "_set_cublaslt_prefer_grouped_gemm",
+        False,
+    ),
     ("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True),
     ("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False),
     (

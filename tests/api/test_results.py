@@ -491,3 +491,15 @@ def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], No
         errors.clear()
         gc.collect()
         assert not [ref for ref in refs if ref() is not None]
+
+
+def test_a_failure_and_a_cancellation_in_asyncio(pool2: mpgrad.Pool) -> None:
+    """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private fields."""
+
+    async def outcomes() -> list[Any]:
+        failed, cancelled = pool2.submit(int, "x"), pool2.submit(time.sleep, 60)
+        cancelled.cancel(force=True)
+        return await asyncio.gather(*map(asyncio.wrap_future, (failed, cancelled)), return_exceptions=True)
+
+    failed, cancelled = asyncio.run(outcomes())
+    assert type(failed) is ValueError and type(cancelled) is asyncio.CancelledError

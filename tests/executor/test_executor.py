@@ -9,6 +9,7 @@ import gc
 import itertools
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -36,6 +37,13 @@ both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"
 @pytest.fixture(autouse=True)
 def kept_nursery(nursery: mpgrad.Pool) -> None:
     """Executors start in milliseconds."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_server() -> None:
+    """From Python 3.14 on, executors of the standard library start a server, which stays."""
+    if multiprocessing.get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def nap(seconds: float) -> float:

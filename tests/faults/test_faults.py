@@ -191,10 +191,11 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
     with pytest.raises(LookupError) as caught:
         pool.map(abs, [1, Refuses(error)])
     assert caught.value is error and error.__cause__ is None
-    assert error.__notes__ == ["item 1 cannot be carried to or from a worker"]
+    # the last one: from Python 3.14 on, pickle adds notes of its own
+    assert error.__notes__[-1] == "item 1 cannot be carried to or from a worker"
     with pytest.raises(RuntimeError, match="no function") as caught:
         pool.map(functools.partial(abs, Refuses(RuntimeError("no function"))), [1])
-    assert caught.value.__notes__ == ["the function cannot be carried to or from a worker (args[0])"]
+    assert caught.value.__notes__[-1] == "the function cannot be carried to or from a worker (args[0])"
     results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])  # it must not be taken for the end of the items
     assert next(results) == 1
     with pytest.raises(pickle.PicklingError, match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)"):

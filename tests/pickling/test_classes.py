@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -273,3 +275,50 @@ def test_names_of_classes_in_classes(any_pool: mpgrad.Pool) -> None:
         return [each.__qualname__ for each in (Outer, Outer.Inner, Outer.Pair)]
 
     assert any_pool.map(names, [0]) == [names(0)]
+
+
+def test_partial_methods(any_pool: mpgrad.Pool) -> None:
+    """Symptom: "_partial_new() missing 1 required positional argument: 'func'" on Python 3.14."""
+
+    class Scale:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def times(self, by: float, x: Tensor, plus: float = 0.0) -> Tensor:
+            return x * by * self.factor + plus
+
+        twice = functools.partialmethod(times, 2.0, plus=1.0)
+        half = functools.partialmethod(lambda self, x: x * 0.5)
+
+    scale = Scale(3.0)
+    (x,) = leaves(1)
+    (result,) = any_pool.map(lambda each: scale.twice(each) + scale.half(each), [x])
+    result.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 6.5))
+    (made,) = any_pool.map(lambda each: each, [functools.partialmethod(Scale.times, 2.0)])
+    assert (made.args, made.keywords) == ((2.0,), {})
+
+
+UNRESOLVED = """
+class Scale:
+    weight: OnlyForCheckers
+    def __init__(self, factor): self.factor = factor
+    def __call__(self, x: OnlyForCheckers): return x * self.factor
+
+def twice(x: torch.Tensor) -> OnlyForCheckers: return x * 2
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are made with the function")
+def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
+    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop does not look."""
+    script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(compile(UNRESOLVED, "script", "exec", dont_inherit=True), script)
+    twice, scale = script["twice"], script["Scale"](3.0)
+    for _ in range(2):
+        (x,) = leaves(1)
+        (result,) = any_pool.map(lambda each: twice(each) + scale(each), [x])
+        result.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
+    texts = {"x": "torch.Tensor", "return": "OnlyForCheckers"}
+    assert any_pool.map(lambda _: twice.__annotations__, [0]) == [texts]

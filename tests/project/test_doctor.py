@@ -278,6 +278,14 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.fatal and "ln -s ../workers mpgrad/workers" in link.remedy
 
 
+def test_no_interpreter_lock_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    told = findings(doctor.software)["Python"]
+    assert "mpgrad has not been run" in told.problem and "-X gil=1" in told.remedy and not told.fatal
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
+    assert not findings(doctor.software)["Python"].problem
+
+
 class Times(NamedTuple):
     user: float
     idle: float

@@ -125,5 +125,5 @@ def test_the_workflow_of_the_matrix_has_its_environments() -> None:
 @pytest.mark.quick
 def test_the_versions_of_python_are_those_that_are_tested() -> None:
     said = re.findall(r"Python :: 3\.(\d+)", (ROOT / "setup.cfg").read_text())
-    (tested,) = re.findall(r"^env_list = py\{([\d,]+)\}", (ROOT / "tox.ini").read_text(), re.MULTILINE)
-    assert said and {f"3{each}" for each in said} <= set(tested.split(","))
+    (tested,) = re.findall(r"^env_list = (.+)$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    assert said and {f"3{each}" for each in said} <= set(re.findall(r"3\d\d", tested))
