@@ -493,11 +493,11 @@ def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], No
         assert not [ref for ref in refs if ref() is not None]
 
 
-def test_a_failure_and_a_cancellation_in_asyncio(pool2: mpgrad.Pool) -> None:
+def test_a_failure_and_a_cancellation_in_asyncio(fresh_pool: mpgrad.Pool) -> None:
     """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private fields."""
 
     async def outcomes() -> list[Any]:
-        failed, cancelled = pool2.submit(int, "x"), pool2.submit(time.sleep, 60)
+        failed, cancelled = fresh_pool.submit(int, "x"), fresh_pool.submit(time.sleep, 60)
         cancelled.cancel(force=True)
         return await asyncio.gather(*map(asyncio.wrap_future, (failed, cancelled)), return_exceptions=True)
 
