@@ -391,7 +391,7 @@ def product(
     elif argnums is None:
         argnums = tuple(range(len(args)))
     # the vector of a single argument has that argument's structure, which may be a tuple with lists in it
-    in_tuple = isinstance(vectors, tuple) and (kind is Vjp or not isinstance(argnums, int))
+    in_tuple = type(vectors) is tuple and (kind is Vjp or not isinstance(argnums, int))
     arguments = Arguments(args, argnums, vectors, in_tuple)
     for inputs, tree in [] if kind is Vjp else arguments.each:
         alike(kind.noun, tree, "the arguments", inputs.tensors, inputs.spec)

@@ -75,6 +75,9 @@ class Arguments:
         return [sum(each.numel() for each in leaves if isinstance(each, Tensor)) for leaves in own]
 
 
+LEAVE_OUT = "leave it out of argnums, or have the module of its type, where workers import that, register it as a pytree"
+
+
 class Form(NamedTuple):
     """What all items share, and the places of what each has for itself."""
 
@@ -101,7 +104,7 @@ class Inputs:
         self.tensors, self.spec = tree_flatten(tree)
         if not all(map(is_real, self.tensors)):
             for number in numbers_in(argnums):
-                checked(args[number], f"argument {number}", "leave it out of argnums")
+                checked(args[number], f"argument {number}", LEAVE_OUT)
         if not self.tensors:
             raise ValueError(f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})")
 

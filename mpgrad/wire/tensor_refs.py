@@ -349,6 +349,14 @@ LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not travel
 
 
+# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it is not
+MEASURES = (
+    *("shape", "size", "dim", "numel", "nbytes", "dtype", "layout", "device", "is_cpu", "stride", "storage_offset"),
+    *("element_size", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "is_nested", "detach", "view", "view_as"),
+    *("untyped_storage", "data_ptr", "is_conj", "is_neg", "is_inference", "_version", "_is_zerotensor", "to_dense"),
+)
+
+
 def check_class(tensor: torch.Tensor) -> None:
     """Refuse by name what cannot be made of a plain tensor by giving that another class.
 
@@ -362,9 +370,12 @@ def check_class(tensor: torch.Tensor) -> None:
             f"{name}, whose __torch_dispatch__ may see other tensors than its own; pass the plain "
             "tensors that it is made of, and make it in the function"
         )
+    own = [each for each in MEASURES if getattr(kind, each) is not getattr(torch.Tensor, each)]
     if kind.__basicsize__ != torch.Tensor.__basicsize__:
+        own.append("__slots__")
+    if own:
         raise TypeError(
-            f"{name}, which has __slots__; pass tensor.as_subclass(torch.Tensor), and take "
+            f"{name}, which has {own[0]} of its own; pass tensor.as_subclass(torch.Tensor), and take "
             f"as_subclass({kind.__name__}) of it in the function: gradients go through both"
         )
 

@@ -554,3 +554,17 @@ def test_complex_numbers_by_way_of_real_ones(where: mpgrad.Pool | None) -> None:
     p = {"z": torch.view_as_real(z)}
     for mode in MODES:
         assert_same(jacobian(fn, p, mode=mode, pool=where), torch.func.jacrev(fn)(p))
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_a_named_tuple_of_cotangents(pool2: mpgrad.Pool, in_pool: bool) -> None:
+    """Symptom: they were refused. Cause: any tuple was taken for one over the arguments."""
+
+    def fn(x: torch.Tensor) -> Any:
+        return torch.linalg.slogdet(x)
+
+    x = torch.eye(3, dtype=torch.float64) * 2
+    output, pull = torch.func.vjp(fn, x)
+    cotangents = type(output)([torch.zeros((), dtype=x.dtype), torch.ones((), dtype=x.dtype)])
+    _, product = mpgrad.vjp(fn, x, cotangents, pool=pool2 if in_pool else None)
+    assert torch.equal(product, pull(cotangents)[0])
