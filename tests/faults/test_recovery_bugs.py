@@ -544,16 +544,23 @@ class Refusing(logging.Handler):
 
 
 def test_a_handler_and_a_stream_of_the_callers_that_raise(
-    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The pool was broken for good."""
+
+    def waits(go: Path) -> int:
+        while not go.exists():
+            time.sleep(1e-3)
+        return 1
+
     handler = Refusing()
     logging.getLogger().addHandler(handler)
     try:
         monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None))
         assert fresh_pool.map(lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]) == [1]
-        future = fresh_pool.submit(abs, -1)
-        future.add_done_callback(lambda future: 1 / 0)
+        future = fresh_pool.submit(waits, tmp_path / "go")
+        future.add_done_callback(lambda future: 1 / 0)  # before it is done: after that this thread would call it
+        (tmp_path / "go").touch()
         assert future.result() == 1
         assert fresh_pool.map(abs, [-1]) == [1]
     finally:
