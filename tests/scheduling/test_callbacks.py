@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,12 +114,18 @@ def test_a_handler_that_raises(fresh_pool: mpgrad.Pool, error: type[BaseExceptio
     assert fresh_pool.map(abs, [-1]) == [1]
 
 
-def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool) -> None:
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers results.
     go, told = threading.Event(), []
-    blocked = fresh_pool.submit(abs, -1)
-    blocked.add_done_callback(lambda _: go.wait(PATIENCE))
+    blocked = fresh_pool.submit(until, tmp_path / "go")
+    blocked.add_done_callback(lambda _: go.wait(PATIENCE))  # before it is done: after that this thread would call it
     blocked.add_done_callback(told.append)
+    (tmp_path / "go").touch()
     begin = time.monotonic()
     for k in range(40):
         assert fresh_pool.submit(abs, -k).result(SHORT) == k

@@ -133,7 +133,7 @@ def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.Log
     pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
     assert pool2.map(abs, [-1]) == [1]
     assert "a callback of the pool raised" in caplog.text
-    pool2.submit(time.sleep, 0.1).add_done_callback(lambda future: sys.exit(3))
+    pool2.submit(time.sleep, 1).add_done_callback(lambda future: sys.exit(3))
     assert pool2.map(abs, [-1] * 8) == [1] * 8
     pool2.synchronize()  # waits for callbacks, too
     assert "a callback of a future raised" in caplog.text
