@@ -203,11 +203,6 @@ Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
 PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
 
-def is_method(function: types.BuiltinFunctionType) -> bool:
-    """Whether it has an object, which would live on with it."""
-    return not (function.__self__ is None or isinstance(function.__self__, types.ModuleType))
-
-
 def key_of(function: Any) -> Key | None:
     """None: no pickles of such functions are kept."""
     is_partial = type(function) is functools.partial
@@ -215,7 +210,7 @@ def key_of(function: Any) -> Key | None:
     key: Any = None
     if type(called) is types.FunctionType:
         key = called.__code__
-    elif type(called) is types.BuiltinFunctionType and not is_method(called):
+    elif type(called) is types.BuiltinFunctionType and goes_by_itself(called):  # the method of an object would keep that
         key = called
     return (functools.partial, key) if is_partial and key is not None else key
 

@@ -248,14 +248,12 @@ def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
         yield from grain_figures("op", OP, ms, pools, plan)
 
 
-ORDERS = "serial", "serial, at once"
-
-
 def grain_figures(name: str, work: Work, ms: float, pools: Pools, plan: Plan) -> Iterator[Figure]:
     function, items = work_items(work, ms / 1e3, plan.work_seconds)
-    orders: dict[str, Run] = dict(
-        zip(ORDERS, (partial(one_backward, serial, function), partial(backward_at_once, function)), strict=True)
-    )
+    orders: dict[str, Run] = {
+        "serial": partial(one_backward, serial, function),
+        "serial, at once": partial(backward_at_once, function),
+    }
     maps: dict[str, Run] = {graphs: partial(one_backward, pools[graphs].map, function) for graphs in GRAPHS}
     with contextlib.ExitStack() as stack:
         turns = timed_turns({**orders, **maps}, items)
@@ -263,7 +261,7 @@ def grain_figures(name: str, work: Work, ms: float, pools: Pools, plan: Plan) ->
             loops = stack.enter_context(contextlib.closing(LoopsApart(run, items, plan.processes)))
             turns[apart(order)] = loops.seconds
         seconds = interleaved(turns, plan.repeats)
-    best, limit = (min(map(seconds.__getitem__, names), key=statistics.median) for names in (ORDERS, map(apart, ORDERS)))
+    best, limit = (min(map(seconds.__getitem__, names), key=statistics.median) for names in (orders, map(apart, orders)))
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     for contender, values in seconds.items():
         yield median_figure(row, contender, [1e3 * value for value in values], "ms/item")
