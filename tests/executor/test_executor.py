@@ -323,7 +323,8 @@ def test_many_threads(kind: Any) -> None:
 EXIT = """
 import time, {module}
 def say(x):
-    time.sleep(0.3); print("done", x, flush=True); return x
+    # in one write, for several processes share the pipe
+    time.sleep(0.3); print("done %d\\n" % x, end="", flush=True); return x
 if __name__ == "__main__":
     open, deleted, shut_down = ({module}.{name}(1) for _ in range(3))
     for number, executor in enumerate((open, deleted, shut_down)):
@@ -354,7 +355,7 @@ def run_last():
 import mpgrad
 def say(x):
     import slow
-    print("done", x, flush=True)
+    print("done %s\\n" % x, end="", flush=True)  # in one write, for several processes share the pipe
 {guard}
     executors = []
     for number, method in enumerate({methods}):
