@@ -59,8 +59,16 @@ there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if import
 versions = {name: version(name) for name in there}
 print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
 """  # torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring NumPy
-SHOWN = {"python": "Python", "torch": "torch", "cloudpickle": "cloudpickle", "psutil": "psutil", "numpy": "NumPy"}
-HEADS = ("environment", *SHOWN.values(), "tests", "passed", "failed", "skipped", "seconds", "date", "commit")
+HEADS = ("environment", "Python", "torch", "tests", "passed", "of these when repeated", "failed", "skipped")
+# what the page says of tests that were skipped, and what pytest's reason contains; the first that fits counts
+WHY_SKIPPED = {
+    "need a GPU": "GPU",
+    "need a package that was not installed": "pip install",
+    "take long and run only on request": "MPGRAD_",
+    "are about something that this system lacks": "only Linux|Windows",
+    "are classes of CPython's tests that this interpreter lacks": "comes without",
+    "were skipped for other reasons": "",
+}
 
 Entry = dict[str, Any]  # what came of an environment
 Entries = dict[str, Entry]  # ... by its name
@@ -224,30 +232,33 @@ def lines_of(entries: Entries) -> Iterator[str]:
     yield "| --- " * len(HEADS) + "|"
     yield from (f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items())
     yield ""
-    skipped: dict[str, dict[str, int]] = collections.defaultdict(dict)  # how many in which environment, by reason
     for name, entry in entries.items():
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"
         yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
-        yield from (f"* `{name}`: `{test}` failed among the others, and passed by itself" for test in entry.get("late", ()))
-        for why, count in entry.get("skipped", {}).items():
-            skipped[why][name] = count
-    if skipped:
-        yield from ("", "<details><summary>Why tests were skipped</summary>", "")
-    for why, counts in sorted(skipped.items()):
-        where = ", ".join(f"`{name}`" for name in counts) if len(counts) < len(entries) else "in every environment"
-        yield f"* {sum(counts.values())} tests: {why} ({where})"
-    if skipped:
-        yield from ("", "</details>")
+    counts = [skips for entry in entries.values() if (skips := skipped(entry))]
+    if counts:
+        yield from ("", "Tests that one run skipped:", "")
+    for why in WHY_SKIPPED:
+        if numbers := sorted(each[why] for each in counts if each[why]):
+            yield f"* {' to '.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} {why}."
+
+
+def skipped(entry: Entry) -> collections.Counter[str]:
+    """How many tests, by what the page says of them."""
+    found: collections.Counter[str] = collections.Counter()
+    for reason, count in entry.get("skipped", {}).items():
+        found[next(why for why, pattern in WHY_SKIPPED.items() if re.search(pattern, reason))] += count
+    return found
 
 
 def cells(name: str, entry: Entry) -> list[object]:
-    versions = [entry.get("versions", {}).get(package, "") for package in SHOWN]
+    versions = [entry.get("versions", {}).get(package, "") for package in ("python", "torch")]
     if "passed" in entry:
-        counts = [entry["passed"], len(entry["failed"]), sum(entry["skipped"].values()), entry["seconds"]]
+        counts = [entry["passed"], len(entry.get("late", ())), len(entry["failed"]), sum(entry["skipped"].values())]
     else:
         counts = [entry["outcome"], "", "", ""]
-    return [f"`{name}`", *versions, entry["tests"], *counts, entry["date"], entry.get("commit", "")]
+    return [f"`{name}`", *versions, entry["tests"], *counts]
 
 
 # --- the command

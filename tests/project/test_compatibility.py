@@ -89,10 +89,7 @@ def test_what_failed_is_run_once_more(script: Any, tmp_path: Path, monkeypatch: 
         found = script.tried("py311", tmp_path)
         outcome = "failed" if failed else "passed"
         assert (found["outcome"], found["passed"], found["failed"], found.get("late", [])) == (outcome, passed, failed, late)
-        lines = list(script.lines_of({"py311": found}))
-        assert [line for line in lines if "by itself" in line] == [
-            f"* `py311`: `{test}` failed among the others, and passed by itself" for test in late
-        ]
+        assert f"| {passed} | {len(late)} | {len(failed)} | 0 |" in "\n".join(script.lines_of({"py311": found}))
 
 
 def test_why_an_environment_could_not_be_made(script: Any) -> None:
@@ -109,21 +106,31 @@ def test_the_table(script: Any) -> None:
     assert script.with_table(page, entries) == page
     before, *lines, _, after = page.splitlines()
     assert (before, after) == ("before", "after")
-    assert "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 | 1a2b3c4+ |" in lines
-    assert "| `c` |  |  |  |  |  | whole | not installed |  |  |  | 2026-11-30 |  |" in lines
-    assert lines[-8:-6] == ["* `b`: `test_map::test_b` failed", "* `c`: No matching distribution found"]
-    assert lines[-5:] == [
-        "<details><summary>Why tests were skipped</summary>",
+    assert "| `a` | 3.13.0 | 2.9.1+cu128 | core | 5 | 0 | 0 | 2 |" in lines
+    assert "| `b` | 3.9.1 | 2.10.0 | core | 5 | 0 | 1 | 2 |" in lines
+    assert "| `c` |  |  | whole | not installed |  |  |  |" in lines
+    assert lines[-6:] == [
+        "* `b`: `test_map::test_b` failed",
+        "* `c`: No matching distribution found",
         "",
-        "* 4 tests: no GPU (`a`, `b`)",
+        "Tests that one run skipped:",
         "",
-        "</details>",
+        "* 2 need a GPU.",
     ]
-    del entries["c"]
-    assert "* 4 tests: no GPU (in every environment)" in script.lines_of(entries)
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     with pytest.raises(ValueError, match="the page needs the two lines between which the table belongs"):
         script.with_table("before\nafter\n", entries)
+
+
+def test_skipped_tests_are_grouped_by_reason(script: Any) -> None:
+    skips = {"needs a CUDA GPU": 3, "needs two CUDA GPUs": 1, "about memfd, which only Linux has": 1, "odd": 1}
+    entries = {"a": entry("3.13.0", "2.9.1", skipped=skips), "b": entry("3.9.1", "2.9.1"), "c": entry("3.9.1", "2.9.1", skipped={})}
+    assert list(script.lines_of(entries))[-3:] == [
+        "* 2 to 4 need a GPU.",
+        "* 1 are about something that this system lacks.",
+        "* 1 were skipped for other reasons.",
+    ]
+    assert "Tests that one run skipped:" not in script.lines_of({"c": entries["c"]})
 
 
 def test_what_was_tried_is_what_passed(script: Any) -> None:
