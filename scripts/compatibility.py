@@ -65,7 +65,7 @@ WHY_SKIPPED = {
     "need a GPU": "GPU",
     "need a package that was not installed": "pip install",
     "take long and run only on request": "MPGRAD_",
-    "are about something that this system lacks": "only Linux|Windows",
+    "are about features of one system": "only Linux|Windows",
     "are classes of CPython's tests that this interpreter lacks": "comes without",
     "were skipped for other reasons": "",
 }

@@ -124,10 +124,14 @@ def test_the_table(script: Any) -> None:
 
 def test_skipped_tests_are_grouped_by_reason(script: Any) -> None:
     skips = {"needs a CUDA GPU": 3, "needs two CUDA GPUs": 1, "about memfd, which only Linux has": 1, "odd": 1}
-    entries = {"a": entry("3.13.0", "2.9.1", skipped=skips), "b": entry("3.9.1", "2.9.1"), "c": entry("3.9.1", "2.9.1", skipped={})}
+    entries = {
+        "a": entry("3.13.0", "2.9.1", skipped=skips),
+        "b": entry("3.9.1", "2.9.1"),
+        "c": entry("3.9.1", "2.9.1", skipped={}),
+    }
     assert list(script.lines_of(entries))[-3:] == [
         "* 2 to 4 need a GPU.",
-        "* 1 are about something that this system lacks.",
+        "* 1 are about features of one system.",
         "* 1 were skipped for other reasons.",
     ]
     assert "Tests that one run skipped:" not in script.lines_of({"c": entries["c"]})
