@@ -91,7 +91,9 @@ class CallbackThread(threading.Thread):
             try:
                 act()
             except BaseException:  # SystemExit, too: others are still to be told
-                with contextlib.suppress(BaseException):  # of a handler: the record of it cannot be given either
+                with contextlib.suppress(
+                    BaseException
+                ):  # of a handler: the record of it cannot be given either
                     report(logging.ERROR, "a callback of a future raised", with_traceback=True)
             del act  # it may hold the result of a call, and the next one may be long in coming
             self.done += 1
@@ -129,7 +131,9 @@ def report(level: int, text: str, *arguments: object, with_traceback: bool = Fal
     later(log_here, level, text, arguments, sys.exc_info()[1] if with_traceback else None)
 
 
-def log_here(level: int, text: str, arguments: tuple[object, ...], error: BaseException | None) -> None:
+def log_here(
+    level: int, text: str, arguments: tuple[object, ...], error: BaseException | None
+) -> None:
     try:
         log.log(level, text, *arguments, exc_info=error)
     except Exception:

@@ -102,9 +102,13 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
                 if finding.fatal:
                     return
         except Exception as error:
-            failure = FAILURES.get(probe, Finding(probe.__name__, "", "this probe", "please report this page"))
+            failure = FAILURES.get(
+                probe, Finding(probe.__name__, "", "this probe", "please report this page")
+            )
             text = " ".join(str(error).split())
-            yield failure._replace(problem=f"{failure.problem} failed ({type(error).__name__}: {text})")
+            yield failure._replace(
+                problem=f"{failure.problem} failed ({type(error).__name__}: {text})"
+            )
 
 
 def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> Finding:
@@ -157,7 +161,8 @@ def processors() -> Iterator[Finding]:
     yield judged(
         "other load",
         f"{taken:.1f} CPUs",
-        allowed - taken >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
+        allowed - taken
+        >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
         "other programs, or the host's other machines, take much of the time of these CPUs",
         "end what need not run (top shows it), or measure again later",
     )
@@ -165,7 +170,9 @@ def processors() -> Iterator[Finding]:
         value = os.environ.get(name, "")
         if value.isdigit() and int(value) > usable:
             problem = "in each worker, libraries will use more threads than there are CPUs"
-            yield Finding("threads", f"{name}={value}", problem, f"export {name}=1 before the program starts")
+            yield Finding(
+                "threads", f"{name}={value}", problem, f"export {name}=1 before the program starts"
+            )
 
 
 def memory() -> Iterator[Finding]:
@@ -227,7 +234,12 @@ def limits() -> Iterator[Finding]:
     ):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < least:
-            yield Finding(name, f"at most {size_of(soft)}", f"torch and shared memory need {size_of(least)}", remedy)
+            yield Finding(
+                name,
+                f"at most {size_of(soft)}",
+                f"torch and shared memory need {size_of(least)}",
+                remedy,
+            )
 
 
 PROBES: Sequence[Probe] = (software, processors, memory, limits)
@@ -247,7 +259,10 @@ def import_torch() -> Iterator[Finding]:
         yield Finding("torch", value)
         return
     told = "; ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
-    pairs = "; ".join(f"torch {minor} with Python {', '.join(pythons)}" for minor, pythons in behaviours.TRIED.items())
+    pairs = "; ".join(
+        f"torch {minor} with Python {', '.join(pythons)}"
+        for minor, pythons in behaviours.TRIED.items()
+    )
     problem = f"PyTorch does not behave as mpgrad needs it: {told}"
     yield Finding("torch", value, problem, f"install what was tried: {pairs}", fatal=True)
 
@@ -265,7 +280,11 @@ def start_pool() -> Iterator[Finding]:
         (result,) = pool.map(torch.square, [item], 1)
         torch.autograd.backward(result.sum())
     seconds = time.perf_counter() - start
-    if not torch.equal(result, item * item) or item.grad is None or not torch.equal(item.grad, 2 * item):
+    if (
+        not torch.equal(result, item * item)
+        or item.grad is None
+        or not torch.equal(item.grad, 2 * item)
+    ):
         raise RuntimeError(f"wrong results or gradients: {result}, {item.grad}")
     yield judged(
         "pool",
@@ -276,13 +295,20 @@ def start_pool() -> Iterator[Finding]:
     )
     if PORTABLE and sys.platform == "linux" and not os.environ.get("MPGRAD_PORTABLE"):
         problem = "this system refuses memfd_create or pidfd_open, so each worker imports torch by itself, which takes seconds"
-        yield Finding("start", "portable mode", problem, "take Linux 5.3 or later, or allow these calls in the sandbox")
+        yield Finding(
+            "start",
+            "portable mode",
+            problem,
+            "take Linux 5.3 or later, or allow these calls in the sandbox",
+        )
 
 
 def look_for_gpus() -> Iterator[Finding]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if accelerator is None:
         yield Finding("GPUs", "none")
         return
@@ -301,9 +327,18 @@ FAILURES = {
         fatal=True,
     ),
     start_pool: Finding(
-        "pool", "", "running a pool", "see memory and limits above, and what else runs (top shows it)", fatal=True
+        "pool",
+        "",
+        "running a pool",
+        "see memory and limits above, and what else runs (top shows it)",
+        fatal=True,
     ),
-    look_for_gpus: Finding("GPUs", "", "looking for GPUs", "see that the driver works (nvidia-smi); pools on the CPU do"),
+    look_for_gpus: Finding(
+        "GPUs",
+        "",
+        "looking for GPUs",
+        "see that the driver works (nvidia-smi); pools on the CPU do",
+    ),
 }
 NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above", fatal=True)
 
@@ -332,7 +367,9 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             return [failure._replace(problem=f"no temporary file can be made ({error})")]
         # no pipe: what the trial has started may outlive it, and hold that open
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         except OSError as error:
             return [failure._replace(problem=f"{failure.problem} failed ({error})")]
         try:
@@ -343,7 +380,9 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
         # not `read`: what outlives the trial writes where this file is at
-        told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+        told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(
+            errors="replace"
+        )
         lines = [line.strip() for line in told.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(MARK):

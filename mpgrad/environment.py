@@ -69,16 +69,23 @@ class Environment(NamedTuple):
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """The fields that differ; of the variables only those that do, None for one that was deleted."""
-        changes = {name: value for name, value in self._asdict().items() if value != getattr(begin, name)}
+        changes = {
+            name: value for name, value in self._asdict().items() if value != getattr(begin, name)
+        }
         if "variables" in changes:
             deleted = dict.fromkeys(begin.variables.keys() - self.variables.keys())
-            changes["variables"] = {**dict(self.variables.items() - begin.variables.items()), **deleted}
+            changes["variables"] = {
+                **dict(self.variables.items() - begin.variables.items()),
+                **deleted,
+            }
         return changes
 
     def changed(self, changes: dict[str, Any]) -> Environment:
         """With these changes."""
         variables = {**self.variables, **changes.get("variables", {})}.items()
-        return self._replace(**changes)._replace(variables={name: value for name, value in variables if value is not None})
+        return self._replace(**changes)._replace(
+            variables={name: value for name, value in variables if value is not None}
+        )
 
 
 def in_use() -> tuple[Any, ...]:
@@ -113,7 +120,10 @@ class Since:
 
     def __init__(self) -> None:
         self.begin = current_environment()
-        self._seen: tuple[tuple[Any, ...], bytes] = (), b""  # the fields at the last look, and what had changed
+        self._seen: tuple[tuple[Any, ...], bytes] = (
+            (),
+            b"",
+        )  # the fields at the last look, and what had changed
 
     def changes(self) -> bytes:
         """A pickle, the same object until something changes; no bytes where all is as at the beginning."""
@@ -147,7 +157,9 @@ class Follower:
             set_variable(name, value)
         sys.argv[:], sys.path[:] = begin.arguments, begin.paths
         if begin.directory is not None:
-            with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
+            with contextlib.suppress(
+                OSError
+            ):  # gone meanwhile; the initializer may know a better one
                 os.chdir(begin.directory)
         if zone_in_use() != begin.zone:
             time.tzset()
@@ -242,7 +254,18 @@ def preparation() -> dict[str, Any]:
 
 LIBC = ctypes.CDLL(None)
 THREAD = f"{PROC}/thread-self"  # of the thread that asks: a new process is its copy
-CREDENTIALS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+CREDENTIALS = (
+    "Uid",
+    "Gid",
+    "Groups",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+)
 STATUS = (*CREDENTIALS, "Seccomp_filters", "SigBlk", "Umask", "Mems_allowed")
 FILES = ("cgroup", "oom_score_adj", "attr/current", "../../coredump_filter")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
@@ -250,7 +273,9 @@ LIMITS = sorted({value for name, value in vars(resource).items() if name.startsw
 USER = {"Uid", "Gid", "Groups"}
 LOST_WITH_ROOT = {"CapPrm", "CapEff", "CapAmb"}
 CAPABILITIES = LOST_WITH_ROOT | {"CapInh", "CapBnd"}
-TAKEN_OVER = USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness"}
+TAKEN_OVER = (
+    USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness"}
+)
 MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
@@ -301,7 +326,9 @@ def take_over(wanted: dict[str, Any]) -> None:
         if differ & (CAPABILITIES | USER):
             sets = [mask(wanted[key]) for key in ("CapEff", "CapPrm", "CapInh")]
             halves = [part >> shift & 0xFFFFFFFF for shift in (0, 32) for part in sets]
-            LIBC.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(*halves))
+            LIBC.capset(
+                (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(*halves)
+            )
         if "NoNewPrivs" in differ:
             LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     except OSError as error:
@@ -309,12 +336,16 @@ def take_over(wanted: dict[str, Any]) -> None:
     found = inherited().standing if differ else now
     if wrong := sorted(key for key in wanted if found[key] != wanted[key]):
         which = ", ".join(f"{key}: {wanted[key]}, not {found[key]}" for key in wrong)
-        raise RuntimeError(f'a worker cannot become what this process is ({which}); use context="fork"') from refused
+        raise RuntimeError(
+            f'a worker cannot become what this process is ({which}); use context="fork"'
+        ) from refused
 
 
 class Inherited(NamedTuple):
     standing: dict[str, Any]
-    read_early: dict[str, str]  # variables of the environment; workers follow the others by themselves
+    read_early: dict[
+        str, str
+    ]  # variables of the environment; workers follow the others by themselves
 
     def changes(self, now: Inherited) -> dict[str, Any] | None:
         """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""
@@ -338,7 +369,9 @@ class Inherited(NamedTuple):
             and ("CapBnd" not in differ or rights & MAY_DROP_BOUNDS != 0)
             and wanted["NoNewPrivs"] >= own["NoNewPrivs"]
             and wanted["niceness"] >= own["niceness"]
-            and all(height(wanted["limits"][key][1]) <= height(own["limits"][key][1]) for key in LIMITS)
+            and all(
+                height(wanted["limits"][key][1]) <= height(own["limits"][key][1]) for key in LIMITS
+            )
         )
 
 
@@ -362,7 +395,9 @@ def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
     given = {**thread_variables(1), **current_environment().variables, **(variables or {})}
-    return Inherited(standing, {name: value for name, value in given.items() if READ_EARLY.match(name)})
+    return Inherited(
+        standing, {name: value for name, value in given.items() if READ_EARLY.match(name)}
+    )
 
 
 def credentials(pid: int) -> dict[str, str]:
@@ -372,7 +407,9 @@ def credentials(pid: int) -> dict[str, str]:
 
 def credentials_and(process: str, names: tuple[str, ...]) -> dict[str, str]:
     lines = (line.partition(":") for line in content(f"{PROC}/{process}/status").splitlines())
-    return dict.fromkeys(names, "") | {name: value.strip() for name, _, value in lines if name in names}
+    return dict.fromkeys(names, "") | {
+        name: value.strip() for name, _, value in lines if name in names
+    }
 
 
 def ids(line: str) -> list[int]:
@@ -393,7 +430,9 @@ def height(limit: int) -> float:
 
 
 def namespace(name: str) -> str:
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # an older kernel, or another user now
+    with contextlib.suppress(
+        FileNotFoundError, PermissionError
+    ):  # an older kernel, or another user now
         return os.readlink(f"{THREAD}/ns/{name}")
     return ""
 

@@ -59,7 +59,9 @@ class CallNames(NamedTuple):
     """How errors name the calls of an operation."""
 
     function: str = ""  # as Python calls it; "" for one of mpgrad's own
-    noun: str = "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    noun: str = (
+        "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    )
 
     def words(self, index: int | range | None) -> str:
         """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""
@@ -164,7 +166,13 @@ class CallTimeoutError(TimeoutError):
     """
 
     def __init__(
-        self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "", call: str = "a call"
+        self,
+        item: int | None,
+        phase: str,
+        seconds: float,
+        detail: str = "",
+        stack: str = "",
+        call: str = "a call",
     ) -> None:
         self.item = item
         self.phase = phase
@@ -177,7 +185,9 @@ class CallTimeoutError(TimeoutError):
 
     def __str__(self) -> str:
         limits = f"{self.seconds} s, phase: {self.phase}"
-        message = f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
+        message = (
+            f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
+        )
         return f"{message}; {self.detail}" if self.detail else message
 
 
@@ -329,7 +339,9 @@ class UncarriedResultError(
 def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
     """The error of a call (for example "item 3 of simulate") that was to get the result of one that raised `error`."""
     described = error_in_words(error)
-    failed = AncestorFailedError(f"{call} did not run, because a call that it needs failed ({described})")
+    failed = AncestorFailedError(
+        f"{call} did not run, because a call that it needs failed ({described})"
+    )
     failed.__cause__ = error
     return failed
 
@@ -395,7 +407,10 @@ class Block(contextlib.AbstractContextManager[T]):
         return value
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, entries: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        entries: types.TracebackType | None,
     ) -> None:
         if error is None:
             next(self._steps, None)
@@ -437,7 +452,17 @@ def note_stack(error: BaseException, stack: str) -> None:
 # --- arguments that other libraries call otherwise
 
 # what numbers of workers are called in joblib, concurrent.futures, torch, multiprocess libraries; and other arguments
-WORKERS = "processes", "max_workers", "n_jobs", "num_workers", "nprocs", "workers", "n_workers", "n_processes", "num_processes"
+WORKERS = (
+    "processes",
+    "max_workers",
+    "n_jobs",
+    "num_workers",
+    "nprocs",
+    "workers",
+    "n_workers",
+    "n_processes",
+    "num_processes",
+)
 ELSEWHERE = {
     "max_tasks_per_child": "maxtasksperchild",
     "maxtasksperchild": "max_tasks_per_child",
@@ -459,7 +484,11 @@ def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> 
     for name in given:
         if name in known:
             continue
-        meant = [each for each in (*(WORKERS if name in WORKERS else ()), ELSEWHERE.get(name, "")) if each in known]
+        meant = [
+            each
+            for each in (*(WORKERS if name in WORKERS else ()), ELSEWHERE.get(name, ""))
+            if each in known
+        ]
         close = (meant or difflib.get_close_matches(name, known, 1))[:1]
         hint = f"; did you mean {close[0]!r}?" if close else f" (there are: {', '.join(known)})"
         raise TypeError(f"{subject} got an unexpected keyword argument {name!r}{hint}")

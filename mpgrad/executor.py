@@ -43,7 +43,11 @@ __all__ = ["Executor"]
 
 R = TypeVar("R")
 
-POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items() if each.kind is each.KEYWORD_ONLY]
+POOL_OPTIONS = [
+    name
+    for name, each in inspect.signature(Pool).parameters.items()
+    if each.kind is each.KEYWORD_ONLY
+]
 
 
 class Executor(concurrent.futures.Executor):
@@ -94,8 +98,12 @@ class Executor(concurrent.futures.Executor):
             if not callable(initializer):
                 raise TypeError(f"initializer must be callable (initializer: {initializer!r})")
             initializer = Initializer(initializer)
-        self._pool = Pool(max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options)
-        self._lock = threading.RLock()  # of the sets below; finalizers, and handlers of signals, may come here again
+        self._pool = Pool(
+            max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options
+        )
+        self._lock = (
+            threading.RLock()
+        )  # of the sets below; finalizers, and handlers of signals, may come here again
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
@@ -121,7 +129,9 @@ class Executor(concurrent.futures.Executor):
         function = callable_of(fn)
         self._check_open()
         try:
-            future = self._pool.submit(function, *args, **kwargs)  # no lock is held: the caller's code is run, to pickle it
+            future = self._pool.submit(
+                function, *args, **kwargs
+            )  # no lock is held: the caller's code is run, to pickle it
         except Exception as error:
             self._check_open()  # another thread may have shut it down meanwhile
             self._pool._scheduler.life.check_open()
@@ -179,7 +189,9 @@ class Executor(concurrent.futures.Executor):
         self._check_open()
         try:
             source = Source.of_arguments(items)
-            results = self._pool._submitter.iterate(function, source, CallOptions(chunksize), ordered=True, window=window)
+            results = self._pool._submitter.iterate(
+                function, source, CallOptions(chunksize), ordered=True, window=window
+            )
         except Exception as error:
             self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
@@ -247,7 +259,9 @@ class Executor(concurrent.futures.Executor):
         self._pool.resize(positive("max_workers", max_workers))
 
     @without_own_frames
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False) -> None:
+    def shutdown(
+        self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False
+    ) -> None:
         """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
 
         Args:
@@ -324,7 +338,10 @@ class Executor(concurrent.futures.Executor):
 
     @without_own_frames
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
     ) -> None:
         # a generator is closed also where its caller has simply seen enough
         if error is not None and not isinstance(error, (Exception, GeneratorExit)):
@@ -375,7 +392,9 @@ def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
             except StopIteration:
                 return
             except LateError:
-                raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
+                raise concurrent.futures.TimeoutError(
+                    "a result did not come within the timeout"
+                ) from None
     except BaseException as error:
         hide_own_frames(error)
         raise

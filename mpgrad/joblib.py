@@ -40,13 +40,23 @@ from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks
 
 try:
-    from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend, register_parallel_backend
+    from joblib.parallel import (
+        FallbackToBackend,
+        ParallelBackendBase,
+        SequentialBackend,
+        register_parallel_backend,
+    )
 except ImportError as error:
-    raise ImportError("mpgrad.joblib needs joblib, which is not installed; pip install joblib") from error
+    raise ImportError(
+        "mpgrad.joblib needs joblib, which is not installed; pip install joblib"
+    ) from error
 
 __all__ = ["register"]
 
-SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, between which batches keep their size
+SHORTEST, LONGEST = (
+    0.02,
+    0.2,
+)  # seconds from sending a batch to its end, between which batches keep their size
 # what joblib tells every backend; these concern its own ones
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
@@ -100,7 +110,12 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     supports_sharedmem = False
     uses_threads = False
 
-    def __init__(self, nesting_level: int | None = None, inner_max_num_threads: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        nesting_level: int | None = None,
+        inner_max_num_threads: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
         self._options = options
         self._pool: Pool | None = None
@@ -115,19 +130,33 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """How many workers joblib's `n_jobs` asks for."""
         if n_jobs == 0:
-            raise ValueError("n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)")
+            raise ValueError(
+                "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)"
+            )
         if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
             return 1
-        if n_jobs == -1 and self._pool is not None and self._made_with is not None and self._made_with[0] is None:
+        if (
+            n_jobs == -1
+            and self._pool is not None
+            and self._made_with is not None
+            and self._made_with[0] is None
+        ):
             return self._pool.processes
         return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
         """Have workers for `parallel`; those of the call before, where these will do."""
         self._streams, self._begun = ItemStreams(None), 0
-        named = {**self._options, **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}}
+        named = {
+            **self._options,
+            **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS},
+        }
         threads = self.inner_max_num_threads
-        if n_jobs == -1 and traits_of(named.get("engine") or "process").remote and not PLACE.in_worker:
+        if (
+            n_jobs == -1
+            and traits_of(named.get("engine") or "process").remote
+            and not PLACE.in_worker
+        ):
             workers = None  # the cluster knows
         elif (workers := self.effective_n_jobs(n_jobs)) > 1:
             if threads is None and not any(name in os.environ for name in THREAD_VARIABLES):
@@ -147,7 +176,9 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""  # [2]
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
-        calls = [((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items]
+        calls = [
+            ((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items
+        ]
         streams = self._streams.onwards(self._begun)
         self._begun += len(calls)
         job = Job(callback)
@@ -203,7 +234,9 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         for job in list(self._under_way):
             with job.being_sent:  # by another thread, perhaps in this moment
                 result = job.result
-            if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
+            if (
+                result is not None and job.callback.parallel._aborting
+            ):  # those of others that share this backend go on
                 result._scheduler.cancel_with_grace(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:
@@ -231,7 +264,11 @@ class Job:
             return
         self._told, self.result = True, None  # which refers to this, too
         of_thread = {name: getattr(self._modes, name) for name in MODES_OF_A_THREAD}
-        hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks) if self._hooks else contextlib.nullcontext()
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+            if self._hooks
+            else contextlib.nullcontext()
+        )
         with under(current_modes()._replace(**of_thread)), hooks:
             self.callback(outcome)
 

@@ -26,7 +26,15 @@ from mpgrad.tasks.wrappers import Replicas
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 
-__all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
+__all__ = [
+    "DataParallel",
+    "ReduceAdd",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+]
 
 Device = PoolWorker | torch.device | str | int
 
@@ -61,7 +69,9 @@ class ReduceAdd:
                     f"all inputs of ReduceAdd must have the same sizes, but got {tuple(each.shape)} and {tuple(first.shape)}"
                 )
             if each.dtype != first.dtype:
-                raise ValueError(f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}")
+                raise ValueError(
+                    f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}"
+                )
         return summed(inputs)
 
 
@@ -82,11 +92,15 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
         there = [[grad for grad in of_one if grad is not None] for of_one in each]
-        add = summed if torch.is_grad_enabled() else ReduceAdd.apply  # the first has derivatives of its own
+        add = (
+            summed if torch.is_grad_enabled() else ReduceAdd.apply
+        )  # the first has derivatives of its own
         return None, *(add(of_one) if of_one else None for of_one in there)
 
 
-def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
+def replicate(
+    network: nn.Module, devices: Sequence[Device], detach: bool = False
+) -> list[nn.Module]:
     """Replicas of a module, one for each device, whose parameters are connected to the original's.
 
     On workers all replicas look at the memory of the original's parameters. Replica 0 has the original's own buffers, so that
@@ -127,12 +141,16 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
         tensors.update(zip(map(id, connected), views[number::count], strict=True))
         if number > 0:
-            tensors.update({id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors})
+            tensors.update(
+                {id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors}
+            )
         replicas.append(replica_of(network, tensors))
     return replicas
 
 
-def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0) -> list[Any]:
+def scatter(
+    inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
+) -> list[Any]:
     """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor goes to all of them.
 
     Args:
@@ -169,8 +187,15 @@ class Scatter(NamedTuple):
 
     def checked_chunks(self, inputs: Any) -> list[Any]:
         """`chunks`, none of which is lost because another tensor has fewer."""
-        sizes = [leaf.shape[self.dim] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-        if self.chunk_sizes is None and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1:
+        sizes = [
+            leaf.shape[self.dim]
+            for leaf in tree_leaves(inputs)
+            if isinstance(leaf, Tensor) and leaf.dim()
+        ]
+        if (
+            self.chunk_sizes is None
+            and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1
+        ):
             raise ValueError(
                 f"tensors would be cut into different numbers of chunks (sizes of dimension {self.dim}: {sizes}; devices: "
                 f"{self.shares}); expand the smaller ones"
@@ -181,16 +206,26 @@ class Scatter(NamedTuple):
         """For each share its part of `inputs`, all of them the same where they hold no tensor; perhaps fewer than `shares`."""
         if isinstance(inputs, Tensor):
             sizes = self.chunk_sizes
-            cut = inputs.chunk(self.shares, self.dim) if sizes is None else torch.split(inputs, list(sizes), self.dim)
+            cut = (
+                inputs.chunk(self.shares, self.dim)
+                if sizes is None
+                else torch.split(inputs, list(sizes), self.dim)
+            )
             if self.targets is None:
                 return list(cut)
-            return [part.to(target, non_blocking=True) for part, target in zip(cut, self.targets, strict=False)]
+            return [
+                part.to(target, non_blocking=True)
+                for part, target in zip(cut, self.targets, strict=False)
+            ]
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return [type(inputs)(*parts) for parts in self.together(inputs)]
         if isinstance(inputs, (tuple, list)) and inputs:
             return [type(inputs)(parts) for parts in self.together(inputs)]
         if isinstance(inputs, dict) and inputs:
-            return [type(inputs)(zip(inputs, parts, strict=True)) for parts in self.together(inputs.values())]
+            return [
+                type(inputs)(zip(inputs, parts, strict=True))
+                for parts in self.together(inputs.values())
+            ]
         return [inputs] * self.shares
 
     def together(self, inputs: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
@@ -245,10 +280,17 @@ def parallel_apply(
     return applied(pool, modules, inputs, kwargs)
 
 
-def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
+def applied(
+    pool: Pool,
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]],
+) -> list[Any]:
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
-    calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
+    calls: list[Any] = [
+        ((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))
+    ]
     source = Source(calls, len(calls), at_rest=True, noun="replica", items=calls)
     found = pool._submitter.run(Replicas(modules), source, CallOptions(chunksize=1))
     _, written = found[0]
@@ -282,7 +324,11 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
     if isinstance(first, Tensor):
         if not all(isinstance(each, Tensor) for each in outputs):
             raise ValueError(f"all outputs must be tensors where one is (types: {kinds(outputs)})")
-        target = first.device if output_device is None or isinstance(output_device, PoolWorker) else output_device
+        target = (
+            first.device
+            if output_device is None or isinstance(output_device, PoolWorker)
+            else output_device
+        )
         there = [each.to(target) for each in outputs]
         if dim == 0 and all(each.dim() == 0 for each in there):
             warn(
@@ -295,14 +341,22 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
         return None
     if isinstance(first, dict):
         if any(each.keys() != first.keys() for each in outputs):
-            raise ValueError(f"all dicts must have the same keys (keys: {[list(each) for each in outputs]})")
-        return type(first)((key, gather([each[key] for each in outputs], output_device, dim)) for key in first)
+            raise ValueError(
+                f"all dicts must have the same keys (keys: {[list(each) for each in outputs]})"
+            )
+        return type(first)(
+            (key, gather([each[key] for each in outputs], output_device, dim)) for key in first
+        )
     if isinstance(first, (tuple, list)):
         if any(len(each) != len(first) for each in outputs):
-            raise ValueError(f"all sequences must have the same length (lengths: {[len(each) for each in outputs]})")
+            raise ValueError(
+                f"all sequences must have the same length (lengths: {[len(each) for each in outputs]})"
+            )
         parts = [gather(each, output_device, dim) for each in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    raise ValueError(f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})")
+    raise ValueError(
+        f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})"
+    )
 
 
 @without_own_frames
@@ -390,7 +444,9 @@ class DataParallel(nn.Module):
 
     @without_own_frames
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
+        return data_parallel(
+            self.module, inputs, self.devices, self.output_device, self.dim, kwargs
+        )
 
 
 def scattered_arguments(
@@ -405,14 +461,18 @@ def scattered_arguments(
 def pool_of(devices: Sequence[Device]) -> Pool | None:
     """The pool whose workers `devices` are; None for CUDA devices."""
     if not devices:
-        raise ValueError("there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices")
+        raise ValueError(
+            "there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices"
+        )
     pools = {id(device.pool): device.pool for device in devices if isinstance(device, PoolWorker)}
     if not pools:
         for device in devices:
             cuda_name(device)
         return None
     if len(pools) > 1 or not all(isinstance(device, PoolWorker) for device in devices):
-        raise ValueError(f"devices must all be workers of one pool, or all be CUDA devices (devices: {list(devices)})")
+        raise ValueError(
+            f"devices must all be workers of one pool, or all be CUDA devices (devices: {list(devices)})"
+        )
     return next(iter(pools.values()))
 
 
@@ -420,13 +480,17 @@ def cuda_name(device: Device) -> torch.device:
     """Raises ValueError for any other kind of device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
-        raise ValueError(f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})")
+        raise ValueError(
+            f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})"
+        )
     return found
 
 
 def same_number(one: str, these: Sequence[Any], other: str, those: Sequence[Any]) -> None:
     if len(these) != len(those):
-        raise ValueError(f"the number of {one} {len(these)} is not equal to the number of {other} {len(those)}")
+        raise ValueError(
+            f"the number of {one} {len(these)} is not equal to the number of {other} {len(those)}"
+        )
 
 
 def kinds(values: Iterable[Any]) -> str:

@@ -31,7 +31,9 @@ def busy_seconds() -> float:
         times = [times[number] for number in ours]
     # of a guest, time is counted as the user's, too; what the host takes from us counts as busy
     still = "idle", "iowait", "guest", "guest_nice"
-    return sum(float(getattr(each, name)) for each in times for name in each._fields if name not in still)
+    return sum(
+        float(getattr(each, name)) for each in times for name in each._fields if name not in still
+    )
 
 
 def own_seconds() -> dict[int, float]:

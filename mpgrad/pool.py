@@ -157,12 +157,16 @@ class Pool:
             ray=ray,
         )
         settings = options.settings()
-        self._scheduler = scheduler_for(engine, settings, EngineRequest(processes, context, ray, threads_per_worker))
+        self._scheduler = scheduler_for(
+            engine, settings, EngineRequest(processes, context, ray, threads_per_worker)
+        )
         try:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)
             # not of the pool: graphs that torch.func follows ask for further operations without it
-            self._finalizer = weakref.finalize(self._submitter, self._scheduler.terminate_without_waiting)
+            self._finalizer = weakref.finalize(
+                self._submitter, self._scheduler.terminate_without_waiting
+            )
             self._finalizer.atexit = False  # that is for `terminate_all`
             self._scheduler.start()
             load_generators()
@@ -355,7 +359,9 @@ class Pool:
         return self._submitter.run(func, Source.of_one(args, kwds), options)[0]
 
     @overload
-    def map_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+    def map_async(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> AsyncResult[list[Any]]: ...
 
     @overload
     def map_async(
@@ -408,10 +414,14 @@ class Pool:
             [tensor([1.])]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
+        return self._submitter.run_async(
+            func, Source.of_items(iterable), options, callback, error_callback
+        )
 
     @overload
-    def starmap_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+    def starmap_async(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> AsyncResult[list[Any]]: ...
 
     @overload
     def starmap_async(
@@ -464,7 +474,9 @@ class Pool:
             [tensor(6.), tensor(20.)]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
+        return self._submitter.run_async(
+            func, Source.of_arguments(iterable), options, callback, error_callback
+        )
 
     @overload
     def apply_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[Any]: ...
@@ -562,7 +574,9 @@ class Pool:
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
 
     @overload
-    def imap_unordered(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+    def imap_unordered(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> ResultIterator[Any]: ...
 
     @overload
     def imap_unordered(
@@ -696,7 +710,9 @@ class Pool:
         if not self._options.traits.may_resize:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
         if self._options.device_codes is not None:
-            raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
+            raise ValueError(
+                f"a pool with devices has one worker for each of them; make another pool (processes: {processes})"
+            )
         self._submitter.resize(positive("processes", processes))
 
     def stats(self) -> PoolStats:
@@ -775,12 +791,19 @@ class Pool:
         self._scheduler.life.check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """`terminate`, as in multiprocessing: ask for results, and call backward, inside the with block."""
         self.terminate()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead")
+        raise TypeError(
+            "a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead"
+        )
 
     def __repr__(self) -> str:
         return f"<mpgrad.Pool processes={self.processes} engine={self._options.engine!r} {self._scheduler.life.state}>"
@@ -788,13 +811,19 @@ class Pool:
     # --- beyond it
 
     @overload
-    def submit(self, fn: type[Function], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]: ...
+    def submit(
+        self, fn: type[Function], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[Any]: ...
 
     @overload
-    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]: ...
+    def submit(
+        self, fn: Callable[..., R], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[R]: ...
 
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]:
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[Any]:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
@@ -876,7 +905,9 @@ class Pool:
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
         asked: list[Any] = targets if isinstance(targets, list) else [targets]
-        found = folded_into(self._submitter, fn, list(iterator("the items", items)), asked, associative, progress)
+        found = folded_into(
+            self._submitter, fn, list(iterator("the items", items)), asked, associative, progress
+        )
         return cast(A, found if asked is targets else found[0])
 
     @not_compiled
@@ -912,7 +943,9 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        found: R = mapped_and_folded(self._submitter, map_fn, list(iterator("the items", items)), reduce_fn, init, progress)
+        found: R = mapped_and_folded(
+            self._submitter, map_fn, list(iterator("the items", items)), reduce_fn, init, progress
+        )
         return found
 
 

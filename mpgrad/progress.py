@@ -72,8 +72,15 @@ class Reporter:
         try:
             with self._display as show:
                 self._show_all(show)
-        except Exception as error:  # of the caller's function, or of its terminal: no reason for the work to stop
-            log.warning("progress is not shown any more: %r raised %s: %s", self._progress, type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # of the caller's function, or of its terminal: no reason for the work to stop
+            log.warning(
+                "progress is not shown any more: %r raised %s: %s",
+                self._progress,
+                type(error).__name__,
+                error,
+            )
 
     def _show_all(self, show: Show) -> None:
         first = shown = None
@@ -85,7 +92,11 @@ class Reporter:
                 first = now, found.done
             if found[:2] != shown:
                 shown = found[:2]
-                show(found.done, found.total or None, None if first is None else seconds_left(now, *first, found))
+                show(
+                    found.done,
+                    found.total or None,
+                    None if first is None else seconds_left(now, *first, found),
+                )
             if is_last or found.is_over:
                 return
             self._has_ended.wait(max(INTERVAL, PAUSE * (time.monotonic() - now)))
@@ -121,7 +132,9 @@ class Bar:
         try:
             tqdm = importlib.import_module("tqdm.auto").tqdm
         except ImportError as error:
-            raise ImportError("progress needs tqdm, which is not installed; pip install tqdm") from error
+            raise ImportError(
+                "progress needs tqdm, which is not installed; pip install tqdm"
+            ) from error
         # each show counts: they are rare enough
         self._bar: Any = tqdm(total=total, desc=description, mininterval=0, miniters=0)
 

@@ -158,7 +158,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     padded = []
     for name, *cells in columns:
         width = max(map(len, (name, *cells)))
-        padded.append([each.ljust(width) if name in LEFT else each.rjust(width) for each in (name, *cells)])
+        padded.append(
+            [each.ljust(width) if name in LEFT else each.rjust(width) for each in (name, *cells)]
+        )
     return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 

@@ -60,7 +60,11 @@ __all__ = [
     "usable_cpus",
 ]
 
-REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # how a call fails that an older kernel, or a sandbox, does not have
+REFUSED = (
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+)  # how a call fails that an older kernel, or a sandbox, does not have
 # of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker; macOS has no such flag
 NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
@@ -88,7 +92,11 @@ def has_calls_of_linux() -> bool:
     return True
 
 
-PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux" or not has_calls_of_linux()
+PORTABLE: bool = (
+    wants_portable(os.environ.get("MPGRAD_PORTABLE", ""))
+    or sys.platform != "linux"
+    or not has_calls_of_linux()
+)
 CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of descriptors that are received
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
 if PORTABLE:
@@ -108,10 +116,15 @@ def anonymous_memory() -> int:
             if error.errno not in REFUSED:
                 raise
             remedy = "export MPGRAD_PORTABLE=1 before the program starts"
-            raise OSError(error.errno, f"memfd_create is refused here since mpgrad was imported ({error}); {remedy}") from error
+            raise OSError(
+                error.errno,
+                f"memfd_create is refused here since mpgrad was imported ({error}); {remedy}",
+            ) from error
     while True:
         try:
-            descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+            descriptor = _posixshmem.shm_open(
+                name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600
+            )
         except FileExistsError:  # another thread's, which is about to remove it, or a dead process's that had this number
             remove_name(os.getpid())
         else:
@@ -133,7 +146,9 @@ def remove_name(pid: int) -> None:
 def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
     """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its flags out.)"""
     found = array.array("i")
-    data, ancillary, _, _ = end.recvmsg(nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC)
+    data, ancillary, _, _ = end.recvmsg(
+        nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC
+    )
     for _, _, content in ancillary:
         found.frombytes(content[: len(content) - len(content) % found.itemsize])
     for each in found if CLOSE_ON_EXEC == 0 else ():
@@ -162,7 +177,9 @@ def free_on_machine() -> int:
     """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `system`)."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+            return next(
+                1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")
+            )
     import psutil  # here and below: 6 ms and 4 MiB, which no worker should take
 
     return int(psutil.virtual_memory().available)
@@ -295,10 +312,17 @@ def memory_limit(folder: Path) -> float:
 
 def memory_used(folder: Path) -> int:
     """In bytes, without the file cache that the kernel drops when memory is wanted."""
-    words = read_words(folder / "memory.current") or read_words(folder / "memory.usage_in_bytes") or ["0"]
+    words = (
+        read_words(folder / "memory.current")
+        or read_words(folder / "memory.usage_in_bytes")
+        or ["0"]
+    )
     stat = read_words(folder / "memory.stat")
     counts = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
-    cache = [counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in ("active_file", "inactive_file")]
+    cache = [
+        counts.get(f"total_{kind}", counts.get(kind, 0))
+        for kind in ("active_file", "inactive_file")
+    ]
     return max(0, int(words[0]) - sum(cache))
 
 
@@ -325,7 +349,9 @@ def bytes_of(name: str, amount: int | str) -> int:
         TypeError: neither a number nor a text.
     """
     if isinstance(amount, bool) or not isinstance(amount, int | str):
-        raise TypeError(f'{name} must be a number of bytes, or a text like "2 GiB" ({name}: {amount!r})')
+        raise TypeError(
+            f'{name} must be a number of bytes, or a text like "2 GiB" ({name}: {amount!r})'
+        )
     if isinstance(amount, str):
         matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", amount)
         if matched is None or matched[2] not in UNITS:
@@ -388,7 +414,10 @@ def quota_of(folder: Path) -> float:
     both = read_words(folder / "cpu.max")
     if len(both) == 2 and both[0] != "max":
         return int(both[0]) / int(both[1])
-    quota, period = read_words(folder / "cpu.cfs_quota_us"), read_words(folder / "cpu.cfs_period_us")
+    quota, period = (
+        read_words(folder / "cpu.cfs_quota_us"),
+        read_words(folder / "cpu.cfs_period_us"),
+    )
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0])
     return math.inf

@@ -94,7 +94,9 @@ def assert_same_as_serial(
 class Loop:
     """The serial loop, and what it gave."""
 
-    def __init__(self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str) -> None:
+    def __init__(
+        self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str
+    ) -> None:
         self._fn = fn
         self._items = items
         self._rtol = rtol
@@ -108,7 +110,9 @@ class Loop:
         self._results = [fn(item) for item in inputs]
         self._draws = self._start.has_moved()
         for tensor, value in zip(reached, before, strict=True):
-            if tensor.shape != value.shape or not same_bits(tensor.detach().cpu().to_dense(), value.cpu().to_dense()):
+            if tensor.shape != value.shape or not same_bits(
+                tensor.detach().cpu().to_dense(), value.cpu().to_dense()
+            ):
                 raise AssertionError(
                     f"the function writes to a tensor or array that it captures ({describe(value)}): in a pool that stays in a "
                     "worker; return what is new instead"
@@ -117,11 +121,19 @@ class Loop:
         self._names = [f"capture {number}" for number in range(len(self._captures))]
         if order:
             for index, result in enumerate(self._results):
-                check_none_is_lost(index, [each for each in left_out(result) if each[1].grad_fn is not None])
-            others = others_reached(self._results, [*differentiable(inputs), *self._captures], lived)
-            self._names += [f"a leaf that is neither input nor capture ({describe(each)})" for each in others]
+                check_none_is_lost(
+                    index, [each for each in left_out(result) if each[1].grad_fn is not None]
+                )
+            others = others_reached(
+                self._results, [*differentiable(inputs), *self._captures], lived
+            )
+            self._names += [
+                f"a leaf that is neither input nor capture ({describe(each)})" for each in others
+            ]
             self._captures += others
-        self._derivatives = list(derivatives(self._results, [*differentiable(inputs), *self._captures], order))
+        self._derivatives = list(
+            derivatives(self._results, [*differentiable(inputs), *self._captures], order)
+        )
 
     def assert_repeatable(self) -> None:
         """Run the loop again, with the last item first unless random numbers are drawn one after another."""
@@ -142,7 +154,9 @@ class Loop:
                     "it in any order, in several processes; give each item what it depends on"
                 ) from error
 
-    def compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = "") -> None:
+    def compare(
+        self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = ""
+    ) -> None:
         """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool was asked, for the error."""
         try:
             self._compare(results, inputs, order)
@@ -151,7 +165,9 @@ class Loop:
 
     def _compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int) -> None:
         if len(results) != len(self._results):
-            raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(self._results)}")
+            raise AssertionError(
+                f"the pool gave {len(results)} results, the serial loop {len(self._results)}"
+            )
         for index, pair in enumerate(zip(results, self._results, strict=True)):
             compare_values(f"item {index}", *pair)
         ours = differentiable(inputs)
@@ -207,11 +223,15 @@ def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
     for index, item in enumerate(items):
         if lost := left_out(item):
             with kept_random_state():
-                reached = set(map(id, others_reached([fn(item)], [], [tensor for _, tensor in lost])))
+                reached = set(
+                    map(id, others_reached([fn(item)], [], [tensor for _, tensor in lost]))
+                )
             check_none_is_lost(index, [each for each in lost if id(each[1]) in reached])
 
 
-def others_reached(results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def others_reached(
+    results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """The leaves, of those that lived before, to which gradients of the results come besides the `known` ones."""
     outputs, given, old = differentiable(results), set(map(id, known)), set(map(id, lived))
     reached = [node.variable for node in held_leaves(outputs, given)]
@@ -247,7 +267,9 @@ def copies(items: Sequence[Any]) -> list[Any]:
         if storage.data_ptr() not in storages:
             storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storages[storage.data_ptr()], *place)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storages[storage.data_ptr()], *place
+        )
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:  # one tensor twice stays one
@@ -258,7 +280,10 @@ def copies(items: Sequence[Any]) -> list[Any]:
             known[id(tensor)] = leaf if tensor.is_leaf else apply(Alias, leaf)
         return known[id(tensor)]
 
-    return [structure.loads(pickled, list(map(copy, tensors))) for pickled, tensors in map(structure.dumps, items)]
+    return [
+        structure.loads(pickled, list(map(copy, tensors)))
+        for pickled, tensors in map(structure.dumps, items)
+    ]
 
 
 # --- derivatives
@@ -282,7 +307,9 @@ def differentiable(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for value in values for each in tensors_of(value) if each.requires_grad]
 
 
-def derivatives(outputs: Sequence[Any], inputs: list[torch.Tensor], order: int) -> Iterator[list[torch.Tensor | None]]:
+def derivatives(
+    outputs: Sequence[Any], inputs: list[torch.Tensor], order: int
+) -> Iterator[list[torch.Tensor | None]]:
     """The gradients of the outputs, then those of these, and so on."""
     for degree in range(1, order + 1):
         outputs = gradients_of(differentiable(outputs), inputs, degree, degree < order)
@@ -296,12 +323,25 @@ def gradients_of(
     if not outputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
-    drawn = (torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu") for each in outputs)
+    drawn = (
+        torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu")
+        for each in outputs
+    )
     cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
-    asked = [*inputs, ROOT]  # where that is wanted, all is, as in a backward that nobody gave any inputs
+    asked = [
+        *inputs,
+        ROOT,
+    ]  # where that is wanted, all is, as in a backward that nobody gave any inputs
     # kept, because captures may share a history with those of the other run
     try:
-        found = torch.autograd.grad(outputs, asked, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
+        found = torch.autograd.grad(
+            outputs,
+            asked,
+            cotangents,
+            allow_unused=True,
+            retain_graph=True,
+            create_graph=create_graph,
+        )
     except LostGradientError as error:
         raise AssertionError(str(error)) from error
     return list(found[:-1])
@@ -320,7 +360,9 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
         raise AssertionError(f"{name}: the results differ in structure")
     for mine, other in zip(ours, theirs, strict=True):
         if mine.requires_grad != other.requires_grad:
-            raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}")
+            raise AssertionError(
+                f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}"
+            )
         compare_tensors(f"{name}, value", mine, other, 0.0)
     if is_bare(result) and is_bare(expected):
         return
@@ -342,7 +384,9 @@ class RestPickler(structure.TensorPickler):
             return super().reducer_override(value)
         code, given = value.__code__, [value.__defaults__, value.__kwdefaults__]
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
-        given += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        given += [
+            cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()
+        ]
         return str, (value.__qualname__,), (code.co_code, code.co_names, constants, given)
 
 
@@ -363,23 +407,35 @@ def are_equal(mine: Any, other: Any) -> bool:
         return False
 
 
-def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None) -> None:
+def compare_tensors(
+    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
+) -> None:
     """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the dtype's epsilon."""
     kinds = [
-        each if each is None else (each.device, each.dtype, each.shape, each.layout, strides_of(each))
+        each
+        if each is None
+        else (each.device, each.dtype, each.shape, each.layout, strides_of(each))
         for each in (ours, theirs)
     ]
     if kinds[0] != kinds[1]:
-        raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
+        raise AssertionError(
+            f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}"
+        )
     if ours is None or theirs is None:
         return
     if rtol is None:
         rtol = 4096 * torch.finfo(theirs.dtype).eps
     ours, theirs = ours.detach().cpu().to_dense(), theirs.detach().cpu().to_dense()
-    is_close = torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True) if rtol else same_bits(ours, theirs)
+    is_close = (
+        torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True)
+        if rtol
+        else same_bits(ours, theirs)
+    )
     if not is_close:
         difference = (ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max().item()
-        raise AssertionError(f"{name}: the pool and the serial loop differ by up to {difference:.3g}")
+        raise AssertionError(
+            f"{name}: the pool and the serial loop differ by up to {difference:.3g}"
+        )
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:
@@ -391,7 +447,9 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Also the sign of zeros; all that is not a number is alike."""
-    ours, theirs = (each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs))
+    ours, theirs = (
+        each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs)
+    )
     same = (ours.view(torch.uint8) == theirs.view(torch.uint8)).view(-1, ours.element_size()).all(1)
     return bool((same | (ours.isnan() & theirs.isnan())).all())
 

@@ -37,7 +37,15 @@ from mpgrad.errors import (
     write,
 )
 
-__all__ = ["hide_own_frames", "is_own", "outside", "shown", "shown_stack", "warn", "without_own_frames"]
+__all__ = [
+    "hide_own_frames",
+    "is_own",
+    "outside",
+    "shown",
+    "shown_stack",
+    "warn",
+    "without_own_frames",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,10 +53,19 @@ T = TypeVar("T")
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
 # no mistake of mpgrad's; an interrupt comes wherever somebody waits
-OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
+OUTCOMES = (
+    AncestorFailedError,
+    CallTimeoutError,
+    CancelledError,
+    KeyboardInterrupt,
+    PoolClosedError,
+    WorkerDiedError,
+)
 OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
-FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
+FRAME = re.compile(
+    r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)'
+)
 STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 
@@ -94,7 +111,9 @@ def hide_own_frames(error: BaseException) -> None:
     entries = list(entries_of(read(error, "__traceback__")))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     innermost = itertools.takewhile(lambda file: not is_own(file), files[::-1])
-    is_outcome = issubclass(type(error), OUTCOMES) or isinstance(read(error, "__cause__"), RemoteTraceback)
+    is_outcome = issubclass(type(error), OUTCOMES) or isinstance(
+        read(error, "__cause__"), RemoteTraceback
+    )
     if wants_all() or not (is_outcome or any(map(is_callers, innermost))):
         return
     kept: types.TracebackType | None = None
@@ -138,7 +157,11 @@ def shown(text: str) -> str:
     found: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         frame = FRAME.fullmatch(line)
-        found += [line] if frame is None or is_source(following, frame) else with_source(frame, frame["indent"])
+        found += (
+            [line]
+            if frame is None or is_source(following, frame)
+            else with_source(frame, frame["indent"])
+        )
     return "\n".join(found)
 
 
@@ -149,14 +172,18 @@ def is_source(line: str, frame: re.Match[str]) -> bool:
 
 def without_own(lines: list[str]) -> Iterator[str]:
     """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad itself has raised."""
-    frames: list[tuple[re.Match[str], list[str]]] = []  # of the traceback that we are in, with their lines
+    frames: list[
+        tuple[re.Match[str], list[str]]
+    ] = []  # of the traceback that we are in, with their lines
     latest: re.Match[str] | None = None
     for line in lines:
         frame = FRAME.fullmatch(line)
         if frame is not None:
             latest = frame
             frames.append((frame, [line]))
-        elif latest is not None and (is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")):
+        elif latest is not None and (
+            is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")
+        ):
             frames[-1][1].append(line)
         else:
             yield from lines_of(frames)
@@ -182,7 +209,11 @@ def shown_stack(text: str) -> str:
         kept = frames
         if any(own) and not own[0] and not wants_all():
             inside = len(own) - own[::-1].index(True)  # what is further out has started the process
-            kept = [frame for frame, ours in zip(frames[:inside], own, strict=False) if not (ours or is_import(frame))]
+            kept = [
+                frame
+                for frame, ours in zip(frames[:inside], own, strict=False)
+                if not (ours or is_import(frame))
+            ]
         found += [title, *itertools.chain.from_iterable(map(with_source, kept))] if kept else []
     return "\n".join(found)
 

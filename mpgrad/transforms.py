@@ -22,7 +22,14 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import item_not_carried
 from mpgrad.pickling.state import ItemStreams, dumps_whole
 from mpgrad.pickling.streams import drawn
-from mpgrad.tasks.transform_programs import Batched, DirectProgram, JvpProgram, Program, ProgramRunner, VjpProgram
+from mpgrad.tasks.transform_programs import (
+    Batched,
+    DirectProgram,
+    JvpProgram,
+    Program,
+    ProgramRunner,
+    VjpProgram,
+)
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (
     dual_level_is_active,
@@ -101,10 +108,15 @@ def run_followed(
         )
     counts = [len(tensors) for tensors in own]
     common = drawn(common)
-    origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad(), [])
+    origin = Origin(
+        run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad(), []
+    )
     plan = Plan(origin, programs, len(common), counts)
     outputs = plan.apply(common, own)
-    return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
+    return [
+        structure.loads(shape, tensors)
+        for shape, tensors in zip(plan.structures, outputs, strict=True)
+    ]
 
 
 class Origin(NamedTuple):
@@ -125,7 +137,13 @@ class Plan:
     No tuple or dataclass: transforms would look for tensors in it and rebuild it.
     """
 
-    def __init__(self, origin: Origin, programs: Sequence[Program], common_count: int, own_counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        programs: Sequence[Program],
+        common_count: int,
+        own_counts: Sequence[int],
+    ) -> None:
         self.origin = origin
         self.programs = programs
         self.common_count = common_count
@@ -134,7 +152,9 @@ class Plan:
         self.structures: list[bytes] = []
         self.counts: list[int] = []
 
-    def apply(self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def apply(
+        self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
         """The outputs of each call, followed."""
         outputs = Mapped.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
         if self.origin.strays:
@@ -144,7 +164,9 @@ class Plan:
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         common, own = self.parts(tensors)
         run, pickled, seed, modes, *_ = self.origin
-        calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
+        calls: list[Arguments] = [
+            ((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)
+        ]
         with without_refusal():
             results = run(ProgramRunner(pickled, common, seed), calls, modes=modes)
         for each in itertools.chain.from_iterable(outputs for _, outputs in results):
@@ -152,20 +174,31 @@ class Plan:
         values = [[writable(each.detach()) for each in outputs] for _, outputs in results]
         return self.made([shape for shape, _ in results], values)
 
-    def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    def made(
+        self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
         self.counts = [len(each) for each in outputs]
-        return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)  # a Function has at least one output
+        return tuple(itertools.chain(*outputs)) or (
+            torch.zeros((), device="cpu"),
+        )  # a Function has at least one output
 
     def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """One value per tensor, split into those of the common ones and those of each call."""
-        return values[: self.common_count], list(per_call(values[self.common_count :], self.own_counts))
+        return values[: self.common_count], list(
+            per_call(values[self.common_count :], self.own_counts)
+        )
 
     def derived(
-        self, calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]], common: Sequence[torch.Tensor]
+        self,
+        calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]],
+        common: Sequence[torch.Tensor],
     ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
         """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
-        programs, own = [program for program, _ in calls.values()], [tensors for _, tensors in calls.values()]
+        programs, own = (
+            [program for program, _ in calls.values()],
+            [tensors for _, tensors in calls.values()],
+        )
         plan = Plan(self.origin, programs, len(common), [len(tensors) for tensors in own])
         outputs = plan.apply(common, own)
         return dict(zip(calls, outputs, strict=True)), plan.structures
@@ -184,7 +217,9 @@ class Mapped(torch.autograd.Function):
         ctx.plan, *tensors = inputs
         ctx.differentiable = list(map(can_be_followed, output))
         ctx.sorts = [(each.shape, each.dtype) for each in output]
-        ctx.mark_non_differentiable(*[each for each, there in zip(output, ctx.differentiable, strict=True) if not there])
+        ctx.mark_non_differentiable(
+            *[each for each, there in zip(output, ctx.differentiable, strict=True) if not there]
+        )
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -195,15 +230,23 @@ class Mapped(torch.autograd.Function):
         plan: Plan = ctx.plan
         tensors = ctx.saved_tensors
         common, own = plan.parts(tensors)
-        needed = [needs and can_be_followed(each) for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
+        needed = [
+            needs and can_be_followed(each)
+            for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)
+        ]
         needed_of_common, needed_of_own = plan.parts(needed)
-        common_wanted, own_wanted = places(needed_of_common), [places(flags) for flags in needed_of_own]
+        common_wanted, own_wanted = (
+            places(needed_of_common),
+            [places(flags) for flags in needed_of_own],
+        )
         calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
         for call, mine in enumerate(per_call(grads, plan.counts)):
             outputs = present(mine)
             if outputs and (own_wanted[call] or common_wanted):
                 inner, modes = plan.programs[call], current_modes()
-                program = VjpProgram(inner, len(own[call]), outputs, own_wanted[call], common_wanted, modes)
+                program = VjpProgram(
+                    inner, len(own[call]), outputs, own_wanted[call], common_wanted, modes
+                )
                 calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
         of_common: list[torch.Tensor | None] = [None] * len(common)
         of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
@@ -230,15 +273,27 @@ class Mapped(torch.autograd.Function):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
                 counts = len(own[call]), len(common)
-                program = JvpProgram(plan.programs[call], *counts, outputs, moving, common_moving, plan.origin.refusal)
+                program = JvpProgram(
+                    plan.programs[call],
+                    *counts,
+                    outputs,
+                    moving,
+                    common_moving,
+                    plan.origin.refusal,
+                )
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one
-        resting = per_call([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts], plan.counts)
+        resting = per_call(
+            [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts],
+            plan.counts,
+        )
         results: list[torch.Tensor | None] = []
         for call, (outputs, zeros) in enumerate(zip(outputs_of, resting, strict=True)):
             moved = dict(zip(outputs, found[call], strict=True)) if call in found else {}
-            results += [moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)]
+            results += [
+                moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)
+            ]
         return tuple(results) or (None,)
 
     @staticmethod
@@ -281,7 +336,9 @@ class Led(torch.autograd.Function):
         return None, None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, words: None, root: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(
+        ctx: Any, words: None, root: None, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return tuple(each if each is None else each.view_as(each) for each in tangents)
 
 

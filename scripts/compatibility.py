@@ -59,8 +59,24 @@ there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if import
 versions = {name: version(name) for name in there}
 print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
 """  # torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring NumPy
-SHOWN = {"python": "Python", "torch": "torch", "cloudpickle": "cloudpickle", "psutil": "psutil", "numpy": "NumPy"}
-HEADS = ("environment", *SHOWN.values(), "tests", "passed", "failed", "skipped", "seconds", "date", "commit")
+SHOWN = {
+    "python": "Python",
+    "torch": "torch",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "numpy": "NumPy",
+}
+HEADS = (
+    "environment",
+    *SHOWN.values(),
+    "tests",
+    "passed",
+    "failed",
+    "skipped",
+    "seconds",
+    "date",
+    "commit",
+)
 
 Entry = dict[str, Any]  # what came of an environment
 Entries = dict[str, Entry]  # ... by its name
@@ -71,11 +87,22 @@ Entries = dict[str, Entry]  # ... by its name
 
 def tried(name: str, workdir: Path) -> Entry:
     """Installs an environment, runs its tests and removes it again."""
-    entry: Entry = {"date": datetime.date.today().isoformat(), "commit": commit(), "tests": kind(name)}
+    entry: Entry = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "tests": kind(name),
+    }
     shutil.rmtree(workdir / name, ignore_errors=True)  # an interrupted run may have left it
     try:
         print(f"{name}: installing", flush=True)
-        made = tox(name, workdir, "--notest", "--skip-missing-interpreters", "false", stdout=subprocess.PIPE)
+        made = tox(
+            name,
+            workdir,
+            "--notest",
+            "--skip-missing-interpreters",
+            "false",
+            stdout=subprocess.PIPE,
+        )
         if made.returncode != 0:
             print(made.stdout, flush=True)
             return {**entry, "outcome": "not installed", "reason": reason_in(made.stdout)}
@@ -86,9 +113,15 @@ def tried(name: str, workdir: Path) -> Entry:
             tox(name, workdir, "--skip-pkg-install", "--", "--last-failed", f"--junitxml={again}")
             entry |= after_second_run(entry, again)
         return {**entry, "versions": versions_in(workdir / name)}
-    except Exception as error:  # an environment that breaks here must not keep the next ones from being run
+    except (
+        Exception
+    ) as error:  # an environment that breaks here must not keep the next ones from being run
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        return {**entry, "outcome": "failed", "reason": entry.get("reason", f"{type(error).__name__}: {error}")}
+        return {
+            **entry,
+            "outcome": "failed",
+            "reason": entry.get("reason", f"{type(error).__name__}: {error}"),
+        }
     finally:
         shutil.rmtree(workdir / name, ignore_errors=True)
 
@@ -100,20 +133,44 @@ def kind(name: str) -> str:
 def commit() -> str:
     """That of the checkout, with "+" where files differ from it; but for the record, which this script changes itself."""
     try:
-        head, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--", ":!docs/compatibility.*")
+        head, changed = (
+            git("rev-parse", "--short", "HEAD"),
+            git("status", "--porcelain", "--", ":!docs/compatibility.*"),
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{head}+" if changed else head
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
-def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tox", "run", "--colored", "no", "--workdir", str(workdir), "-e", name, *options]
-    environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}  # it would grow by what each environment takes
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+def tox(
+    name: str, workdir: Path, *options: str, stdout: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "tox",
+        "run",
+        "--colored",
+        "no",
+        "--workdir",
+        str(workdir),
+        "-e",
+        name,
+        *options,
+    ]
+    environment = {
+        **os.environ,
+        "PIP_NO_CACHE_DIR": "1",
+    }  # it would grow by what each environment takes
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def reason_in(output: str) -> str:
@@ -137,12 +194,19 @@ def last_line(text: str) -> str:
 
 def outcome(report: Path, status: int) -> Entry:
     if not report.exists():
-        return {"outcome": "failed", "reason": f"pytest ended without a report (exit status: {status})"}
+        return {
+            "outcome": "failed",
+            "reason": f"pytest ended without a report (exit status: {status})",
+        }
     counts = counts_in(report.read_text())
     if counts["failed"]:
         return {"outcome": "failed", **counts}
     if status != 0:
-        return {"outcome": "failed", "reason": f"no test failed, but pytest did (exit status: {status})", **counts}
+        return {
+            "outcome": "failed",
+            "reason": f"no test failed, but pytest did (exit status: {status})",
+            **counts,
+        }
     return {"outcome": "passed", **counts}
 
 
@@ -161,7 +225,9 @@ def after_second_run(entry: Entry, report: Path) -> Entry:
 def counts_in(junit: str) -> Entry:
     """From pytest's report: how many passed, which failed, how many were skipped for each reason, seconds."""
     suites = ElementTree.fromstring(junit)
-    outcomes: dict[str, set[str]] = collections.defaultdict(set)  # a test that failed has a second case if its end did, too
+    outcomes: dict[str, set[str]] = collections.defaultdict(
+        set
+    )  # a test that failed has a second case if its end did, too
     for case in suites.iter("testcase"):
         outcomes[f"{case.get('classname')}::{case.get('name')}"].update(part.tag for part in case)
     failed = [test for test, tags in outcomes.items() if tags & {"failure", "error"}]
@@ -191,7 +257,10 @@ def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
     for entry in entries.values():
         if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):
             pythons[minor(entry["versions"]["torch"])].add(minor(entry["versions"]["python"]))
-    return {torch: tuple(sorted(pythons[torch], key=by_number)) for torch in sorted(pythons, key=by_number)}
+    return {
+        torch: tuple(sorted(pythons[torch], key=by_number))
+        for torch in sorted(pythons, key=by_number)
+    }
 
 
 def read() -> Entries:
@@ -215,27 +284,40 @@ def with_table(page: str, entries: Entries) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page needs the two lines between which the table belongs: {BEGIN}{END}")
+        raise ValueError(
+            f"the page needs the two lines between which the table belongs: {BEGIN}{END}"
+        )
     return "".join([before, begin, *(f"{line}\n" for line in lines_of(entries)), end, after])
 
 
 def lines_of(entries: Entries) -> Iterator[str]:
     yield f"| {' | '.join(HEADS)} |"
     yield "| --- " * len(HEADS) + "|"
-    yield from (f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items())
+    yield from (
+        f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items()
+    )
     yield ""
-    skipped: dict[str, dict[str, int]] = collections.defaultdict(dict)  # how many in which environment, by reason
+    skipped: dict[str, dict[str, int]] = collections.defaultdict(
+        dict
+    )  # how many in which environment, by reason
     for name, entry in entries.items():
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"
         yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
-        yield from (f"* `{name}`: `{test}` failed among the others, and passed by itself" for test in entry.get("late", ()))
+        yield from (
+            f"* `{name}`: `{test}` failed among the others, and passed by itself"
+            for test in entry.get("late", ())
+        )
         for why, count in entry.get("skipped", {}).items():
             skipped[why][name] = count
     if skipped:
         yield from ("", "<details><summary>Why tests were skipped</summary>", "")
     for why, counts in sorted(skipped.items()):
-        where = ", ".join(f"`{name}`" for name in counts) if len(counts) < len(entries) else "in every environment"
+        where = (
+            ", ".join(f"`{name}`" for name in counts)
+            if len(counts) < len(entries)
+            else "in every environment"
+        )
         yield f"* {sum(counts.values())} tests: {why} ({where})"
     if skipped:
         yield from ("", "</details>")
@@ -244,7 +326,12 @@ def lines_of(entries: Entries) -> Iterator[str]:
 def cells(name: str, entry: Entry) -> list[object]:
     versions = [entry.get("versions", {}).get(package, "") for package in SHOWN]
     if "passed" in entry:
-        counts = [entry["passed"], len(entry["failed"]), sum(entry["skipped"].values()), entry["seconds"]]
+        counts = [
+            entry["passed"],
+            len(entry["failed"]),
+            sum(entry["skipped"].values()),
+            entry["seconds"],
+        ]
     else:
         counts = [entry["outcome"], "", "", ""]
     return [f"`{name}`", *versions, entry["tests"], *counts, entry["date"], entry.get("commit", "")]
@@ -275,10 +362,14 @@ def environment(name: str) -> str:
     """A name that has a Python and otherwise only parts that tox.ini knows. tox would make something else of it, or nothing."""
     python, *factors = name.split("-")
     if not re.fullmatch(r"py3\d+", python):
-        raise argparse.ArgumentTypeError(f"an environment's name begins with its Python, such as py312 ({name!r})")
+        raise argparse.ArgumentTypeError(
+            f"an environment's name begins with its Python, such as py312 ({name!r})"
+        )
     unknown = [factor for factor in factors if factor not in known_factors()]
     if unknown:
-        raise argparse.ArgumentTypeError(f"tox.ini does not know {', '.join(unknown)} ({name!r}); see --list")
+        raise argparse.ArgumentTypeError(
+            f"tox.ini does not know {', '.join(unknown)} ({name!r}); see --list"
+        )
     return name
 
 
@@ -296,8 +387,16 @@ def parser() -> argparse.ArgumentParser:
     keeps = "run these (default: the matrix; at its end, results of others are dropped)"
     made.add_argument("--only", nargs="+", type=environment, metavar="ENV", help=keeps)
     made.add_argument("--list", action="store_true", help="name the environments of the matrix")
-    made.add_argument("--table", action="store_true", help="run nothing, only write the table again")
-    made.add_argument("--workdir", type=Path, default=ROOT / ".tox", metavar="DIR", help="of tox: needs 10 GB (default: .tox)")
+    made.add_argument(
+        "--table", action="store_true", help="run nothing, only write the table again"
+    )
+    made.add_argument(
+        "--workdir",
+        type=Path,
+        default=ROOT / ".tox",
+        metavar="DIR",
+        help="of tox: needs 10 GB (default: .tox)",
+    )
     return made
 
 

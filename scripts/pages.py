@@ -63,7 +63,11 @@ class MistakeError(Exception):
 
 def pages() -> list[Path]:
     """All pages that have a program."""
-    return [path for path in sorted(DOCS.rglob("*.md")) if any(block.kind == "python" for block in blocks(path))]
+    return [
+        path
+        for path in sorted(DOCS.rglob("*.md"))
+        if any(block.kind == "python" for block in blocks(path))
+    ]
 
 
 def blocks(path: Path) -> Iterator[Block]:
@@ -73,8 +77,12 @@ def blocks(path: Path) -> Iterator[Block]:
         if kind is None:
             if line.startswith("```"):
                 kind, first, lines = line.strip("` "), number + 1, []
-            elif line.lstrip().startswith(("```", "~~~")) or (line.startswith("    ") and not before.strip()):
-                raise MistakeError(f"{path}, line {number}: a block begins with ``` at the margin, or nobody would run it")
+            elif line.lstrip().startswith(("```", "~~~")) or (
+                line.startswith("    ") and not before.strip()
+            ):
+                raise MistakeError(
+                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody would run it"
+                )
             before = line
         elif line.rstrip() == "```":
             yield Block(kind, first, lines)
@@ -96,7 +104,9 @@ def program(path: Path) -> str:
 
 def output(path: Path) -> str:
     """What the page says that its program prints."""
-    return "".join(f"{line}\n" for block in blocks(path) if block.kind == "output" for line in block.lines)
+    return "".join(
+        f"{line}\n" for block in blocks(path) if block.kind == "output" for line in block.lines
+    )
 
 
 def missing(path: Path) -> list[str]:
@@ -111,7 +121,9 @@ def missing(path: Path) -> list[str]:
 
 def pictures_shown(path: Path) -> set[str]:
     """The names of the pictures in a page that its program draws."""
-    return {Path(name).name for name in re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", path.read_text())}
+    return {
+        Path(name).name for name in re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", path.read_text())
+    }
 
 
 def tables_of(path: Path) -> list[Path]:
@@ -132,18 +144,24 @@ def run(path: Path, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": "", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "page.py"]
     try:
-        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        ended = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
     except subprocess.TimeoutExpired:
         raise MistakeError(f"{path}: still running after {LIMIT:.0f} s") from None
     if ended.returncode or "Warning" in ended.stderr:  # Matplotlib may say that it looks for fonts
         raise MistakeError(f"{path}: exit status {ended.returncode}\n{ended.stdout}{ended.stderr}")
     wanted = output(path)
-    printed = "".join(line for line in ended.stdout.splitlines(keepends=True) if not line.startswith(NOT_PRINTED))
+    printed = "".join(
+        line for line in ended.stdout.splitlines(keepends=True) if not line.startswith(NOT_PRINTED)
+    )
     if not doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS):
         raise MistakeError(f"{path}: the page shows\n{wanted}\nbut its program prints\n{printed}")
     drawn = {picture.name for picture in folder.glob("*.png")}
     if drawn != pictures_shown(path):
-        raise MistakeError(f"{path}: its program draws {sorted(drawn)}, the page shows {sorted(pictures_shown(path))}")
+        raise MistakeError(
+            f"{path}: its program draws {sorted(drawn)}, the page shows {sorted(pictures_shown(path))}"
+        )
 
 
 def cpu_seconds() -> float:
@@ -155,7 +173,9 @@ def cpu_seconds() -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs the code of the documentation's pages.")
     parser.add_argument("pages", nargs="*", type=Path, help="default: all")
-    parser.add_argument("--pictures", action="store_true", help=f"put the pictures that they draw into {PICTURES}")
+    parser.add_argument(
+        "--pictures", action="store_true", help=f"put the pictures that they draw into {PICTURES}"
+    )
     options = parser.parse_args(arguments)
     failed = 0
     for path in options.pages or pages():
@@ -170,7 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(mistake)
                 failed += 1
             else:
-                print(f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} s", flush=True)
+                print(
+                    f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} s",
+                    flush=True,
+                )
                 for picture in Path(name).glob("*.png") if options.pictures else ():
                     shutil.copy(picture, PICTURES)
     return min(failed, 1)

@@ -33,11 +33,17 @@ from mpgrad.calls.homes import Predicted
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.system import PORTABLE
 
-collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
+collect_ignore = (
+    [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
+)  # has a process of its own
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor keeps processes, on torch 2.8 from its import on
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # else inductor keeps processes, on torch 2.8 from its import on
 # torch's compiler and joblib set these when they are imported: then no worker would come from the session's nursery any more
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
 os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
@@ -61,10 +67,18 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine)))
+                made[engine, processes] = staffed(
+                    stack.enter_context(mpgrad.Pool(processes, engine=engine))
+                )
             return made[engine, processes]
 
-        for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
+        for engine, processes in (
+            ("process", 1),
+            ("process", 2),
+            ("process", 4),
+            ("thread", 2),
+            ("inline", 1),
+        ):
             get(engine, processes)
         yield get
 
@@ -73,7 +87,9 @@ ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `p
 
 
 @pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
-def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
+def pool(
+    request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> mpgrad.Pool:
     """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
     return shared_pools(*request.param)
 
@@ -109,7 +125,9 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
 
 def footprint() -> dict[str, set[str]]:
     return {
-        "processes": set(map(str, psutil.pids())),  # of all, as it takes long to look whose children they are
+        "processes": set(
+            map(str, psutil.pids())
+        ),  # of all, as it takes long to look whose children they are
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "descriptors": set(numbers_of_files()),
         "shared memory": set(names_of_shared_memory()),
@@ -144,7 +162,11 @@ def numbers_of_files() -> Iterator[str]:
 def files_among(descriptors: set[str]) -> Iterator[str]:
     """Those that are not shared memory: warm pools may keep more of it than when the test began; its own tests look at that."""
     names = {each.partition(" ")[0] for each in descriptors}
-    return (f"{name} {target}" for name, target in open_descriptors() if name in names and not is_shared_memory(target))
+    return (
+        f"{name} {target}"
+        for name, target in open_descriptors()
+        if name in names and not is_shared_memory(target)
+    )
 
 
 def open_descriptors() -> Iterator[tuple[str, str]]:
@@ -181,7 +203,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
     """For parameters of which all are tried before a change lands, and the first ones whenever tests run: the rest is slow."""
-    return [*params[:count], *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:])]
+    return [
+        *params[:count],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:]),
+    ]
 
 
 def linux_only(mechanism: str) -> pytest.MarkDecorator:
@@ -219,14 +244,31 @@ def passes_with(plugin: Path, *names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, *files]
     path = os.pathsep.join([str(plugin.parent), os.environ.get("PYTHONPATH", "")])
     # from its folder, so that an installed mpgrad is found, and not the sources
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=plugin.parent, env={**os.environ, "PYTHONPATH": path})
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=plugin.parent,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert ended.returncode == 0, ended.stdout[-6000:]
 
 
-def quick_figures(script: Path, folder: Path, *arguments: str, within: float = 58) -> tuple[list[dict[str, Any]], str]:
+def quick_figures(
+    script: Path, folder: Path, *arguments: str, within: float = 58
+) -> tuple[list[dict[str, Any]], str]:
     """What a quick run of a benchmark, without a warning, writes into its file and prints."""
     file = folder / "figures.json"
-    command = [sys.executable, "-W", "error", str(script), *arguments, "--quick", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(script),
+        *arguments,
+        "--quick",
+        "--json",
+        str(file),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=within)
     assert (ended.returncode, ended.stderr) == (0, "")
     figures: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
@@ -263,7 +305,9 @@ def gone(pids: list[int], within: float) -> bool:
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # who should reap an orphan is not our affair
     except psutil.NoSuchProcess:
         return False
 

@@ -25,7 +25,13 @@ from typing import Any
 
 from mpgrad.system import receive_descriptors
 
-__all__ = ["become_child", "forget_exit_handlers", "leave_children", "run_exit_handlers", "share_tracker"]
+__all__ = [
+    "become_child",
+    "forget_exit_handlers",
+    "leave_children",
+    "run_exit_handlers",
+    "share_tracker",
+]
 
 
 class AskedTracker(resource_tracker.ResourceTracker):

@@ -66,7 +66,10 @@ class Outlet:
         self._thread = threading.current_thread()
         self._waiting: deque[Message] = deque()
         self._is_sending = False
-        self._streams = OutputStream(self, "stdout", sys.stdout), OutputStream(self, "stderr", sys.stderr)
+        self._streams = (
+            OutputStream(self, "stdout", sys.stdout),
+            OutputStream(self, "stderr", sys.stderr),
+        )
         sys.stdout, sys.stderr = self._streams
         handler = LogHandler(self)
         logging.root.addHandler(handler)
@@ -195,7 +198,10 @@ def pickled_attributes(attributes: dict[str, Any]) -> bytes:
     try:
         return dumps(attributes, ExceptionPickler)
     except Exception:  # of whoever's object is among them
-        return dumps({name: each for name, each in attributes.items() if can_be_carried(each)}, ExceptionPickler)
+        return dumps(
+            {name: each for name, each in attributes.items() if can_be_carried(each)},
+            ExceptionPickler,
+        )
 
 
 def can_be_carried(value: object) -> bool:
@@ -247,7 +253,9 @@ class TaskWarnings:
         instance = message if isinstance(message, Warning) else category(message)
         try:
             pickled = classes.dumps(instance)
-        except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
+        except (
+            Exception
+        ):  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[Warned(pickled, filename, lineno)] = None
 
@@ -274,7 +282,11 @@ def in_words(value: Any, depth: int = 2) -> str:
     opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
     if depth == 0:
         return f"{opening}...{closing}"
-    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
+    pairs = (
+        [("", each) for each in value]
+        if kind is not dict
+        else [(f"{named(key)}: ", each) for key, each in value.items()]
+    )
     return opening + all_in_words(pairs, depth - 1) + closing
 
 
@@ -289,7 +301,9 @@ def named(key: object) -> str:
 
 
 def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)
+    return all_in_words(
+        [*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2
+    )
 
 
 def described(value: Any) -> str:
@@ -309,7 +323,9 @@ def promise_last_words(link: Link) -> None:
     except OSError:  # no descriptor is free, and calls matter more
         return
     try:
-        os.set_blocking(ours, False)  # what does not fit in is left out: nobody reads before we are dead
+        os.set_blocking(
+            ours, False
+        )  # what does not fit in is left out: nobody reads before we are dead
         link.send([LastWords()], (), [theirs])
     finally:
         os.close(theirs)

@@ -27,7 +27,15 @@ import gc
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +46,25 @@ from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import MOST_READ, MOST_READ_AGAIN, NAMES, RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.structure import (
+    MOST_READ,
+    MOST_READ_AGAIN,
+    NAMES,
+    RUNS_CODE,
+    has_own_way,
+    leads_to_libraries,
+)
 from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
-from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
+from mpgrad.torch_state.private import (
+    Level,
+    all_leaves,
+    graph_behind,
+    held_leaves,
+    is_held,
+    leading_to,
+    plus,
+)
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure
@@ -93,7 +116,11 @@ class Code:
         if captures or state:
             return loads_with_state(self.pickled, captures, number, state, in_state)
         kept, self._kept = self._kept, None
-        if kept is not None and (now := Sight.of(kept.target)) is not None and now.is_like(kept.sight):
+        if (
+            kept is not None
+            and (now := Sight.of(kept.target)) is not None
+            and now.is_like(kept.sight)
+        ):
             kept.modules.begin_again(kept.script)
             self._under_way.append(kept)
             return kept.target, kept.modules, Streams()
@@ -124,7 +151,9 @@ class Function(NamedTuple):
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
-    homes: Sequence[int] | None  # where the captures that need gradients lie in the caller, in a pool with devices
+    homes: (
+        Sequence[int] | None
+    )  # where the captures that need gradients lie in the caller, in a pool with devices
     search: CaptureSearch
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
@@ -162,7 +191,10 @@ class FunctionTable(dict[int, Function | Failure]):
         if message.pickled is not None:
             self._codes[message.code] = Code(message.pickled)
         if message.state is not None:
-            self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
+            self._states.put(
+                message.state.number,
+                message.state.pickled or self._states.get(message.state.number) or b"",
+            )
         try:
             self[message.function] = self._loaded(message)
         except BaseException as error:
@@ -172,9 +204,14 @@ class FunctionTable(dict[int, Function | Failure]):
         refs = self._station.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
-            with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
+            with torch.inference_mode(
+                False
+            ):  # of the caller's thread, where that is ours; they are used under others too
                 tensors = self._loans.captures(message.slot, refs)
-                captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
+                captures = [
+                    as_captured(tensor, ref.flags)
+                    for tensor, ref in zip(tensors, refs, strict=True)
+                ]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
         number, state, in_state = 0, b"", 0
         if message.state is not None:
@@ -191,10 +228,16 @@ class FunctionTable(dict[int, Function | Failure]):
             versions=[tensor._version for tensor in captures],
             gathers=message.gathers,
             homes=self._station.codes_in(message.captures),
-            search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
+            search=CaptureSearch(
+                {id(edges[number]): number for number in with_more_behind(message.captures)}
+            ),
             sums=FunctionSums(),
             streams=streams,
-            strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures), code.operations > 1),
+            strays=Strays(
+                (code.pickled, state),
+                copied_in(target, code.pickled, captures),
+                code.operations > 1,
+            ),
         )
 
     def forget(self, message: Forget) -> None:
@@ -209,7 +252,9 @@ class FunctionTable(dict[int, Function | Failure]):
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
-        if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
+        if (
+            self._forgotten_bytes > GARBAGE_BYTES
+        ):  # a recursive function is a cycle, which would keep its captures for long
             self._forgotten_bytes = 0
             known = None
             gc.collect()
@@ -234,7 +279,9 @@ class CaptureSums:
     def __init__(self, count: int) -> None:
         self.calls = 0
         self.sums: list[torch.Tensor | None] = [None] * count
-        self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
+        self._owned = [
+            False
+        ] * count  # the first gradient may share memory with others; a sum of ours does not
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Those of a call: one gradient for each capture, None where there is none.
@@ -279,12 +326,29 @@ class FunctionSums:
 # --- strays
 
 
-SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
+SKIPPED = {
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    complex,
+    type(None),
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+}
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
-SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
+SKIPPED |= {
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+}
 Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 # by which code comes to a module that it does not name
-WAYS_TO_MODULES = frozenset({b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"})
+WAYS_TO_MODULES = frozenset(
+    {b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"}
+)
 # modules in whose names such a name occurs: of what each function of a script is made by, and of PyTorch's layers
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
@@ -305,14 +369,21 @@ class Strays:
         """Also by a call that is given nothing but tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._leads_out = any(leads_to_libraries(each, self._most_read) or leads_to_modules(each) for each in self._pickles)
+            self._leads_out = any(
+                leads_to_libraries(each, self._most_read) or leads_to_modules(each)
+                for each in self._pickles
+            )
         return self._leads_out or bool(self._copied)
 
-    def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:
+    def behind(
+        self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies
+    ) -> dict[int, str]:
         """In words, what each of some outputs, by number, depends on besides the `known` leaves; or is itself."""
         nodes = held_leaves(outputs, known, (ENTRY_NODE,))
         given = {
-            number: each for number, each in enumerate(outputs) if each.requires_grad and each.is_leaf and id(each) not in known
+            number: each
+            for number, each in enumerate(outputs)
+            if each.requires_grad and each.is_leaf and id(each) not in known
         }
         if not (nodes or given):
             return {}
@@ -320,11 +391,23 @@ class Strays:
             [each for each in given.values() if not self._owner_of(each, copied)],
             [node for node in nodes if not self._owner_of(node.variable, copied)],
         )
-        strays = {number: words for number, each in given.items() if (words := self._words_of(each, copied))}
-        if found := [(node, words) for node in nodes if (words := self._words_of(node.variable, copied))]:
+        strays = {
+            number: words
+            for number, each in given.items()
+            if (words := self._words_of(each, copied))
+        }
+        if found := [
+            (node, words) for node in nodes if (words := self._words_of(node.variable, copied))
+        ]:
             users, seen = graph_behind(outputs, (ENTRY_NODE,)), set[Any]()
-            leading = {each: words for node, words in found for each in leading_to(node, users, seen)}
-            strays |= {number: leading[each.grad_fn] for number, each in enumerate(outputs) if each.grad_fn in leading}
+            leading = {
+                each: words for node, words in found for each in leading_to(node, users, seen)
+            }
+            strays |= {
+                number: leading[each.grad_fn]
+                for number, each in enumerate(outputs)
+                if each.grad_fn in leading
+            }
         return strays
 
     def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:
@@ -370,9 +453,13 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     if not left:
         return {}
     owners = dict.fromkeys(left, "an object")
-    users = [each for each in objects if not is_of_libraries(type(each).__module__)]  # from the outer ones to the inner ones
+    users = [
+        each for each in objects if not is_of_libraries(type(each).__module__)
+    ]  # from the outer ones to the inner ones
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
-        owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
+        owners.update(
+            dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__)
+        )
     copies: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
     for key, owner in owners.items():
         copies[found[key]] = owner
@@ -407,13 +494,22 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
 
 
 # what has functions of the user's, and their modules, in it
-CARRY = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib.", "mpgrad.pickling.modules.CarriedModule"
+CARRY = (
+    "mpgrad.tasks.",
+    "mpgrad.torch_state.modes.",
+    "mpgrad.joblib.",
+    "mpgrad.pickling.modules.CarriedModule",
+)
 
 
 def is_ours(kind: type) -> bool:
     """A pool's machinery: inline, or in a thread, it has functions and what they made."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return name.startswith("mpgrad.") and not name.startswith(CARRY) and not issubclass(kind, torch.nn.Module)
+    return (
+        name.startswith("mpgrad.")
+        and not name.startswith(CARRY)
+        and not issubclass(kind, torch.nn.Module)
+    )
 
 
 # --- what is known of leaves
@@ -448,7 +544,9 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
-        gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
+        gc.collect(
+            1
+        )  # what the call left behind in cycles, for to look through modules takes longer
     unknown += [node.variable for node in unplaced if is_held(node)]
     if not unknown:
         return

@@ -74,8 +74,12 @@ __all__ = [
     "still_there",
 ]
 
-Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
-Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gradient leaves, or the leaf that it is
+Edge = (
+    GradientEdge | torch.Tensor
+)  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+Entrance = (
+    weakref.ref[Any] | torch.Tensor
+)  # of an input: the node where its gradient leaves, or the leaf that it is
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
@@ -92,7 +96,9 @@ class GraphEntry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        return alone[0]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
+        return alone[
+            0
+        ]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
@@ -109,7 +115,9 @@ ROOT = torch.zeros((), device="cpu", requires_grad=True)
 ROOT_EDGE = get_gradient_edge(ROOT)
 
 
-def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:
+def dress(
+    tensors: Sequence[torch.Tensor], flags: Sequence[int]
+) -> tuple[list[torch.Tensor], list[Entrance]]:
     """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
     for k, own in enumerate(flags):
@@ -120,7 +128,9 @@ def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[t
         elif own & REQUIRES_GRAD:
             with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
                 dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
-            entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
+            entrances.append(
+                weakref.ref(dressed[k].grad_fn)
+            )  # now: an in-place write moves the tensor away from that node
     return dressed, entrances
 
 
@@ -138,7 +148,9 @@ def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
     return None if node is None else GradientEdge(node, 0)
 
 
-def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool) -> set[int]:
+def leaves_behind(
+    outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool
+) -> set[int]:
     """Those leaves, of the `wanted` ones by id, that the outputs depend on.
 
     A graph that is `reentrant` does not show what that is: so it may be any.
@@ -169,7 +181,9 @@ class CaptureSearch:
 
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
-        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)]
+        self._found += [
+            self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)
+        ]
 
     def take_found(self) -> list[int]:
         """Since the last time."""
@@ -215,7 +229,11 @@ def still_there(edge: Edge | None) -> Edge | None:
 
 
 def run_whole(
-    outputs: Sequence[Edge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
+    outputs: Sequence[Edge],
+    edges: Sequence[Edge],
+    grads: Sequence[torch.Tensor],
+    keep: bool,
+    create: bool,
 ) -> list[torch.Tensor | None]:
     """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
@@ -250,8 +268,12 @@ class GraphEdges(NamedTuple):
 
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
-    inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
-    reentrant: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    inputs: Sequence[
+        Edge | None
+    ]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
+    reentrant: bool = (
+        False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    )
     devices: DeviceMap | None = None
 
     def run_backward(
@@ -269,7 +291,9 @@ class GraphEdges(NamedTuple):
         edges = [still_there(self.inputs[k]) for k in numbers]
         if captures or self.reentrant:
             edges += map(still_there, self.function.edges)
-        given = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        given = [
+            (edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None
+        ]
         found: list[torch.Tensor | None] = [None] * len(edges)
         if given:
             outputs, incoming = zip(*given, strict=True)
@@ -310,7 +334,9 @@ class GraphTable:
         self._spent: dict[int, GraphEdges] = {}
         self._dropped: set[int] = set()  # the caller believes that they are here
         self._sizes: dict[int, int] = {}  # of those kept
-        self._largest: list[tuple[int, int]] = []  # a heap of (-bytes, call); may name some that are gone
+        self._largest: list[
+            tuple[int, int]
+        ] = []  # a heap of (-bytes, call); may name some that are gone
 
     def __contains__(self, call: int) -> bool:
         return call in self._kept or call in self._spent

@@ -62,7 +62,13 @@ from mpgrad.wire.messages import (
     Try,
 )
 from mpgrad.wire.tensor_refs import Payload
-from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
+from mpgrad.workers.child import (
+    become_child,
+    forget_exit_handlers,
+    leave_children,
+    run_exit_handlers,
+    share_tracker,
+)
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
 from mpgrad.workers.device import Station, station
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
@@ -95,7 +101,9 @@ class Worker:
         self._tracker = Tracker(loans.arena)
         self._warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
-        self._runner = runner = Runner(functions, graphs, loans, self._tracker, self._warnings, station)
+        self._runner = runner = Runner(
+            functions, graphs, loans, self._tracker, self._warnings, station
+        )
         self._records = False  # for a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: runner.forward,
@@ -135,7 +143,9 @@ class Worker:
             else:
                 self._news[type(message)](message)
         # nobody knows when the next answer comes
-        if type(frame.messages[-1]) not in self._requests and (returns := self._loans.take_returns()):
+        if type(frame.messages[-1]) not in self._requests and (
+            returns := self._loans.take_returns()
+        ):
             self._link.send([Returned(returns)])
 
     def _answer(self, message: Any, payload: memoryview) -> None:
@@ -157,7 +167,9 @@ class Worker:
         """Begin or end; inline, a chunk that is under way goes on as it began."""
         self._records = message.on
 
-    def _send(self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()) -> None:
+    def _send(
+        self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()
+    ) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._loans.announce_slabs()
@@ -214,7 +226,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         link.close()
 
 
-def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
+def begin(
+    number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
+) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
     device, phase = Station(), "initializer"
     try:
@@ -252,11 +266,15 @@ def serve_in_process(
     if tracker is not None:
         share_tracker(tracker)
     PLACE.in_worker = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
 
 
-def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket) -> NoReturn:
+def serve_and_exit(
+    end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket
+) -> NoReturn:
     """`serve_in_process` in one that is nobody else's."""
     status = 1
     forget_exit_handlers()
@@ -267,7 +285,9 @@ def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, trac
         sys.excepthook(*sys.exc_info())
     finally:
         run_exit_handlers()
-        with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # closed streams must not turn a good exit into a bad one
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
@@ -276,7 +296,9 @@ def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, trac
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
     """Have the start of a worker fail, in its process."""
     link = Channel(end, blocking=True)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, and nobody is left to tell
+    with contextlib.suppress(
+        EOFError, ConnectionError
+    ):  # the parent is gone, and nobody is left to tell
         link.receive()  # what it is told first
         link.send([StartFailed(failure(error, "start"))])
     os._exit(1)
@@ -285,7 +307,9 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
     """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
-    end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
+    end.set_inheritable(
+        False
+    )  # else a program that a call starts would keep it open, when this one has ended
     serve_and_exit(end, number, None, socket.socket(fileno=tracker))
 
 

@@ -97,7 +97,9 @@ class Loans:
     def borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
-    def captures(self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]) -> list[torch.Tensor]:
+    def captures(
+        self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]
+    ) -> list[torch.Tensor]:
         """Those of a function; `slot`: address and size of what holds the small ones."""
         content = memoryview(b"")
         if slot is not None:
@@ -126,22 +128,37 @@ class Loans:
     ) -> Sequence[TensorRef | None]:
         """Gradients; `homes`: where they are to be in the caller, in a pool with devices."""
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
-        flags = [REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors]
+        flags = [
+            REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
+        ]
         together = self.packer.together(tensors, flags) if homes is None else None
         if together is not None:
             return self.lend(together, payload)
         each_home = [None] * len(tensors) if homes is None else homes
         triples = zip(tensors, flags, each_home, strict=True)
         place = self.packer.place
-        return self.lend([None if each is None else place(each, own, home) for each, own, home in triples], payload)
+        return self.lend(
+            [None if each is None else place(each, own, home) for each, own, home in triples],
+            payload,
+        )
 
     @overload
-    def lend(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]: ...
+    def lend(
+        self, placed: Sequence[Placed] | Together, payload: Payload
+    ) -> Sequence[TensorRef]: ...
     @overload
-    def lend(self, placed: Sequence[Placed | None], payload: Payload) -> Sequence[TensorRef | None]: ...
-    def lend(self, placed: Sequence[Placed | None] | Together, payload: Payload) -> Sequence[TensorRef | None]:
+    def lend(
+        self, placed: Sequence[Placed | None], payload: Payload
+    ) -> Sequence[TensorRef | None]: ...
+    def lend(
+        self, placed: Sequence[Placed | None] | Together, payload: Payload
+    ) -> Sequence[TensorRef | None]:
         """References to what was placed, for the message with this `payload`."""
-        holders = [placed.holder] if isinstance(placed, Together) else [each.holder for each in placed if each is not None]
+        holders = (
+            [placed.holder]
+            if isinstance(placed, Together)
+            else [each.holder for each in placed if each is not None]
+        )
         for holder in holders:
             if isinstance(holder, Slot):
                 self._lend_slot(holder)
@@ -236,14 +253,28 @@ class Mallinfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
 class Mstats(ctypes.Structure):
     """What the `mstats` of macOS returns."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")
+    ]
 
 
 LIBC = ctypes.CDLL(None)

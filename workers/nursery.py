@@ -36,7 +36,9 @@ def main(descriptor: int) -> None:
     """Serves until the parent is gone, or closes its end; `descriptor` is our end of the pipe to it."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # who starts us may have blocked it
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGCHLD}
+    )  # who starts us may have blocked it
     gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
     from mpgrad.torch_state.modes import load_generators
@@ -66,7 +68,9 @@ class Nursery:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # without a handler the wake-up descriptor stays silent
+        signal.signal(
+            signal.SIGCHLD, lambda number, frame: None
+        )  # without a handler the wake-up descriptor stays silent
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
@@ -107,7 +111,9 @@ class Nursery:
                     os.kill(pid, what)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]) -> None:
+    def _fork(
+        self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]
+    ) -> None:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
@@ -120,7 +126,9 @@ class Nursery:
         for end in ends:
             end.close()
 
-    def _become_worker(self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int) -> NoReturn:
+    def _become_worker(
+        self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int
+    ) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
@@ -142,5 +150,7 @@ class Nursery:
             self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
-        with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the parent is gone, which the next read will say
             self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -48,7 +48,9 @@ with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too; and see
     # `leaf_gate`
     ROOT = torch.zeros((), requires_grad=True, device="cpu")
-    ROOT_EDGE = get_gradient_edge(ROOT)  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    ROOT_EDGE = get_gradient_edge(
+        ROOT
+    )  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
 
 
 class Gate(torch.autograd.Function):
@@ -159,7 +161,11 @@ class CaptureGate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, home: OperationHome, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor
+        ctx: Any,
+        home: OperationHome,
+        led_to: Set[int],
+        before: torch.Tensor | None,
+        *captures: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
@@ -179,7 +185,9 @@ class CaptureGate(torch.autograd.Function):
         except BaseException as error:
             hide_own_frames(error)
             raise
-        for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
+        for_others = [
+            grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)
+        ]
         if any(grad is not None for grad in for_others):
             home.put_aside(graph_task, for_others)
             when_backward_ends(lambda: home.forget_sum(graph_task))  # the others may not be in it
@@ -204,13 +212,19 @@ ALONE_NODE = node_type(SingleOutput)
 CAPTURE_GATE_NODE = node_type(CaptureGate)
 
 
-def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def added(
+    total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Both, item by item; None stands for no gradient."""
     pairs = zip(total, grads, strict=True)
-    return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
+    return [
+        grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs
+    ]
 
 
-def further_token(home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
+def further_token(
+    home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]
+) -> torch.Tensor | None:
     """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the result did not depend on.
 
     Raises:
@@ -218,15 +232,22 @@ def further_token(home: OperationHome, token: torch.Tensor | None, reached: Sequ
     """
     reach = home.reach
     assert reach is not None
-    gate: Any = None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+    gate: Any = (
+        None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+    )
     led_to = frozenset() if gate is None else gate.led_to
     missing = set(reached) - led_to
     if not missing:
         return token
     nothing = torch.zeros((), device="cpu")
     numbers = range(reach.count)
-    captures = [apply(SingleOutput, reach.as_it_was(number)) if number in missing else nothing for number in numbers]
-    further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
+    captures = [
+        apply(SingleOutput, reach.as_it_was(number)) if number in missing else nothing
+        for number in numbers
+    ]
+    further: torch.Tensor = apply(
+        CaptureGate, home, led_to | missing, None if gate is None else token, *captures
+    )
     set_priority(further.grad_fn, WAIT_LAST)
     return further
 
@@ -238,12 +259,19 @@ class Captures:
     workers say, before a result is here, which ones it was made from of those that have `more_behind`.
     """
 
-    def __init__(self, home: OperationHome, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        home: OperationHome,
+        captures: Sequence[torch.Tensor],
+        more_behind: Set[int] = frozenset(),
+    ) -> None:
         self._home = home
         self._reach = home.reach = Reach(captures, more_behind)
         with torch.enable_grad():  # the function may turn them on
             # as they are now: the caller may write to them, or freeze them, before the token is made
-            self._captures = [apply(SingleOutput, each) if more_behind else each for each in captures]
+            self._captures = [
+                apply(SingleOutput, each) if more_behind else each for each in captures
+            ]
         # what the last token leads to, and it: written at once, because any thread may be here
         self._made: tuple[Set[int], torch.Tensor | None] | None = None
         if torch.is_grad_enabled() and not more_behind:
@@ -256,7 +284,10 @@ class Captures:
         if made is None or not self._reach.found <= made[0]:
             led_to = frozenset(self._reach.found)
             left_out = self._reach.more_behind - led_to
-            captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+            captures = [
+                each.detach() if number in left_out else each
+                for number, each in enumerate(self._captures)
+            ]
             token: torch.Tensor | None = None
             if len(left_out) < len(captures):
                 token = apply(CaptureGate, self._home, led_to, None, *captures)

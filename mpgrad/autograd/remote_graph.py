@@ -65,7 +65,9 @@ class Promise(NamedTuple):
     place: int  # among the gradients that it gives
 
 
-Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
+Grads = Sequence[
+    Sequence[torch.Tensor | Promise]
+]  # of the outputs of one call: the parts of each sum; none: no gradient
 
 
 class Settled:
@@ -78,7 +80,9 @@ class Settled:
 
     def __init__(self) -> None:
         self.outcome: Any = None
-        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
+        self.dependents: Sequence[
+            Callable[[], None]
+        ] = ()  # of the scheduling thread: to be told when it is there
         self.warned: Any = ()  # warnings of tasks
 
     @property
@@ -113,20 +117,33 @@ class Members:
         self.of_input = of_input
 
     def of(self, item: int) -> Member:
-        return Member(*(range(bisect_left(each, item), bisect_right(each, item)) for each in (self.of_output, self.of_input)))
+        return Member(
+            *(
+                range(bisect_left(each, item), bisect_right(each, item))
+                for each in (self.of_output, self.of_input)
+            )
+        )
 
     def given(self, grads: Sequence[object]) -> dict[int, None]:
         """The items to whose results a gradient has come."""
-        return dict.fromkeys(itertools.compress(self.of_output, [grad is not None for grad in grads]))
+        return dict.fromkeys(
+            itertools.compress(self.of_output, [grad is not None for grad in grads])
+        )
 
 
 class Reach:
     """What the tokens of an operation have in common, as long as there is a result. Of the captures it keeps none alive."""
 
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
-        self.more_behind = more_behind  # captures, by number, behind which the caller has a history, or hooks
-        self.found: set[int] = set()  # of those, the ones that a result depends on, as the workers say
-        self._captures = [(weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures]
+        self.more_behind = (
+            more_behind  # captures, by number, behind which the caller has a history, or hooks
+        )
+        self.found: set[int] = (
+            set()
+        )  # of those, the ones that a result depends on, as the workers say
+        self._captures = [
+            (weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures
+        ]
 
     @property
     def count(self) -> int:
@@ -172,26 +189,45 @@ class RemoteGraph:
         "worker",
     )
 
-    def __init__(self, home: OperationHome, worker: object, call: int, index: int | range, recipe: object = None) -> None:
+    def __init__(
+        self,
+        home: OperationHome,
+        worker: object,
+        call: int,
+        index: int | range,
+        recipe: object = None,
+    ) -> None:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
-        self.eager: Any = None  # gradients that came with the result, for a gradient that was predicted
+        self.eager: Any = (
+            None  # gradients that came with the result, for a gradient that was predicted
+        )
         self.call = call
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
-        self.strays: dict[int, str] | None = None  # by output: a leaf of the worker's own that it depends on, in words
-        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
+        self.strays: dict[int, str] | None = (
+            None  # by output: a leaf of the worker's own that it depends on, in words
+        )
+        self.inputs_lent: Sequence[
+            tuple[torch.Tensor, int]
+        ] = ()  # read in place by the worker, with their versions then
         # There is one of these for every call that is kept, so containers come when something is to be put into them: what
         # the collector of cycles has to walk through, again and again, costs more than all the rest.
         self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
-        self.family: list[weakref.ref[Any]] | None = None  # the `Call`s of this graph and of its derivatives
-        self._backwards: dict[int, Backward] | None = None  # by graph task: with gradients that no gate has taken yet
+        self.family: list[weakref.ref[Any]] | None = (
+            None  # the `Call`s of this graph and of its derivatives
+        )
+        self._backwards: dict[int, Backward] | None = (
+            None  # by graph task: with gradients that no gate has taken yet
+        )
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
         self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
-        self.promises: dict[int, list[tuple[int, Promise]]] | None = None  # by backward: to which output
+        self.promises: dict[int, list[tuple[int, Promise]]] | None = (
+            None  # by backward: to which output
+        )
 
     def check_inputs(self) -> None:
         """Raises RuntimeError where somebody wrote to inputs that the worker has read in place."""
@@ -370,19 +406,27 @@ class Backward(Settled):
         self.further: Further | None = None
         self.modes: Any = None
         self.environment: bytes | None = None  # as in `OperationOptions`
-        self.worker: object = None  # in whose sum the captures' gradients are, unless they are apart
+        self.worker: object = (
+            None  # in whose sum the captures' gradients are, unless they are apart
+        )
         self.was_eager = False  # that sum is the one of eager backwards
         self.again = False  # it was sent before, and may have freed its graph; that is no mistake of the caller's
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
         # what came
-        self.derived_number: int | None = None  # of the graph of the gradients, where there is to be one
+        self.derived_number: int | None = (
+            None  # of the graph of the gradients, where there is to be one
+        )
         self.derived: RemoteGraph | None = None  # that graph
-        self.reached: Sequence[int] = ()  # captures that it depends on, of those with more behind them
+        self.reached: Sequence[
+            int
+        ] = ()  # captures that it depends on, of those with more behind them
         self._left = len(wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: Sequence[torch.Tensor | None] = ()
-        self._taking = threading.Lock()  # gates of captures, and of tensors on each device, run in threads of their own
+        self._taking = (
+            threading.Lock()
+        )  # gates of captures, and of tensors on each device, run in threads of their own
 
     def give(self, grads: Grads, levels: tuple[Level, ...], waits: bool) -> None:
         """The gradients of the outputs. `waits`: there are promises among them."""
@@ -405,12 +449,16 @@ class Backward(Settled):
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
         graph = self._graph or self._ref()  # it may have been cancelled, and dropped
-        return self._index if graph is None else graph.given([count or None for count in self.parts])
+        return (
+            self._index if graph is None else graph.given([count or None for count in self.parts])
+        )
 
     def settle(self, outcome: Any) -> None:
         if self.derived is None:
             self._graph = None
-            if self.apart or not self.captures:  # else it may have to be sent once more: see `once_more`
+            if (
+                self.apart or not self.captures
+            ):  # else it may have to be sent once more: see `once_more`
                 self.grads = ()
         super().settle(outcome)
 
@@ -427,7 +475,12 @@ class Backward(Settled):
             apart=apart,
         )
         more.levels = self.levels
-        more.grads, more.parts, more.modes, more.environment = self.grads, self.parts, self.modes, self.environment
+        more.grads, more.parts, more.modes, more.environment = (
+            self.grads,
+            self.parts,
+            self.modes,
+            self.environment,
+        )
         more.again = True
         return more
 
@@ -526,7 +579,9 @@ class Running:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
         self.cancels: list[CancelBackward] = []
-        self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
+        self.was_interrupted = (
+            True  # unless it comes to its end, or to what the backward of a call raised
+        )
 
     def __call__(self) -> None:
         """The engine calls it where the backward has not failed; then all has been taken."""

@@ -42,7 +42,16 @@ from mpgrad.pickling.state import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.messages import Result, Warned, owners, split
-from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Sparse,
+    TensorRef,
+    flags_in,
+    stand_in,
+    views,
+)
 
 if TYPE_CHECKING:
     from mpgrad.calls.homes import OperationHome
@@ -70,7 +79,9 @@ class Listener:
 
     _is_told = True
     _tells = False  # somebody else, when it is told
-    _arrived: deque[int] | None = None  # indices of outcomes as they come, for who takes them in this order
+    _arrived: deque[int] | None = (
+        None  # indices of outcomes as they come, for who takes them in this order
+    )
 
     def _starts(self) -> bool:
         """A call begins; False where it was cancelled before."""
@@ -108,18 +119,28 @@ class Operation:
         self.was_interrupted = False  # somebody who waited for the results
         # written by the caller
         self.queue: deque[PackedCall] = deque()
-        self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
+        self.waiting: deque[PackedCall] = (
+            deque()
+        )  # for results of other calls; moved to the queue by the dispatcher
         self.added = 0
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the scheduling thread
-        self.unsorted = False  # the queue may have to be put in order before calls are taken from it
+        self.unsorted = (
+            False  # the queue may have to be put in order before calls are taken from it
+        )
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
-        self._made: list[list[Any]] = []  # results of the first outcomes: by the caller, call by call
-        self._failed: Failed | None = None  # the outcome at the limit; here also when outcomes have been taken
+        self._made: list[
+            list[Any]
+        ] = []  # results of the first outcomes: by the caller, call by call
+        self._failed: Failed | None = (
+            None  # the outcome at the limit; here also when outcomes have been taken
+        )
         self.delivered = 0  # outcomes of calls before the limit
-        self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
+        self.limit: float = (
+            math.inf
+        )  # calls from here on do not matter: an earlier one failed, or nobody waits
         self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
         self.mutated = False  # a call wrote into a captured tensor
         self.warned: deque[Warned] = deque()  # warnings of tasks
@@ -129,8 +150,12 @@ class Operation:
     def add(self, call: PackedCall) -> None:
         """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
         call.options = self.options
-        if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
-            raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
+        if call.claims and any(
+            claim.source.home.sender is not self.home.sender for claim in call.claims
+        ):
+            raise ValueError(
+                f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())"
+            )
         call.item = self.items
         self.added += 1
         self.items += call.items
@@ -197,7 +222,9 @@ class Operation:
                 made.append(self._build(outcomes[len(made)]))
         for outcome in outcomes.values():
             let_go(outcome)
-        self.captures = None  # whoever keeps the operation need not keep what its results do not depend on
+        self.captures = (
+            None  # whoever keeps the operation need not keep what its results do not depend on
+        )
         return list(itertools.chain.from_iterable(made))
 
     def only_value(self) -> Any:
@@ -248,7 +275,9 @@ class Operation:
             if flags & REQUIRES_GRAD and not flags & LEAF:
                 inner.append(number)
             elif flags & PARAMETER:
-                tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=bool(flags & REQUIRES_GRAD))
+                tensors[number] = torch.nn.Parameter(
+                    tensors[number], requires_grad=bool(flags & REQUIRES_GRAD)
+                )
             elif flags & REQUIRES_GRAD:
                 tensors[number].requires_grad_()
         if graph is not None:
@@ -262,9 +291,15 @@ class Operation:
                 items = owners(outcome.result.bundle)
                 graph.members = Members([items[number] for number in inner], call.leaf_items)
             if strays := dict(outcome.result.strays):
-                graph.strays = {output: strays[number] for output, number in enumerate(inner) if number in strays}
+                graph.strays = {
+                    output: strays[number]
+                    for output, number in enumerate(inner)
+                    if number in strays
+                }
             token = None if self.captures is None else self.captures.token()
-            outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
+            outputs = attach(
+                graph, [tensors[number] for number in inner], token, gated, call.leaves
+            )
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
 
@@ -275,7 +310,11 @@ class Operation:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
         tensors = [tensor for tensor, _ in call.ungated]
-        call.gated = [leaf_gate(tensors)] if call.bundle and tensors else [gate(tensor) for tensor in tensors]
+        call.gated = (
+            [leaf_gate(tensors)]
+            if call.bundle and tensors
+            else [gate(tensor) for tensor in tensors]
+        )
 
     # --- the scheduling thread
 
@@ -292,7 +331,9 @@ class Operation:
         if self.options.stop_at_failure and isinstance(outcome, Failed):
             self._failed = outcome
             self.unsorted = self.largest_first
-            self.delivered = sum(1 for each in self.outcomes if each < index)  # no more than before, so it comes first
+            self.delivered = sum(
+                1 for each in self.outcomes if each < index
+            )  # no more than before, so it comes first
             self.limit = index
         else:
             self.delivered += 1
@@ -379,14 +420,18 @@ class Claim:
 
     @property
     def outcome(self) -> Outcome | None:
-        return self.source.outcome or self._outcome  # in this order: when the value is taken, the second is set first
+        return (
+            self.source.outcome or self._outcome
+        )  # in this order: when the value is taken, the second is set first
 
     def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors have their history, which the caller cannot have changed yet."""
         self._outcome = outcome
         with torch.enable_grad():
             needing = [each for each in tensors if each.requires_grad]
-            self._gates = [gate(each) if each.is_leaf else gate_behind(outcome.graph, each) for each in needing]
+            self._gates = [
+                gate(each) if each.is_leaf else gate_behind(outcome.graph, each) for each in needing
+            ]
         self.is_settled = True
 
     def gates(self) -> list[torch.Tensor]:
@@ -417,7 +462,9 @@ class Submitted(Operation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._making = threading.RLock()  # classes of the caller's are unpickled meanwhile, and signals handled
+        self._making = (
+            threading.RLock()
+        )  # classes of the caller's are unpickled meanwhile, and signals handled
         self._is_claimed = False
         self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
@@ -498,7 +545,9 @@ class Submitted(Operation):
 
     def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
-        self.captures = None  # a future that is kept need not keep what its result does not depend on
+        self.captures = (
+            None  # a future that is kept need not keep what its result does not depend on
+        )
         for ref in self._claims:
             if (claim := ref()) is not None and not claim.is_settled:
                 claim.settle(outcome, tensors)
@@ -538,9 +587,15 @@ class Delivered(NamedTuple):
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
         """Its tensors, without a history; `private`: not in memory where workers may still read them."""
-        payload, memories = self.payload, {place: holder.memory for place, holder in self.memories.items()}
+        payload, memories = (
+            self.payload,
+            {place: holder.memory for place, holder in self.memories.items()},
+        )
         if private:
-            payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
+            payload, memories = (
+                own(payload),
+                {place: own(memory) for place, memory in memories.items()},
+            )
 
         def borrow(ref: TensorRef) -> Any:
             return memories[ref.place]
@@ -553,7 +608,10 @@ class Delivered(NamedTuple):
         if not any(isinstance(ref.form, Sparse) for ref in refs):
             return list(map(stand_in, refs))
         views = self.views(private=True)
-        return [there if isinstance(ref.form, Sparse) else stand_in(ref) for ref, there in zip(refs, views, strict=True)]
+        return [
+            there if isinstance(ref.form, Sparse) else stand_in(ref)
+            for ref, there in zip(refs, views, strict=True)
+        ]
 
 
 class Failed:
@@ -563,7 +621,9 @@ class Failed:
     live for as long as the pool, is made anew for each who asks; that of one call is kept, and ends with its result.
     """
 
-    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False
+    ) -> None:
         self._make = make
         self._anew = anew
         self._error: BaseException | None = None
@@ -603,4 +663,6 @@ Outcome = Delivered | Failed
 
 def own(memory: Any) -> Any:
     """A copy; the memory of slots on devices as it is."""
-    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway
+    return (
+        memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory
+    )  # what lies on devices is copied anyway

@@ -29,14 +29,20 @@ def given_again(message: Printed | Logged) -> None:
         else:
             logged_again(message)
     except Exception:  # of a stream or a handler of the caller's
-        report(logging.ERROR, "what a task has printed or logged cannot be given again here", with_traceback=True)
+        report(
+            logging.ERROR,
+            "what a task has printed or logged cannot be given again here",
+            with_traceback=True,
+        )
 
 
 def printed_again(printed: Printed) -> None:
     stream = sys.stdout if printed.stream == "stdout" else sys.stderr
     if stream is None:  # a program without a console has none
         return
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed: a task cannot help that
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # nobody reads it any more, or it is closed: a task cannot help that
         stream.write(printed.text)
 
 
@@ -93,11 +99,15 @@ def log_levels() -> LogLevels:
         if isinstance(each, logging.Logger)
     }
     changed = {name: each for name, each in seen.items() if each != Logger() or name == "root"}
-    names = {level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))}
+    names = {
+        level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))
+    }
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
+ALREADY_WARNED: dict[
+    Any, Any
+] = {}  # what Python keeps for each module, so that a filter can say "once"
 
 
 Warnings = deque[Warned] | tuple[()]  # of tasks, that have come

@@ -74,19 +74,27 @@ __all__ = [
 ]
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
-Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+Shared = dict[
+    int, tuple[torch.Tensor, Placed]
+]  # by id of the tensor, which the entry keeps from being another's
 
 
 class PickledFunction(NamedTuple):
     """A function as bytes and captures, as it is now."""
 
     pickled: bytes
-    captures: list[torch.Tensor]  # its own, then those of the state; `Root`s among them until these are drawn
-    captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+    captures: list[
+        torch.Tensor
+    ]  # its own, then those of the state; `Root`s among them until these are drawn
+    captures_share_memory: (
+        bool  # those that look at the same memory in the caller do so in a worker
+    )
     state: State | None  # of the user's modules, where it uses these
 
 
-def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()) -> PickledFunction:
+def pickled_function(
+    function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()
+) -> PickledFunction:
     """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others will be like them.
 
     Raises:
@@ -103,7 +111,9 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequen
         for tensor in captures:
             if type(tensor) is not Root:
                 check_carriable(tensor, "the function", None, kind)
-    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
+    return PickledFunction(
+        pickled, captures, getattr(function, "captures_share_memory", False), modules
+    )
 
 
 class SharedFunction:
@@ -156,7 +166,9 @@ class OperationOptions(NamedTuple):
     return_errors: bool = False  # in the place of the results that they prevented
     request: Request | None = None  # where its calls are to run
     eager: Eager | None = None  # how backwards of losses are run with the calls
-    at_rest: bool = False  # what calls are given is all there, and all results are waited for together
+    at_rest: bool = (
+        False  # what calls are given is all there, and all results are waited for together
+    )
 
 
 class PackedCall:
@@ -188,19 +200,31 @@ class PackedCall:
 
     options: OperationOptions
 
-    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        index: int,
+        shape: Structure,
+        placed: list[Placed] | Together,
+        claims: Sequence[Any] = (),
+    ) -> None:
         self.index = index
         self.item = index  # the number of its item, or of its first one, in the operation
         self.items = 1
         self.bundle: Parts = ()  # the arguments of each item
-        self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
+        self.leaves: Sequence[
+            torch.Tensor
+        ] = ()  # of a bundle: those of its tensors that need gradients
         self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
-        self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
+        self.claims = (
+            claims  # `operations.Claim`s: until the call has its node, or turns out to need none
+        )
         self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
-        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
+        self.ungated: Sequence[
+            tuple[torch.Tensor, int]
+        ] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
         self.origin = 0  # the device it comes from
@@ -214,7 +238,11 @@ class PackedCall:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return self.placed.nbytes if isinstance(self.placed, Together) else sum([each.nbytes for each in self.placed])
+        return (
+            self.placed.nbytes
+            if isinstance(self.placed, Together)
+            else sum([each.nbytes for each in self.placed])
+        )
 
     @property
     def message_bytes(self) -> int:
@@ -224,7 +252,9 @@ class PackedCall:
         else:
             total = sum([len(each.body) for each in self.placed if each.body is not None])
         others = (*self.claimed, *self.bundle)
-        for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
+        for shape in (
+            (self.structure, *[shape for shape, _ in others]) if others else (self.structure,)
+        ):
             if isinstance(shape, bytes):
                 total += len(shape)
         return total
@@ -245,7 +275,13 @@ class Packing(NamedTuple):
     shared: Shared | None = None
 
 
-def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[str, Any], item: int | None = None) -> PackedCall:
+def pack_call(
+    packing: Packing,
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    item: int | None = None,
+) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
     `item` is the number that errors name, where that is not `index`.
@@ -254,7 +290,9 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
         SharedMemoryError: no room for a tensor.
     """
-    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+    if (
+        transforms_are_active()
+    ):  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
     packer, grad, streams, request, known, shared = packing
@@ -272,9 +310,15 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
         call = PackedCall(index, shape, placed, claims)
         if request is not None:
             call.route, call.origin = request.of(tensors)
-        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+        lent = [
+            tensor
+            for tensor, each in zip(tensors, placed, strict=True)
+            if isinstance(each.holder, Borrowed)
+        ]
         if lent:
-            call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+            call.inputs_lent = [
+                (tensor, tensor._version) for tensor in lent if not tensor.is_inference()
+            ]
         if needing := [tensor for tensor in tensors if tensor.requires_grad]:
             if grad:
                 call.gated = [gate(tensor) for tensor in needing]
@@ -283,7 +327,9 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
     return call
 
 
-def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: int) -> PackedCall | None:
+def pack_bundle(
+    packing: Packing, index: int, calls: Sequence[Arguments], item: int
+) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
     They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
@@ -345,7 +391,11 @@ def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
 
 
 def each_item(
-    packer: Packer, first: int, calls: Sequence[Arguments], known: State | None, streams: ItemStreams
+    packer: Packer,
+    first: int,
+    calls: Sequence[Arguments],
+    known: State | None,
+    streams: ItemStreams,
 ) -> Items | None:
     """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
     items = Items([], [], [])
@@ -354,7 +404,11 @@ def each_item(
         with without_subclasses():
             for tensor in tensors:
                 check_carriable(tensor, "item", number, packer.kind)
-                if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
+                if (
+                    tensor.layout is not torch.strided
+                    or not tensor.is_cpu
+                    or tensor.nbytes > BUCKETED_BYTES
+                ):
                     return None
             items.flags.extend(map(flags_of, tensors))
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
@@ -373,7 +427,10 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
     """As it was placed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
+        known = shared[id(tensor)] = (
+            tensor,
+            packer.place(tensor, flags_of(tensor) | SHARED, None, staged),
+        )
     return known[1]
 
 
@@ -398,17 +455,30 @@ class Futures:
 
 
 def arguments_structure(
-    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None, streams: ItemStreams
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    known: State | None,
+    streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()
-    if all(map(is_plain, kwargs)) and (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None:
+    if (
+        all(map(is_plain, kwargs))
+        and (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None
+    ):
         shape, tensors = plain
-        return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, futures.claims
+        return (
+            (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))),
+            tensors,
+            futures.claims,
+        )
     try:
-        pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
+        pickled, tensors, claims = state.dumps_arguments(
+            (tuple(args), kwargs), known, streams.of(index)
+        )
         return pickled, streams.drawn(tensors), claims
     except Exception as error:
         item_not_carried(error, index, args, kwargs)
@@ -447,7 +517,9 @@ def device_code_named(device: object, name: str) -> int:
         raise ValueError(expected)
     count, index = device_count(device), found.index or 0
     if index >= count:
-        raise ValueError(f"{name} must be one of {kind}:0 to {kind}:{count - 1} ({name}: {str(device)!r})")
+        raise ValueError(
+            f"{name} must be one of {kind}:0 to {kind}:{count - 1} ({name}: {str(device)!r})"
+        )
     return index + 1
 
 
@@ -460,7 +532,9 @@ class Request:
         self._wanted = wanted
         self._captured = 0  # where the first capture lies that is not on the CPU
         self.gathers = wanted is not None
-        self.staged = wanted == frozenset({0})  # all goes to workers that can read the CPU's memory only
+        self.staged = wanted == frozenset(
+            {0}
+        )  # all goes to workers that can read the CPU's memory only
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
         self._captured = next(filter(None, map(device_code, captures)), 0)
@@ -479,7 +553,9 @@ class Request:
         origin = next(filter(None, codes), self._captured)
         if origin in self._codes:
             return self._but_all(frozenset({origin})), origin
-        if origin == 0:  # as they are: what the function makes on a GPU of its own accord, it makes on the current one
+        if (
+            origin == 0
+        ):  # as they are: what the function makes on a GPU of its own accord, it makes on the current one
             return None, INSTALLED.accelerator.current() + 1
         others = self._codes - {0}
         if not others:
@@ -489,7 +565,9 @@ class Request:
     def look_again(self, call: Any) -> None:
         """At a call that others have given something meanwhile. Raises as `of_codes`."""
         if not self.gathers or not call.origin:
-            call.route, call.origin = self.of_codes([placed.flags // DEVICE for placed in call.placed])
+            call.route, call.origin = self.of_codes(
+                [placed.flags // DEVICE for placed in call.placed]
+            )
 
     def _but_all(self, route: frozenset[int]) -> frozenset[int] | None:
         return None if route == self._codes else route
@@ -516,7 +594,9 @@ def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request |
 
 def no_worker(device: str, codes: Sequence[int]) -> str:
     """The message of an error."""
-    there = ", ".join(f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items()))
+    there = ", ".join(
+        f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items())
+    )
     return f"no worker of this pool is on device {device} (workers: {there}); make the pool with devices=[...]"
 
 

@@ -69,11 +69,15 @@ class Uncollected:
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
         noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
-        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]  # else another thread has it
+        failures = [
+            error for _, error in noted if self._numbers_of.pop(error, None) is not None
+        ]  # else another thread has it
         if failures:
             first = failures[0].error()
             if len(failures) > 1:
-                add_note(first, f"failures that nobody asked for, besides this one: {len(failures) - 1}")
+                add_note(
+                    first, f"failures that nobody asked for, besides this one: {len(failures) - 1}"
+                )
             raise first
 
 
@@ -125,7 +129,9 @@ class AsyncResult(Listener, Generic[R]):
         self._collect()
         with self._lock:
             if not self._fetched:
-                self._value = self._fetch(self._operation)  # after an interrupt it can be asked for again
+                self._value = self._fetch(
+                    self._operation
+                )  # after an interrupt it can be asked for again
                 self._fetched = True
             found: R = self._value
             return found
@@ -171,7 +177,9 @@ class AsyncResult(Listener, Generic[R]):
             later(call_back, self._error_callback, failed.error)
         else:
             self._scheduler.uncollected.note(self._number, failed)
-            if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
+            if (
+                self._is_collected
+            ):  # before it was noted: whoever waits may be faster than this thread
                 self._collect()
 
     def _collect(self) -> None:
@@ -361,7 +369,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
             else:
                 self._scheduler.uncollected.note(self._number, failed)
                 self.set_exception(ExceptionOfTask())  # and so is the exception
-        except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
+        except (
+            BaseException
+        ):  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
@@ -443,9 +453,13 @@ class ResultIterator(Listener, Generic[R]):
                 return value
             except StopIteration as error:
                 name = self._operation.names.words(index)
-                raise RuntimeError(f"{name} raised StopIteration, which would have ended the results") from error
+                raise RuntimeError(
+                    f"{name} raised StopIteration, which would have ended the results"
+                ) from error
             finally:
-                if index not in self._operation.outcomes:  # unless there was an interrupt: then it can be asked for again
+                if (
+                    index not in self._operation.outcomes
+                ):  # unless there was an interrupt: then it can be asked for again
                     self._next += 1
                     if not self._ordered:
                         self._arrived.popleft()
@@ -531,8 +545,14 @@ def seconds_given(name: str, given: Any, expected: str = "a number of seconds") 
     try:
         seconds = float(given)
     except OverflowError:
-        shown = "more than 1000 digits" if isinstance(given, int) and abs(given) >= MOST_SHOWN else given
-        raise ValueError(f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})") from None
+        shown = (
+            "more than 1000 digits"
+            if isinstance(given, int) and abs(given) >= MOST_SHOWN
+            else given
+        )
+        raise ValueError(
+            f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})"
+        ) from None
     if math.isnan(seconds):
         raise ValueError(f"{name} must be {expected} ({name}: nan)")
     return seconds

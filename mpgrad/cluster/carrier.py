@@ -35,7 +35,9 @@ class Node(NamedTuple):
     id: str
     name: str  # for people: of the host, or its address
     slots: int  # for how many workers it has room, those of this pool included
-    free: int | None = None  # for how many it has room now, as far as is known: others may hold a part of it
+    free: int | None = (
+        None  # for how many it has room now, as far as is known: others may hold a part of it
+    )
 
 
 class SiteOptions(NamedTuple):
@@ -89,7 +91,10 @@ class LocalSite:
         self.lock = threading.Lock()
         self.replies: dict[int, Reply] = {}  # of exchanges under way
         self.ended: ConnectionError | None = None
-        self.threads = [threading.Thread(target=each, name="mpgrad-site", daemon=True) for each in (self.write, self.read)]
+        self.threads = [
+            threading.Thread(target=each, name="mpgrad-site", daemon=True)
+            for each in (self.write, self.read)
+        ]
         for thread in self.threads:
             thread.start()
 

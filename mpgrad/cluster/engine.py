@@ -54,7 +54,11 @@ WAITING = 10.0  # seconds for a site to come, until it is said that it does not
 CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
 # for which a node is left alone after its site was lost: one that had worked, and one that never said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
-SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
+SAME = (
+    "Python",
+    "torch",
+    "mpgrad",
+)  # versions that have to be: pickles and numbers of dtypes depend on them
 
 
 class ClusterEngine:
@@ -76,7 +80,9 @@ class ClusterEngine:
         self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
-        self._avoided: dict[str, float] = {}  # nodes by id, until when on the clock of time.monotonic
+        self._avoided: dict[
+            str, float
+        ] = {}  # nodes by id, until when on the clock of time.monotonic
         self._closing = threading.Event()
         self._ask_now = threading.Event()  # for the nodes
         try:
@@ -86,7 +92,9 @@ class ClusterEngine:
                 self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
                 if not any(node.slots for node in self._nodes):
-                    raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+                    raise RuntimeError(
+                        "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"
+                    )
                 self._follow()
                 self.room = self._room()
             for target in (self._ask_for_nodes, self._beat):
@@ -114,7 +122,9 @@ class ClusterEngine:
         started gets a place more, on the node that has the fewest of ours.
         """
         alive = any(not site.lost for site in self._sites)
-        nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
+        nodes = [
+            node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots
+        ]
         if self.room is not None:
             # a site wherever there is room would take that of one which is to have the whole node
             if not nodes:
@@ -177,7 +187,9 @@ class ClusterEngine:
             site.flush()
         self.traffic.system_calls += 1
         patience = self.patience / 4 if seconds is None else min(seconds, self.patience / 4)
-        if patience > 0 and not any(link.frames for site in self._sites for link in site.links.values()):
+        if patience > 0 and not any(
+            link.frames for site in self._sites for link in site.links.values()
+        ):
             with contextlib.suppress(queue.Empty):
                 self._take(*self.inbox.get(timeout=patience))
         self.look()
@@ -186,7 +198,12 @@ class ClusterEngine:
                 self.lose(site, why)
             self._look_after(site)
             site.flush()
-        links = [link for site in self._sites for link in site.links.values() if link.frames or link.ended]
+        links = [
+            link
+            for site in self._sites
+            for link in site.links.values()
+            if link.frames or link.ended
+        ]
         self._sites = [site for site in self._sites if not site.lost or site.links]
         return links
 
@@ -194,7 +211,12 @@ class ClusterEngine:
         now = time.monotonic()
         if self.room is None and now - site.idle_since > IDLE:  # others may need its room
             site.close()
-        elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
+        elif (
+            site.hello is None
+            and not site.lost
+            and not site.is_missed
+            and now - site.opened_at > WAITING
+        ):
             site.is_missed = True
             report(
                 logging.WARNING,
@@ -228,9 +250,16 @@ class ClusterEngine:
     def lose(self, site: SiteHandle, why: str) -> None:
         site.lose(why)
         first_line, _, _ = why.partition("\n")
-        report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
+        report(
+            logging.WARNING,
+            "a site is gone (%s: %s)",
+            site.name or "on a node that was to come",
+            first_line,
+        )
         if site.node is not None:
-            self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
+            self._avoided[site.node.id] = time.monotonic() + (
+                AFTER_FAILURE if site.hello is None else AFTER_LOSS
+            )
         if self.room is not None:  # else the number is the user's by now
             self.room = self._room()
         self._ask_now.set()
@@ -289,7 +318,9 @@ class ClusterEngine:
         for site in self._sites:
             site.ask_to_close()
         deadline = time.monotonic() + CLOSE_PATIENCE
-        while (left := deadline - time.monotonic()) > 0 and any(site.is_closing and not site.lost for site in self._sites):
+        while (left := deadline - time.monotonic()) > 0 and any(
+            site.is_closing and not site.lost for site in self._sites
+        ):
             for site in self._sites:
                 site.flush()
             with contextlib.suppress(queue.Empty):
@@ -301,7 +332,10 @@ class ClusterEngine:
 
 POLLS = 2  # exchanges that wait at the site for news
 MOST_PENDING = 8  # of them, if a site does not answer
-AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0  # seconds for which no worker is started where one, or several in a row, could not be
+AFTER_REFUSAL, AFTER_REFUSALS = (
+    1.0,
+    5.0,
+)  # seconds for which no worker is started where one, or several in a row, could not be
 
 
 class SiteHandle:
@@ -331,7 +365,11 @@ class SiteHandle:
 
     @property
     def free(self) -> int:
-        return 0 if self.lost or self.is_refusing else self.slots - sum(not link.is_leaving for link in self.links.values())
+        return (
+            0
+            if self.lost or self.is_refusing
+            else self.slots - sum(not link.is_leaving for link in self.links.values())
+        )
 
     @property
     def is_refusing(self) -> bool:
@@ -579,7 +617,12 @@ class SiteLink:
                 pause = AFTER_REFUSAL if self.site.refusals == 1 else AFTER_REFUSALS
                 self.site.full_until = time.monotonic() + pause
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         if self.ended:
             raise ConnectionError(self.site.lost or "the worker is gone")
         new = [message.number for message in messages if isinstance(message, NewSlab)]
@@ -593,7 +636,9 @@ class SiteLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.site.mirror(slab)
-            self.send([NewSlab(slab.number, slab.nbytes)])  # alone in its frame, which may have to wait at the site
+            self.send(
+                [NewSlab(slab.number, slab.nbytes)]
+            )  # alone in its frame, which may have to wait at the site
 
     def carry(self, holder: Slot | Borrowed) -> None:
         self.site.carry(holder)

@@ -66,7 +66,9 @@ class Ray:
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
-            raise ValueError(f'address must be "auto", "local", or that of a cluster (address: {self.address!r})')
+            raise ValueError(
+                f'address must be "auto", "local", or that of a cluster (address: {self.address!r})'
+            )
         for name in ("workers_per_node", "memory_per_worker"):
             number = getattr(self, name)
             if number is None:
@@ -82,12 +84,16 @@ class Ray:
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be more than 0, and finite ({name}: {number!r})")
         given = self.resources
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) and is_number(given[name]) for name in given):
+        if not isinstance(given, Mapping) or not all(
+            isinstance(name, str) and is_number(given[name]) for name in given
+        ):
             raise TypeError(f"resources must be numbers by name (resources: {given!r})")
         if not all(0 <= number < math.inf for number in given.values()):
             raise ValueError(f"resources must be 0 or more, and finite (resources: {given!r})")
         if not isinstance(self.runtime_env, Mapping | None):
-            raise TypeError(f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})")
+            raise TypeError(
+                f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})"
+            )
 
 
 def is_number(value: object) -> bool:
@@ -105,7 +111,9 @@ def ray_module() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError('engine "ray" needs Ray, which is not installed; pip install ray') from error
+        raise ImportError(
+            'engine "ray" needs Ray, which is not installed; pip install ray'
+        ) from error
 
 
 def stay_on_loopback() -> None:
@@ -183,7 +191,11 @@ class RayCarrier:
 
     def _join(self) -> None:
         options = self._options
-        how: dict[str, Any] = {"address": options.address, "log_to_driver": False, "logging_level": "WARNING"}
+        how: dict[str, Any] = {
+            "address": options.address,
+            "log_to_driver": False,
+            "logging_level": "WARNING",
+        }
         if options.runtime_env is not None:
             how["runtime_env"] = dict(options.runtime_env)
         if self._starts_own:
@@ -198,19 +210,30 @@ class RayCarrier:
                 if self._starts_own
                 else '; start one (ray start --head), say its address, or use mpgrad.Ray(address="local")'
             )
-            raise ConnectionError(f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})") from error
+            raise ConnectionError(
+                f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})"
+            ) from error
 
     def nodes(self) -> Sequence[Node]:
         try:
             alive = [each for each in self._ray.nodes() if each["Alive"]]
             free = self._free_resources()
         except Exception as error:  # of many kinds, none of which Ray documents
-            raise ConnectionError(f"the Ray cluster does not answer ({type(error).__name__}: {error})") from error
+            raise ConnectionError(
+                f"the Ray cluster does not answer ({type(error).__name__}: {error})"
+            ) from error
         found = []
         for each in alive:
             number, has_now = each["NodeID"], None if free is None else free.get(each["NodeID"])
             name = each["NodeManagerHostname"] or each["NodeManagerAddress"]
-            found.append(Node(number, name, self._room(each["Resources"]), None if has_now is None else self._room(has_now)))
+            found.append(
+                Node(
+                    number,
+                    name,
+                    self._room(each["Resources"]),
+                    None if has_now is None else self._room(has_now),
+                )
+            )
         return found
 
     def _free_resources(self) -> Mapping[str, Mapping[str, float]] | None:
@@ -233,7 +256,9 @@ class RayCarrier:
         placement: Any = "SPREAD"
         if options.node is not None:
             strategies = importlib.import_module("ray.util.scheduling_strategies")
-            placement = strategies.NodeAffinitySchedulingStrategy(node_id=options.node.id, soft=False)
+            placement = strategies.NodeAffinitySchedulingStrategy(
+                node_id=options.node.id, soft=False
+            )
         how: dict[str, Any] = {
             "num_cpus": ours.cpus_per_worker * options.slots,
             "resources": {name: each * options.slots for name, each in ours.resources.items()},
@@ -292,7 +317,9 @@ def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseE
     try:
         number, *pieces = future.result()
         return number, bytes(get(pieces[0][0])) if is_large(pieces) else b"".join(pieces)
-    except BaseException as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
+    except (
+        BaseException
+    ) as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
         return error
 
 

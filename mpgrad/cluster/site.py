@@ -167,7 +167,11 @@ class Arriving:
     @property
     def missing_for(self) -> float:
         """Seconds for which others have been there before the next, of which nobody knows."""
-        return time.monotonic() - self._since if self._early and self._next not in self._coming else 0.0
+        return (
+            time.monotonic() - self._since
+            if self._early and self._next not in self._coming
+            else 0.0
+        )
 
 
 # --- on the node
@@ -180,7 +184,9 @@ class MirroredSlab:
         self._nbytes = nbytes
         self._memory: mmap.mmap | None = None
         self.descriptor = -1  # there is none yet
-        self.awaited: list[tuple[int, memoryview]] = []  # workers, and the frames that are to introduce it to them
+        self.awaited: list[
+            tuple[int, memoryview]
+        ] = []  # workers, and the frames that are to introduce it to them
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
         """
@@ -379,7 +385,10 @@ class Site:
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
-        if moment == math.inf or worker.overrun == (chunk, position):  # there is nothing to watch, or it has been said
+        if moment == math.inf or worker.overrun == (
+            chunk,
+            position,
+        ):  # there is nothing to watch, or it has been said
             return
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
@@ -457,7 +466,9 @@ class Site:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
-        elif not self._gathering:  # more of it comes soon, and an answer costs both sides as much as a small call
+        elif (
+            not self._gathering
+        ):  # more of it comes soon, and an answer costs both sides as much as a small call
             self._gathering = True
             self._loop.call_later(GATHERING - since, self._answer)
 
@@ -470,7 +481,9 @@ class Site:
                 return
 
     def _tell_resident(self) -> None:
-        if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
+        if found := {
+            number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid
+        }:
             self._news.append(("resident", found))  # which can wait for something to ride with
         for worker in self._workers.values():  # should this site be lost, nobody else could say
             self._tell_where(worker)
@@ -516,9 +529,13 @@ class SiteWorker(Pipe):
         self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
-        self.limits: dict[int, float] = {}  # seconds for each call of a chunk that is not answered, by chunk, in that order
+        self.limits: dict[
+            int, float
+        ] = {}  # seconds for each call of a chunk that is not answered, by chunk, in that order
         self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
-        self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
+        self.overrun: tuple[int, int] | None = (
+            None  # chunk and position of a call that takes too long, once that was said
+        )
         self.alarm: asyncio.TimerHandle | None = None
         self.bytes_seen = 0  # of a frame on its way, when the alarm was set
         self.followed_until = 0.0  # on the same clock; it is said where it is
@@ -535,7 +552,9 @@ class SiteWorker(Pipe):
             elif isinstance(message, WhereaboutsHere):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))
-                    self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
+                    self.whereabouts = memory[
+                        message.offset : message.offset + message.nbytes
+                    ].cast("q")
                 os.close(descriptor)
 
     def where(self) -> list[int]:
@@ -560,7 +579,11 @@ class SiteWorker(Pipe):
         for chunk in [chunk for chunk in self.limits if chunk < at]:
             del self.limits[chunk]
         chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
-        return (chunk, position, started + seconds) if chunk == at else (chunk, -1, self.heard_at + seconds)
+        return (
+            (chunk, position, started + seconds)
+            if chunk == at
+            else (chunk, -1, self.heard_at + seconds)
+        )
 
     def take_last_words(self) -> str:
         """Of who is dead."""

@@ -23,7 +23,20 @@ import torch
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of
-from mpgrad.tasks.jacobians import WAYS, Argnums, Arguments, Gradient, Hvp, Inputs, Jacobian, Jvp, Share, Task, Vjp, alike
+from mpgrad.tasks.jacobians import (
+    WAYS,
+    Argnums,
+    Arguments,
+    Gradient,
+    Hvp,
+    Inputs,
+    Jacobian,
+    Jvp,
+    Share,
+    Task,
+    Vjp,
+    alike,
+)
 from mpgrad.torch_state.modes import DIFFERENTIATING, kept_random_state
 from mpgrad.torch_state.private import grad_mode, tree_flatten, tree_unflatten
 from mpgrad.tracebacks import warn, without_own_frames
@@ -105,7 +118,9 @@ def jacobian(
         ...     jacobian(lambda c, x: (c * x).cumsum(0), c, [torch.ones(2), torch.ones(3)], argnums=0, pool=pool)
         [tensor([1., 2.]), tensor([1., 2., 3.])]
     """
-    return differentiated(callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux)
+    return differentiated(
+        callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux
+    )
 
 
 @without_own_frames
@@ -295,7 +310,11 @@ def differentiated(
         positive("chunk_size", chunk_size)
     check_pool(pool)
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
-    calls = [(item, share, shares, *arguments.of(item)) for item, shares in enumerate(cut) for share in range(shares)]
+    calls = [
+        (item, share, shares, *arguments.of(item))
+        for item, shares in enumerate(cut)
+        for share in range(shares)
+    ]
     create_graph = create_graph or is_differentiated()
     task = Jacobian(fn, arguments, create_graph, has_aux, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))
@@ -331,7 +350,9 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
     with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
-        found = [fn(*each) for each in calls] if pool is None else pool.starmap(fn, calls, chunksize)
+        found = (
+            [fn(*each) for each in calls] if pool is None else pool.starmap(fn, calls, chunksize)
+        )
     for said in dict.fromkeys(each.said for each in found):
         if said and said not in SAID:
             SAID.add(said)
@@ -343,11 +364,17 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
     """As `run`; all shares of an item are rows, or all are columns, though an operation may go along with some columns only."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
-    mixed = {call[0] for call, share in zip(calls, found, strict=True) if call[0] in by_rows and not share.by_rows}
+    mixed = {
+        call[0]
+        for call, share in zip(calls, found, strict=True)
+        if call[0] in by_rows and not share.by_rows
+    }
     # all shares of such an item: generators that the function captures give each operation other numbers
     unlike = [k for k, call in enumerate(calls) if call[0] in mixed]
     if unlike:
-        for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True):
+        for k, share in zip(
+            unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True
+        ):
             found[k] = share
     return found
 
@@ -355,18 +382,26 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
 def joined(shares: Sequence[Share], inputs: Inputs) -> Any:
     """The Jacobian as torch.func has it: the output's structure, with the inputs' for each tensor."""
     shapes, spec = tree_flatten(shares[0].shapes, is_leaf=lambda each: isinstance(each, torch.Size))
-    whole = [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*(share.tensors for share in shares), strict=True)]
+    whole = [
+        each[0] if len(each) == 1 else torch.cat(each)
+        for each in zip(*(share.tensors for share in shares), strict=True)
+    ]
     if shares[0].by_rows:
         parts = [each.split([shape.numel() for shape in shapes]) for each in whole]
         blocks = [
-            [part[number].view((*shape, *x.shape)) for part, x in zip(parts, inputs.tensors, strict=True)]
+            [
+                part[number].view((*shape, *x.shape))
+                for part, x in zip(parts, inputs.tensors, strict=True)
+            ]
             for number, shape in enumerate(shapes)
         ]
     else:
         blocks = [
             [
                 part.movedim(0, -1).reshape((*shape, *x.shape)).to(x.dtype)
-                for part, x in zip(each.split([x.numel() for x in inputs.tensors]), inputs.tensors, strict=True)
+                for part, x in zip(
+                    each.split([x.numel() for x in inputs.tensors]), inputs.tensors, strict=True
+                )
             ]
             for shape, each in zip(shapes, whole, strict=True)
         ]

@@ -37,7 +37,12 @@ class Loopback(LocalLink):
         self.frames: deque[Frame] = deque()  # that have come
         self._descriptors: deque[int] = deque()
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         self.other._descriptors.extend(os.dup(descriptor) for descriptor in descriptors)
         self.other.frames.append(Frame(messages, memoryview(bytearray().join(payload))))
 
@@ -83,7 +88,9 @@ class InlineEngine:
         self._ours = Loopback(1)
         self._workers = Loopback(1)
         self._ours.other, self._workers.other = self._workers, self._ours
-        self._worker: Any = None  # the workers' side is named, not imported: it is loaded where it runs
+        self._worker: Any = (
+            None  # the workers' side is named, not imported: it is loaded where it runs
+        )
 
     def start(self, number: int) -> Loopback:
         return self._ours
@@ -97,7 +104,12 @@ class InlineEngine:
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
         # what is the caller's would follow the task
-        with kept_random_state(), outside_transforms(), without_saved_tensor_hooks(), default_settings():
+        with (
+            kept_random_state(),
+            outside_transforms(),
+            without_saved_tensor_hooks(),
+            default_settings(),
+        ):
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
                 self._worker = main.begin(1, self._workers, first)

@@ -41,7 +41,9 @@ class Traits(NamedTuple):
     """In what engines differ for who uses them."""
 
     is_process: bool  # a worker is a process of its own: it can be killed, and what it had given to another one
-    own_generators: bool  # a worker draws random numbers of its own, so that an item can have a seed
+    own_generators: (
+        bool  # a worker draws random numbers of its own, so that an item can have a seed
+    )
     may_resize: bool
     on_cpu: bool
     on_devices: bool
@@ -55,9 +57,13 @@ class WorkerLink(Link, Protocol):
     number: int  # of the worker
     keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
     exit: Exit | None  # after `end`, once the worker has ended
-    overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    overrun: (
+        tuple[int, int] | None
+    )  # such a call, of a worker that is silent since: chunk and position, -1: not begun
     is_leaving: bool  # it is given no more calls: its place may be another's
-    skipped: dict[int, int]  # what a site has written, by place: all that the worker had answered by then has come
+    skipped: dict[
+        int, int
+    ]  # what a site has written, by place: all that the worker had answered by then has come
 
     @property
     def whereabouts(self) -> memoryview | None:
@@ -112,7 +118,9 @@ class Engine(Protocol):
     """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
 
     traffic: Traffic
-    room: int | None  # for so many workers, and that is how many there are to be; None: as many as are asked for
+    room: (
+        int | None
+    )  # for so many workers, and that is how many there are to be; None: as many as are asked for
     copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
     def start(self, number: int) -> WorkerLink:
@@ -179,19 +187,37 @@ ENGINES = {
         processes,
     ),
     "thread": EngineKind(
-        Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=True, on_devices=False),
+        Traits(
+            is_process=False, own_generators=False, may_resize=True, on_cpu=True, on_devices=False
+        ),
         threads,
     ),
     "inline": EngineKind(
-        Traits(is_process=False, own_generators=True, may_resize=False, on_cpu=True, on_devices=False, in_caller=True),
+        Traits(
+            is_process=False,
+            own_generators=True,
+            may_resize=False,
+            on_cpu=True,
+            on_devices=False,
+            in_caller=True,
+        ),
         inline,
     ),
     "stream": EngineKind(
-        Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True),
+        Traits(
+            is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True
+        ),
         threads,
     ),
     "ray": EngineKind(
-        Traits(is_process=True, own_generators=True, may_resize=True, on_cpu=True, on_devices=False, remote=True),
+        Traits(
+            is_process=True,
+            own_generators=True,
+            may_resize=True,
+            on_cpu=True,
+            on_devices=False,
+            remote=True,
+        ),
         ray_cluster,
     ),
 }

@@ -81,7 +81,9 @@ LAST_STANDARD_STREAM = 2
 class Exit(NamedTuple):
     """How a worker has come to its end."""
 
-    code: int | None = None  # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    code: int | None = (
+        None  # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    )
     refusal: OSError | None = None  # why the system would not start it
 
 
@@ -172,7 +174,9 @@ class NurseryProcess:
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._exits: dict[int, Exit | None] = {}  # of workers whose launchers are there; None: it is still to come
+        self._exits: dict[
+            int, Exit | None
+        ] = {}  # of workers whose launchers are there; None: it is still to come
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
@@ -183,7 +187,9 @@ class NurseryProcess:
                 return False
             self._exits[name] = None
             try:
-                self._control.sendmsg([pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL)
+                self._control.sendmsg(
+                    [pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL
+                )
             except ConnectionError:
                 return False
         return True
@@ -265,10 +271,14 @@ class NurseryLauncher(Launcher):
     def _join(cls, now: Inherited, variables: Mapping[str, str]) -> NurseryProcess:
         """A nursery whose forks can be what this process is `now`, a new one where there is none; counts one more user."""
         with cls._lock:
-            if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nurseries
+            if (
+                cls._owner_pid != os.getpid()
+            ):  # a forked child has the parent's variables, but not its nurseries
                 cls._open, cls._owner_pid = [], os.getpid()
             cls._open = [each for each in cls._open if each.alive]
-            found = next((each for each in cls._open if each.begun_as.changes(now) is not None), None)
+            found = next(
+                (each for each in cls._open if each.begun_as.changes(now) is not None), None
+            )
             if found is None:
                 found = NurseryProcess(now, variables)
                 cls._open.append(found)
@@ -291,9 +301,13 @@ class NurseryLauncher(Launcher):
             now = inherited(self._variables)
             changes = self._nursery.begun_as.changes(now)
             ends = end, self.tracker.theirs
-            if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
+            if changes is None or not (
+                self._nursery.alive and self._nursery.fork(name, number, changes, *ends)
+            ):
                 before = self._nursery
-                if changes is not None:  # else its forks cannot become what we are, but others may still want it
+                if (
+                    changes is not None
+                ):  # else its forks cannot become what we are, but others may still want it
                     before.close()  # it was killed from outside, and its workers with it
                 self._nursery = self._join(now, self._variables)
                 self._leave(before)
@@ -365,7 +379,9 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     def launch(self, number: int, end: socket.socket) -> None:
         given = end, number, self.tracker.theirs
         with end:
-            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", *given, variables=self._variables)
+            self._processes[number] = program(
+                "mpgrad.workers.main", "serve_spawned", *given, variables=self._variables
+            )
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
@@ -398,7 +414,15 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
         with end:
             if self._life is not None:
                 check_fork_server()
-                arguments: tuple[Any, ...] = (self._method, *entry, end, number, None, None, self._life.theirs)
+                arguments: tuple[Any, ...] = (
+                    self._method,
+                    *entry,
+                    end,
+                    number,
+                    None,
+                    None,
+                    self._life.theirs,
+                )
             elif self._method == "fork":
                 arguments = (self._method, *entry, end, number, os.getpid(), self.tracker.theirs)
             else:  # it has multiprocessing's own tracker
@@ -412,7 +436,9 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
         process = self._processes[number]
         if process.exitcode is None:
             assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
     def exited(self, number: int, timeout: float = 0) -> Exit | None:
@@ -457,7 +483,9 @@ class ThreadLauncher(Launcher):
 
     def launch(self, number: int, end: socket.socket) -> None:
         arguments = ("mpgrad.workers.main", "serve", end, number)
-        thread = threading.Thread(target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True)
+        thread = threading.Thread(
+            target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError as error:
@@ -499,13 +527,19 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
         python()
         # a nursery needs message boundaries and the death signal, which only Linux has, and calls that may be refused by now
         variables = thread_variables(threads)
-        return SpawnLauncher(variables) if PORTABLE or not has_calls_of_linux() else NurseryLauncher(variables)
+        return (
+            SpawnLauncher(variables)
+            if PORTABLE or not has_calls_of_linux()
+            else NurseryLauncher(variables)
+        )
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
             raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")
         context = multiprocessing.get_context(context)
     if not isinstance(context, BaseContext):
-        raise TypeError(f"context must be a name or a context of multiprocessing (context: {context!r})")
+        raise TypeError(
+            f"context must be a name or a context of multiprocessing (context: {context!r})"
+        )
     if context.get_start_method() != "fork":
         python()
     if context.get_start_method() == "forkserver":
@@ -541,7 +575,9 @@ def is_python(executable: str) -> bool:
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         return False
     with contextlib.suppress(OSError):
-        looks_like_one = re.fullmatch(r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable))
+        looks_like_one = re.fullmatch(
+            r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable)
+        )
         if looks_like_one and (PORTABLE or os.path.samefile(PROC / "self/exe", executable)):
             return True
     said = f"a Python for process {os.getpid()}\n"
@@ -559,14 +595,22 @@ def is_python(executable: str) -> bool:
 
 
 def program(
-    module: str, function: str, *given: socket.socket | int, variables: Mapping[str, str] | None = None
+    module: str,
+    function: str,
+    *given: socket.socket | int,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of its ends of pipes."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
     boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
     # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
-    environment = {**thread_variables(1), **os.environ, **(variables or {}), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
+    environment = {
+        **thread_variables(1),
+        **os.environ,
+        **(variables or {}),
+        **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {}),
+    }
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],

@@ -54,7 +54,12 @@ class SocketLink(LocalLink, Channel):
         self.skipped: dict[int, int] = {}
         self._engine = engine
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         try:
             super().send(messages, payload, descriptors)
         finally:
@@ -85,7 +90,9 @@ class SocketEngine:
         self.room: int | None = None
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         self._ending: dict[SocketLink, float] = {}  # since when, on the clock of time.monotonic
-        with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
+        with (
+            contextlib.ExitStack() as undo
+        ):  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)
             read, write = os.pipe()
             # as objects they know that they are closed, when somebody wakes us late: the numbers may be other files' then
@@ -134,8 +141,12 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        with contextlib.suppress(ValueError, OSError):  # closed, so it has ended; one that is full takes nothing, and wakes it
-            if self._kept.is_ours:  # not so in a process that was forked from this one and has closed all that it had
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # closed, so it has ended; one that is full takes nothing, and wakes it
+            if (
+                self._kept.is_ours
+            ):  # not so in a process that was forked from this one and has closed all that it had
                 self._wake_write.write(b"!")
 
     def close(self) -> None:
@@ -171,4 +182,7 @@ class SocketEngine:
         del self._watched[link.number]
 
     def has_more(self, link: SocketLink) -> bool:
-        return any(key.data is link and mask & selectors.EVENT_READ for key, mask in self._selector.select(0))
+        return any(
+            key.data is link and mask & selectors.EVENT_READ
+            for key, mask in self._selector.select(0)
+        )

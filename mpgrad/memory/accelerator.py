@@ -98,7 +98,9 @@ class Cuda:
     def event(self, index: int) -> Any:
         """One that other processes can wait for."""
         event: Any = CUDA.Event(interprocess=True)
-        CUDA.current_stream(index).record_event(event)  # an event is its device's from its first record on
+        CUDA.current_stream(index).record_event(
+            event
+        )  # an event is its device's from its first record on
         return event
 
     def export_event(self, event: Any) -> bytes:
@@ -114,13 +116,21 @@ class Cuda:
         with in_context(index):
             if libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
                 CUDA.empty_cache()  # what PyTorch keeps for later is no use to us
-                checked(libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+                checked(
+                    libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)),
+                    "cuMemAlloc",
+                )
         return bytes_at(pointer.value, nbytes, index, "cuMemFree_v2")
 
     def export(self, memory: torch.Tensor) -> bytes:
         handle = IpcHandle()
         with in_context(memory.device.index):
-            checked(libcuda().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr())), "cuIpcGetMemHandle")
+            checked(
+                libcuda().cuIpcGetMemHandle(
+                    ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr())
+                ),
+                "cuIpcGetMemHandle",
+            )
         return bytes(handle)
 
     def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
@@ -128,7 +138,9 @@ class Cuda:
         pointer = ctypes.c_uint64()
         handle = IpcHandle.from_buffer_copy(raw)
         with in_context(index):
-            code = libcuda().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, ctypes.c_uint(LAZY_PEER_ACCESS))
+            code = libcuda().cuIpcOpenMemHandle_v2(
+                ctypes.byref(pointer), handle, ctypes.c_uint(LAZY_PEER_ACCESS)
+            )
             checked(code, "cuIpcOpenMemHandle")
         return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
 
@@ -167,10 +179,15 @@ def checked(code: int, what: str) -> None:
 @functools.cache
 def primary_context(index: int) -> ctypes.c_void_p:
     """The context in which PyTorch works on a device; held until the process ends."""
-    torch.cuda.synchronize(index)  # from here on the driver is initialised; it numbers devices as PyTorch does
+    torch.cuda.synchronize(
+        index
+    )  # from here on the driver is initialised; it numbers devices as PyTorch does
     device, context = ctypes.c_int(), ctypes.c_void_p()
     checked(libcuda().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    checked(libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    checked(
+        libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        "cuDevicePrimaryCtxRetain",
+    )
     return context
 
 
@@ -187,7 +204,12 @@ class Bytes:
     """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it dies."""
 
     def __init__(self, pointer: int, nbytes: int, index: int, give_back: str) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
         end = weakref.finalize(self, given_back, pointer, index, give_back)
         end.atexit = False  # the process's memory goes with it
 
@@ -198,7 +220,9 @@ def given_back(pointer: int, index: int, how: str) -> None:
 
 
 def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Tensor:
-    return torch.as_tensor(Bytes(pointer, nbytes, index, give_back), device=torch.device("cuda", index))
+    return torch.as_tensor(
+        Bytes(pointer, nbytes, index, give_back), device=torch.device("cuda", index)
+    )
 
 
 class Installed:
@@ -273,7 +297,9 @@ class DeviceSlab:
 
     @functools.cached_property
     def handle(self) -> Handle:
-        return handle_of(self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes))
+        return handle_of(
+            self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes)
+        )
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
         """It is all there."""
@@ -301,7 +327,9 @@ class Lane:
         self.accelerator = accelerator
         self.index = index
         self.in_process = in_process  # those at its other end
-        self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)  # CUDA's rule: not freed while others look
+        self.arena = Arena(
+            owner, self._make_slab, kind, idle_bytes=math.inf
+        )  # CUDA's rule: not freed while others look
         self._stream: Any = accelerator.stream(index) if streamed else None
         self._event: Any = accelerator.event(index) if streamed else None
 
@@ -309,7 +337,9 @@ class Lane:
         return DeviceSlab(number, self, self.accelerator.allocate(size, self.index))
 
     def event_handle(self) -> Handle:
-        return handle_of(self._event, b"" if self.in_process else self.accelerator.export_event(self._event))
+        return handle_of(
+            self._event, b"" if self.in_process else self.accelerator.export_event(self._event)
+        )
 
     def open(self, number: int, nbytes: int, handle: Handle) -> DeviceSlab:
         """A slab of another process, to be read by this lane."""
@@ -353,7 +383,9 @@ class Lane:
         return found
 
     def finish(self) -> None:
-        stream = self.accelerator.current_stream(self.index) if self._stream is None else self._stream
+        stream = (
+            self.accelerator.current_stream(self.index) if self._stream is None else self._stream
+        )
         stream.synchronize()
 
 

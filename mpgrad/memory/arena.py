@@ -47,7 +47,9 @@ PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
 IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
-COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
+COPY_BYTES = (
+    1 << 20
+)  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
 
 
 class Slab:
@@ -59,11 +61,15 @@ class Slab:
         self.number = number
         self.nbytes = storage.nbytes()
         self._kept = Kept(descriptor_of(storage))
-        os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
+        os.set_inheritable(
+            self.descriptor, False
+        )  # it is a duplicate that torch has made for itself
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
-        array.storage = storage  # every memoryview made from the array holds the array, and so the mapping
+        array.storage = (
+            storage  # every memoryview made from the array holds the array, and so the mapping
+        )
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
@@ -103,7 +109,9 @@ class Slab:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
-        mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
+        mapping = PrivateMapping(
+            self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start
+        )
         mapping.borrowed = borrowed
         return memoryview(mapping)[start:]
 
@@ -122,7 +130,9 @@ class Slot:
         self._capacity = capacity
         self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
         self.address: int = slab.number << OFFSET_BITS | offset
-        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `accelerator.Region`
+        self.memory: Any = slab.memory[
+            offset : offset + nbytes
+        ]  # a memoryview, or a `accelerator.Region`
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
@@ -153,13 +163,17 @@ class Arena:
         self._next_number = owner << OWNER_BITS | kind << KIND_BITS
         self._make_slab = make_slab  # of its number and size
         self._most_idle = idle_bytes
-        self._free: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, with memory; never empty
+        self._free: dict[
+            int, list[tuple[Slab, int]]
+        ] = {}  # capacity -> slots, with memory; never empty
         self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
         self._idle_bytes = 0  # in free slots
         self.bytes_in_use = 0  # in slots that live
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
-        self._dead: deque[tuple[Slab, int, int]] = deque()  # slots whose last reference has gone: slab, offset, capacity
+        self._dead: deque[tuple[Slab, int, int]] = (
+            deque()
+        )  # slots whose last reference has gone: slab, offset, capacity
         self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
@@ -202,7 +216,9 @@ class Arena:
 
     def tell_again(self, numbers: Iterable[int]) -> None:
         """A borrower does not know these slabs: where there still is one, it counts as made."""
-        self.made.extend(slab for number in numbers if (slab := self._slabs.get(number)) is not None)
+        self.made.extend(
+            slab for number in numbers if (slab := self._slabs.get(number)) is not None
+        )
 
     def _take_in_the_dead(self) -> None:
         """Assumes: the lock is held."""
@@ -212,7 +228,9 @@ class Arena:
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            self._free[capacity] = free  # the size used last stands last, and memory of the first is dropped first
+            self._free[capacity] = (
+                free  # the size used last stands last, and memory of the first is dropped first
+            )
             while self._idle_bytes > self._most_idle:
                 self._drop(next(iter(self._free)))
 
@@ -263,7 +281,11 @@ class Arena:
             slab, offset = hollow[-1]
             slab.reserve(offset, capacity, nbytes)
             return hollow.pop()
-        if self._open is None or self._used + capacity > self._open.nbytes or not self._open.can_grow:
+        if (
+            self._open is None
+            or self._used + capacity > self._open.nbytes
+            or not self._open.can_grow
+        ):
             self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
             self.made.append(self._open)
         self._open.reserve(self._used, capacity, nbytes)
@@ -296,20 +318,30 @@ class Lenders:
         """
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
-        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
-        self._unmapped: dict[int, tuple[Kept, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
+        self._elsewhere: dict[
+            int, Callable[[], DeviceSlab]
+        ] = {}  # by number: how to open one that nothing was borrowed of yet
+        self._unmapped: dict[
+            int, tuple[Kept, int]
+        ] = {}  # descriptor and size of slabs that nothing was borrowed of yet
         # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
-        self.lacking: Sequence[tuple[int, int, str]] = ()  # pieces that could not be had here: address, bytes, why
+        self.lacking: Sequence[
+            tuple[int, int, str]
+        ] = ()  # pieces that could not be had here: address, bytes, why
         self.closed = False
         self.notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
-        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}  # of storages -> address, slab, view
+        self._pointers: dict[
+            int, tuple[int, Slab, weakref.ref[memoryview]]
+        ] = {}  # of storages -> address, slab, view
         # key, pointer, view, and whether it was made private
-        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = deque()
+        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = (
+            deque()
+        )
 
     @property
     def bytes_in_use(self) -> int:
@@ -351,11 +383,15 @@ class Lenders:
             SharedMemoryError: the system refuses, now; it can be tried again.
         """
         if number in self._unmapped and not self._unmapped[number][0].is_ours:
-            del self._unmapped[number]  # other code has closed it: it is missing, and asked for again
+            del self._unmapped[
+                number
+            ]  # other code has closed it: it is missing, and asked for again
         if number in self._unmapped:
             kept, nbytes = self._unmapped[number]
             try:
-                self.slabs[number] = Slab(number, storage_from_descriptor(os.dup(kept.number), nbytes))
+                self.slabs[number] = Slab(
+                    number, storage_from_descriptor(os.dup(kept.number), nbytes)
+                )
             except (OSError, RuntimeError, MemoryError) as error:
                 raise no_mapping(f"{nbytes:,} bytes of them") from error
             del self._unmapped[number]
@@ -371,7 +407,9 @@ class Lenders:
             raise no_mapping("no file descriptor was free to receive it with")
         return self.slabs[number]
 
-    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
+    def borrow(
+        self, address: int, nbytes: int, private: bool = False, findable: bool = True
+    ) -> Any:
         """The memory at `address`; `private` where others use it too, so that writing to it must not show.
 
         `findable`: what looks at it may be lent on, see `find`.
@@ -388,7 +426,9 @@ class Lenders:
             self._given_back.append((address, 1))
             raise
         if slab.elsewhere:
-            self._given_back.append((address, 1))  # the copy is made right after this, and told of after that
+            self._given_back.append(
+                (address, 1)
+            )  # the copy is made right after this, and told of after that
             return slab.memory[offset : offset + nbytes]
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
@@ -455,7 +495,14 @@ class Lenders:
         let_go(self)
         for number in list(self._unmapped):
             self.detach(number)
-        for table in (self.slabs, self._elsewhere, self._views, self._received, self._pointers, self._dead):
+        for table in (
+            self.slabs,
+            self._elsewhere,
+            self._views,
+            self._received,
+            self._pointers,
+            self._dead,
+        ):
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
@@ -468,7 +515,9 @@ class Lenders:
             if private is not None and not remap(private, mmap.MAP_SHARED):
                 continue  # what its owner writes would not be seen here: it is not to be used again
             self.hide(view, pointer)
-            if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both
+            if (
+                self._views.get(key) is view
+            ):  # else it was borrowed again; that view's end will tell for both
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
         return returned
@@ -523,7 +572,14 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
 #     this process: workers have private copies of it.
 
 LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PIECE = 1 << 20  # bytes copied at once
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -538,11 +594,15 @@ View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders]
 
 # all views of this process, by the id of the weak reference
 SHARED: dict[int, View] = {}
-PRIVATE: dict[int, View] = {}  # mapped privately, or copied, for the sake of a child or of its parent
+PRIVATE: dict[
+    int, View
+] = {}  # mapped privately, or copied, for the sake of a child or of its parent
 FORKS: list[Fork] = []  # under way
 # for whose children something is not given back yet; without a token, before the end of the pool
 WITHHELD: list[Fork] = []
-MAPPING = threading.RLock()  # of who makes shared views private: each only once, or what was written since would be lost
+MAPPING = (
+    threading.RLock()
+)  # of who makes shared views private: each only once, or what was written since would be lost
 
 
 def watch(view: View) -> None:
@@ -655,7 +715,9 @@ def seen(memories: list[memoryview | None]) -> list[bool]:
     *counts, ours = [sys.getrefcount(memory) for memory in memories]
     kept = [some for fork in list(WITHHELD) for some in list(fork.kept.values())]
     withheld = Counter(id(each) for some in kept for each in some)
-    return [count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)]
+    return [
+        count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)
+    ]
 
 
 class Fork:
@@ -679,7 +741,9 @@ class Fork:
         let_go()
         with MAPPING:
             views = [*PRIVATE.items(), *SHARED.items()]
-            for (key, view), is_seen in zip(views, seen([view[0]() for _, view in views]), strict=True):
+            for (key, view), is_seen in zip(
+                views, seen([view[0]() for _, view in views]), strict=True
+            ):
                 memory = self.keep(view) if is_seen else None  # so that it stays mapped
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)

@@ -71,7 +71,9 @@ def carried(error: BaseException) -> bytes:
             pickled = form()
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
-        except BaseException:  # its own code runs here, and may do anything; the next form has less of it
+        except (
+            BaseException
+        ):  # its own code runs here, and may do anything; the next form has less of it
             continue
     raise InternalError("a RemoteError could not be pickled")
 
@@ -111,17 +113,27 @@ def one_more(error: BaseException) -> BaseException:
     return copied
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = "") -> BaseException:
+def raised_again(
+    pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = ""
+) -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = classes.loads(pickled)
-    except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
+    except (
+        BaseException
+    ) as reason:  # its class cannot be imported here, and the text is worth more than the class
         last = traceback.rstrip().rpartition("\n")[2]  # it names the class, unless there are notes
-        error = RemoteError(f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})")
+        error = RemoteError(
+            f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})"
+        )
     note = f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
     if not issubclass(type(error), BaseException):
-        error = RemoteError(f"an exception that is none when it is loaded here ({type(error).__qualname__})")
-    elif issubclass(type(error), SystemExit):  # the program ends with it, without a word of where it was raised
+        error = RemoteError(
+            f"an exception that is none when it is loaded here ({type(error).__qualname__})"
+        )
+    elif issubclass(
+        type(error), SystemExit
+    ):  # the program ends with it, without a word of where it was raised
         log.warning("a task called sys.exit: %s", note)
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
@@ -143,13 +155,17 @@ def not_carried(error: Exception, subject: str, value: object, may_wait: bool = 
         raise error
     if type(error) in (TypeError, pickle.PicklingError):
         raise type(error)(why_not(error, subject, value, may_wait)) from error
-    if isinstance(error, StopIteration):  # the loop that takes items from their source would take it for its end
+    if isinstance(
+        error, StopIteration
+    ):  # the loop that takes items from their source would take it for its end
         raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
     add_note(error, why_not(error, subject, value, may_wait, ""))
     raise error
 
 
-def why_not(error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None) -> str:
+def why_not(
+    error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None
+) -> str:
     """By which path the culprit is reached, and what to do. `words`: the error's."""
     words = str(error) if words is None else words
     path, culprit = find(value, functools.partial(fails, may_wait))
@@ -158,7 +174,9 @@ def why_not(error: Exception, subject: str, value: object, may_wait: bool = Fals
     return f"{subject} cannot be carried to or from a worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
 
 
-def item_not_carried(error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
+def item_not_carried(
+    error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]
+) -> NoReturn:
     """Raise what `not_carried` says of an item."""
     named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
     value = args[0] if len(args) == 1 and not kwargs else named
@@ -191,8 +209,12 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
     while True:
         tried = () if remedy_for(value) else parts(value)
         inner = None
-        with contextlib.suppress(Exception):  # of the user's objects, and another one is about to be raised
-            inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
+        with contextlib.suppress(
+            Exception
+        ):  # of the user's objects, and another one is about to be raised
+            inner = next(
+                (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
+            )
         if inner is None:
             return Found(path, value)
         seen.add(id(inner.value))
@@ -203,7 +225,9 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
         value = inner.value
 
 
-def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], deadline: float) -> bool:
+def is_culprit(
+    part: object, seen: set[int], fails: Callable[[object], bool], deadline: float
+) -> bool:
     """Whether it is worth looking into: not seen yet, in time, and it fails too."""
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
@@ -225,7 +249,9 @@ def parts(value: object) -> Iterator[Part]:
     elif isinstance(value, functools.partial):
         yield Part(".func", value.func)
         yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
-        yield from (Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items())
+        yield from (
+            Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items()
+        )
     elif isinstance(value, Mapping):
         yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
         yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
@@ -279,7 +305,11 @@ def parts_of_state(value: object) -> Iterator[Part]:
     if isinstance(reduced, str):  # it goes by name
         return
     own = type(value)
-    yield from (Part(f" (made from a {type(each).__name__})", each) for each in reduced[1] if each is not own)
+    yield from (
+        Part(f" (made from a {type(each).__name__})", each)
+        for each in reduced[1]
+        if each is not own
+    )
     state = reduced[2] if len(reduced) > 2 else None
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, dict):
@@ -301,15 +331,33 @@ PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
 REMEDIES = {
     ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
     ("ctypes.CDLL", "_ctypes.CFuncPtr"): f"load the library in the function, {ONCE}",
-    ("_socket.socket", "ssl.SSLContext", "_ssl._SSLContext", "sqlite3.Connection"): f"connect in the function, {ONCE}",
-    ("builtins.generator", "builtins.coroutine", "builtins.async_generator"): "make a list of what it gives, or call in the "
-    "function what gave it",
+    (
+        "_socket.socket",
+        "ssl.SSLContext",
+        "_ssl._SSLContext",
+        "sqlite3.Connection",
+    ): f"connect in the function, {ONCE}",
+    (
+        "builtins.generator",
+        "builtins.coroutine",
+        "builtins.async_generator",
+    ): "make a list of what it gives, or call in the function what gave it",
     ("threading.Thread",): "start it in the function, or have the function not reach it",
-    ("subprocess.Popen", "multiprocessing.process.BaseProcess"): "it is the caller's child: pass what it gave, or start it in "
-    "the function",
-    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: use "
+    (
+        "subprocess.Popen",
+        "multiprocessing.process.BaseProcess",
+    ): "it is the caller's child: pass what it gave, or start it in the function",
+    (
+        "multiprocessing.synchronize.SemLock",
+        "_multiprocessing.SemLock",
+    ): "workers are no children of multiprocessing's: use "
     "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
-    ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
+    (
+        "queue.Queue",
+        "_queue.SimpleQueue",
+        "multiprocessing.queues.Queue",
+        "multiprocessing.queues.SimpleQueue",
+    ): "return what "
     "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",

@@ -98,7 +98,9 @@ __all__ = [
 
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
-KNOWN = LIBRARIES | sys.stdlib_module_names  # packages whose code does as we know, and keeps nothing of the user's
+KNOWN = (
+    LIBRARIES | sys.stdlib_module_names
+)  # packages whose code does as we know, and keeps nothing of the user's
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
@@ -116,19 +118,28 @@ def is_own(name: str | None) -> bool:
 def stands_outside_libraries(name: str) -> bool:
     """Whether it was neither installed nor belongs to Python, by its file; an extension module cannot be carried."""
     root = name.partition(".")[0]
-    files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    files = [
+        file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])
+    ]
     if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
         return False
     if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
         return False
     if not files:  # made by hand, unless it belongs to the interpreter
         return getattr(sys.modules[name], "__spec__", None) is None
-    return not any(file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file for file in files)
+    return not any(
+        file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file
+        for file in files
+    )
 
 
 def files_of(module: types.ModuleType) -> list[str]:
     file = getattr(module, "__file__", None)
-    return [file] if isinstance(file, str) else [str(path) + "/" for path in getattr(module, "__path__", ())]
+    return (
+        [file]
+        if isinstance(file, str)
+        else [str(path) + "/" for path in getattr(module, "__path__", ())]
+    )
 
 
 @functools.cache
@@ -179,7 +190,9 @@ class Uses(NamedTuple):
 
     names: frozenset[str]
     loose: frozenset[str]  # names of which not only attributes are used
-    imports: frozenset[tuple[str, int, bool]]  # modules, the dots before them, and whether under another name
+    imports: frozenset[
+        tuple[str, int, bool]
+    ]  # modules, the dots before them, and whether under another name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,9 +209,13 @@ def uses_in(code: types.CodeType) -> Uses:
         elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
             loose.add(step.argval)
         elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
-            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at a time, from Python 3.13 on
+            loaded = (
+                step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            )  # two at a time, from Python 3.13 on
             loose |= {name for name in loaded if isinstance(name, str)}
-    inner = [uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     return Uses(
         frozenset(code.co_names).union(*(each.names for each in inner)),
         frozenset(loose).union(*(each.loose for each in inner)),
@@ -216,10 +233,18 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
     for name, level, renamed in uses.imports:
-        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__") or "") if level else name
+        full = (
+            importlib.util.resolve_name(
+                "." * level + name, function.__globals__.get("__package__") or ""
+            )
+            if level
+            else name
+        )
         for each in itertools.accumulate(full.split("."), "{}.{}".format):
             if is_own(each):
-                found[each] = found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+                found[each] = (
+                    found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+                )
     waiting = list(found)
     while waiting:
         module = waiting.pop()
@@ -233,7 +258,11 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         for name in uses.names & contents.keys():
             yield Wanted(module, name)
             inner = contents[name]
-            if isinstance(inner, types.ModuleType) and is_own(inner.__name__) and inner.__name__ not in found:
+            if (
+                isinstance(inner, types.ModuleType)
+                and is_own(inner.__name__)
+                and inner.__name__ not in found
+            ):
                 found[inner.__name__] = name in uses.loose
                 waiting.append(inner.__name__)
 
@@ -252,9 +281,20 @@ def contents_of(cell: types.CellType) -> list[Any]:
 UNCARRIED = "_mpgrad_uncarried"
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
 BUILTINS = {"eval", "exec", "globals", "__import__"}
-ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
+ATTRIBUTES = {
+    "__globals__",
+    "f_globals",
+    "get_type_hints",
+    "import_module",
+    "getmodule",
+    "resolve_name",
+}
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
-LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}  # of whose attributes only these lead to names
+LEADING = {
+    "sys": {"modules"},
+    "builtins": BUILTINS,
+    "pydoc": {"locate"},
+}  # of whose attributes only these lead to names
 WORDS = re.compile(r"[^\W\d]\w*")
 
 
@@ -273,7 +313,9 @@ def ways_in(code: types.CodeType) -> frozenset[str]:
     for module, names in LEADING.items():
         if names.isdisjoint(spelled_in(code)):
             found.discard(module)
-    return frozenset(found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType))))
+    return frozenset(
+        found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -346,9 +388,16 @@ class Lookups:
             if name in mentioned:
                 self._try(name, contents[name], None)
         for name, value in contents.items():
-            if name not in self._carried and name not in self.uncarried and name not in given and name != "__builtins__":
+            if (
+                name not in self._carried
+                and name not in self.uncarried
+                and name not in given
+                and name != "__builtins__"
+            ):
                 self._try(name, value, self._left)
-        return {name: contents[name] for name in contents if name in self._carried and name not in given}
+        return {
+            name: contents[name] for name in contents if name in self._carried and name not in given
+        }
 
     def _try(self, name: str, value: Any, limit: int | None) -> None:
         is_module = issubclass(type(value), types.ModuleType)
@@ -358,7 +407,9 @@ class Lookups:
         try:
             size = self._size(value, limit)
         except OverflowError:
-            self.uncarried[name] = f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
+            self.uncarried[name] = (
+                f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
+            )
         except Exception as error:
             self.uncarried[name] = f"{type(error).__name__}: {error}"
         else:
@@ -435,7 +486,11 @@ class CarriedSys(types.ModuleType):
         object.__setattr__(self, "_contents", contents)
 
     def __getattribute__(self, name: str) -> Any:
-        return Modules(object.__getattribute__(self, "_contents")) if name == "modules" else getattr(sys, name)
+        return (
+            Modules(object.__getattribute__(self, "_contents"))
+            if name == "modules"
+            else getattr(sys, name)
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(sys, name, value)
@@ -469,7 +524,9 @@ def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -
     add_uncarried(vars(main), vars(main), uncarried)
 
 
-def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]) -> None:
+def add_uncarried(
+    given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]
+) -> None:
     """Add what stands for names that came neither by themselves nor with a function that uses them."""
     for name, reason in uncarried.items():
         if name not in known and name not in given:
@@ -484,7 +541,9 @@ def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Ma
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
-AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()  # classes that travel, too
+AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = (
+    weakref.WeakKeyDictionary()
+)  # classes that travel, too
 
 # --- on their way
 
@@ -526,7 +585,9 @@ class Namespaces:
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look names up
         self.main: dict[str, Any] | None = None
-        self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
+        self.script: dict[
+            str, Any
+        ] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -549,7 +610,13 @@ class Namespaces:
         """What the `import` of a function finds."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else CarriedSys(self.main)
-        full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
+        full = (
+            importlib.util.resolve_name(
+                "." * level + name, (globals or {}).get("__package__") or ""
+            )
+            if level
+            else name
+        )
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules:
             return self.modules[found]
@@ -593,7 +660,9 @@ def find_in(names: Namespaces, module: str, path: str) -> Any:
     return names.find(module, path)
 
 
-def make_function(names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+def make_function(
+    names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any
+) -> types.FunctionType:
     """cloudpickle would give it the builtins of this process."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
@@ -609,7 +678,13 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         names.script[state[1]["__qualname__"]] = made
         if uncarried is not None:
             names.main = made.__globals__
-        names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
+        names.script.update(
+            {
+                name: each
+                for name, each in state[1]["__globals__"].items()
+                if isinstance(each, BY_NAME)
+            }
+        )
     add_uncarried(state[1]["__globals__"], made.__globals__, uncarried or {})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
@@ -621,7 +696,11 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
 
 
-BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper  # pickle takes these for what stands under their names
+BY_NAME = (
+    types.FunctionType,
+    type,
+    functools._lru_cache_wrapper,
+)  # pickle takes these for what stands under their names
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
@@ -639,7 +718,9 @@ def named(module: str, path: str) -> Any:
 class CarriedModule(types.ModuleType):
     """What travelled of a module; what did not is looked for in the worker's own import."""
 
-    __spec__ = __loader__ = None  # of the class: Python 3.15 warns of globals that have them without a loader
+    __spec__ = __loader__ = (
+        None  # of the class: Python 3.15 warns of globals that have them without a loader
+    )
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
@@ -666,7 +747,9 @@ def left_here(mark: LeftOf) -> Any:
     except (ImportError, AttributeError) as error:
         message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
         raise TypeError(message) from error
-    if value is not None and type(value).__qualname__ != mark.type_name:  # None: it is to be made when it is needed
+    if (
+        value is not None and type(value).__qualname__ != mark.type_name
+    ):  # None: it is to be made when it is needed
         raise TypeError(
             f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
@@ -711,9 +794,13 @@ class PlacedModules:
     def __init__(self) -> None:
         self._running: list[Namespaces] = []  # one within another
         self._current: Namespaces | None = None
-        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module what it holds by itself
+        self._replaced: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # of each module what it holds by itself
         self._added: list[str] = []
-        self._thread = 0  # that runs the calls of a worker's process; a task may have a pool of threads
+        self._thread = (
+            0  # that runs the calls of a worker's process; a task may have a pool of threads
+        )
 
     def begin(self) -> None:
         """This process, and this thread of it, is a worker's."""
@@ -773,11 +860,19 @@ class PlacedModules:
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind
-        if name == "__file__" and current is not None:  # programs of multiprocessing that a task starts run it once more
-            files = {each.__code__.co_filename for each in current.script.values() if isinstance(each, types.FunctionType)}
+        if (
+            name == "__file__" and current is not None
+        ):  # programs of multiprocessing that a task starts run it once more
+            files = {
+                each.__code__.co_filename
+                for each in current.script.values()
+                if isinstance(each, types.FunctionType)
+            }
             if len(files) == 1 and os.path.isfile(file := files.pop()):
                 return file
-        raise AttributeError(f"module '__main__' has no attribute {name!r} (a call has what its functions use of the script)")
+        raise AttributeError(
+            f"module '__main__' has no attribute {name!r} (a call has what its functions use of the script)"
+        )
 
     def _place(self, names: Namespaces) -> None:
         if names is self._current:
@@ -787,8 +882,12 @@ class PlacedModules:
         for name, carried in names.modules.items():
             if name in sys.modules:
                 contents = vars(sys.modules[name])
-                given = {each: value for each, value in vars(carried).items() if each not in OF_MODULES}
-                self._replaced.append((contents, {each: contents.get(each, ABSENT) for each in given}))
+                given = {
+                    each: value for each, value in vars(carried).items() if each not in OF_MODULES
+                }
+                self._replaced.append(
+                    (contents, {each: contents.get(each, ABSENT) for each in given})
+                )
                 contents.update(given)
             elif name in FAILED:
                 sys.modules[name] = carried
@@ -814,7 +913,9 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
     inner = initializer
     while isinstance(inner, functools.partial | types.MethodType):
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    for name, level, _ in uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ():
+    for name, level, _ in (
+        uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ()
+    ):
         if not level:
             with contextlib.suppress(ImportError):  # the initializer will find out
                 imported(name)
@@ -826,7 +927,11 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
     for name, contents in places.items():
         values, insides = before[name]
         now = inside(contents)
-        changed = [each for each in contents if contents[each] is not values.get(each, before) or now[each] != insides[each]]
+        changed = [
+            each
+            for each in contents
+            if contents[each] is not values.get(each, before) or now[each] != insides[each]
+        ]
         if changed := [each for each in changed if not each.startswith("__")]:
             INITIALIZED[name] = {each: contents[each] for each in changed}
 
@@ -878,13 +983,21 @@ def own_import(name: str) -> types.ModuleType:
 
     if name in FAILED:
         raise FAILED[name]
-    if name in sys.modules and not PLACE.in_worker:  # perhaps it is being imported, by whoever waits for us
+    if (
+        name in sys.modules and not PLACE.in_worker
+    ):  # perhaps it is being imported, by whoever waits for us
         return sys.modules[name]
     try:
-        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
+        with (
+            outside_transforms(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):  # a task may be running
             return imported(name)
     except Exception as error:
-        FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
+        FAILED[name] = failed = ImportError(
+            f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name
+        )
         raise failed from error
 
 

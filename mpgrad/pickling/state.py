@@ -53,7 +53,15 @@ from mpgrad.pickling.modules import (
     uses_in,
 )
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
-from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
+from mpgrad.pickling.streams import (
+    Root,
+    Streams,
+    Travel,
+    as_it_is,
+    captured,
+    plain,
+    reduce_generator,
+)
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
 from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
 from mpgrad.torch_state.generators import Kind
@@ -71,13 +79,29 @@ __all__ = [
 ]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
-CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+CONTAINERS = {
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+    collections.deque,
+}
 OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 STEADY = (
     *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
-    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, types.MappingProxyType, types.ModuleType),
-    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.CodeType,
+        types.MappingProxyType,
+        types.ModuleType,
+    ),
+    *(
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    ),
     *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
@@ -88,7 +112,9 @@ OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__"
 MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 
 Content = Sequence[Any]
-Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
+Opaque = tuple[
+    bytes, Sequence[Any], Sequence[tuple[int, int]]
+]  # kept alive, so that no other object gets its address
 MOST_STATES = 128  # kept for the next operation
 T = TypeVar("T")
 HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
@@ -147,7 +173,9 @@ class ContentWatch:
 def is_same(now: Opaque, before: Opaque) -> bool:
     """Whether two pickles of one object say the same."""
     count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
-    tensors = len(now[1]) == len(before[1]) and all(map(operator.is_, now[1][:count], before[1][:count]))
+    tensors = len(now[1]) == len(before[1]) and all(
+        map(operator.is_, now[1][:count], before[1][:count])
+    )
     return tensors and now[0] == before[0] and now[2] == before[2]
 
 
@@ -181,7 +209,10 @@ def contents_of_function(value: types.FunctionType) -> Content:
 
 def contents_of_class(value: type) -> Content:
     """Its bases, and what stands in its body."""
-    return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
+    return (
+        *value.__bases__,
+        *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
+    )
 
 
 OF_CODE = contents_of_class, contents_of_function, values_of
@@ -200,8 +231,12 @@ class StatePickler(CallerPickler):
         self.covered: set[Wanted] = set()
         self.watch = ContentWatch()
         self._left = left
-        self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
-        self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
+        self._hastened: dict[
+            int, types.FunctionType
+        ] = {}  # that may run while the state is loaded, and use globals then
+        self._made: dict[
+            int, Any
+        ] = {}  # what reducers made for the pickle, which nobody can write to
 
     def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
         """None; or what cannot be carried, by itself, so that all is in vain."""
@@ -210,7 +245,9 @@ class StatePickler(CallerPickler):
         self.dump(sorted(own))
         while self.wanted:
             some, self.wanted = self.wanted, {}
-            if (culprit := self._dump_some([each for each in some if each not in self.covered])) is not None:
+            if (
+                culprit := self._dump_some([each for each in some if each not in self.covered])
+            ) is not None:
                 return culprit
         return None
 
@@ -288,7 +325,11 @@ class StatePickler(CallerPickler):
         return super(CallerPickler, self).reducer_override(value)
 
     def _noted_function(self, value: types.FunctionType) -> Any:
-        reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
+        reduced = (
+            self.reduce_function(value)
+            if name_of(value) is None
+            else self.reduce_function(value, by_value=True)
+        )
         if reduced is NotImplemented:
             return reduced
         self.watch.content(contents_of_function, value)
@@ -305,7 +346,11 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
-        reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        reduced = (
+            dynamic(value)
+            if is_own(value.__module__)
+            else super(CallerPickler, self).reducer_override(value)
+        )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
@@ -326,7 +371,11 @@ class StatePickler(CallerPickler):
     def _hasten(self, value: Any) -> None:
         """A function, and those that it calls."""
         function = getattr(value, "__func__", value)
-        if not isinstance(function, types.FunctionType) or id(function) in self._hastened or module_of(function) is None:
+        if (
+            not isinstance(function, types.FunctionType)
+            or id(function) in self._hastened
+            or module_of(function) is None
+        ):
             return
         self._hastened[id(function)] = function
         for name in uses_in(function.__code__).names:
@@ -380,17 +429,25 @@ def held_by(value: Any) -> Sequence[Any]:
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
         return items_of(value)
-    return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
+    return (
+        attributes_of(value)
+        if is_own(type(value).__module__) and hasattr(value, "__dict__")
+        else ()
+    )
 
 
 def attributes_beside_state(generator: Any) -> Sequence[Any]:
     """Of a generator of random numbers, whose state is none of the pickle's."""
-    return pairs_of({name: value for name, value in vars(generator).items() if name != "gauss_next"})
+    return pairs_of(
+        {name: value for name, value in vars(generator).items() if name != "gauss_next"}
+    )
 
 
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
-        raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+        raise TypeError(
+            f"cannot pickle an open file ({value!r})"
+        )  # cloudpickle would send what is in it
 
 
 class WithoutFiles(CallerPickler):
@@ -403,7 +460,11 @@ class WithoutFiles(CallerPickler):
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
     """What stands in a pickle for an attribute of a class: the worker's own where it cannot be carried, such as a file."""
-    if name.startswith(("__", "_abc_")) or type(member) in PLAIN or issubclass(type(member), (*CODE, *STEADY)):
+    if (
+        name.startswith(("__", "_abc_"))
+        or type(member) in PLAIN
+        or issubclass(type(member), (*CODE, *STEADY))
+    ):
         return member
     try:
         WithoutFiles(io.BytesIO()).dump(member)
@@ -420,7 +481,9 @@ def is_defined_there(wanted: Wanted) -> bool:
 
 def reduces_as_usual(kind: type) -> bool:
     """Whether pickle takes an object's attributes, slots and items, and nothing else."""
-    if any("__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]):
+    if any(
+        "__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]
+    ):
         return False
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     own = getattr(kind, "__getstate__", usual)
@@ -429,7 +492,9 @@ def reduces_as_usual(kind: type) -> bool:
 
 
 def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    return [member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)]
+    return [
+        member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)
+    ]
 
 
 def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
@@ -448,7 +513,11 @@ def pickled_alone(value: Any) -> Opaque:
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(value)
     tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
-    return buffer.getvalue(), [*tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]
+    return (
+        buffer.getvalue(),
+        [*tensors, *pickler.buffers],
+        [(each.data_ptr(), each.nbytes) for each in pickler.buffers],
+    )
 
 
 # --- what the modules hold, as it is now
@@ -460,7 +529,12 @@ class State:
     _numbers = itertools.count(1)
 
     def __init__(
-        self, pickled: bytes, mark: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: ContentWatch
+        self,
+        pickled: bytes,
+        mark: bytes,
+        tensors: list[torch.Tensor],
+        covered: set[Wanted],
+        watch: ContentWatch,
     ) -> None:
         self.number = next(self._numbers)
         self.pickled = pickled
@@ -490,7 +564,9 @@ class States:
     """Those that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is pickled has methods of its own, which may come here again
+        self._lock = (
+            threading.RLock()
+        )  # what is pickled has methods of its own, which may come here again
         self._known: Recent[State] = Recent()  # by what was wanted
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
@@ -515,8 +591,19 @@ class States:
                 break
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():
-            self._note_kind(each, None if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None else ABSENT)
-        return State(pickler.buffer.getvalue(), pickler.mark, pickler.taken_out, pickler.covered, pickler.watch)
+            self._note_kind(
+                each,
+                None
+                if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None
+                else ABSENT,
+            )
+        return State(
+            pickler.buffer.getvalue(),
+            pickler.mark,
+            pickler.taken_out,
+            pickler.covered,
+            pickler.watch,
+        )
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
         """In the place of what cannot be carried: the worker's own. Raises TypeError where the caller's was replaced."""
@@ -538,7 +625,9 @@ class States:
         if known is None or known[0] is not load:
             known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
-        if known[1]() is value and not (len(now) == len(known[2]) and all(map(operator.is_, known[2], now))):
+        if known[1]() is value and not (
+            len(now) == len(known[2]) and all(map(operator.is_, known[2], now))
+        ):
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was written to, and cannot be carried ({type(value).__name__}): workers have "
                 "it as they import it; keep what cannot be carried apart from what changes"
@@ -568,13 +657,20 @@ def dumps_function(
     else:
         pickler = CallerPickler(buffer := io.BytesIO())
         pickler.dump(function)
-        pickled, mark, wanted, tensors = buffer.getvalue(), pickler.mark, pickler.wanted, pickler.taken_out
+        pickled, mark, wanted, tensors = (
+            buffer.getvalue(),
+            pickler.mark,
+            pickler.wanted,
+            pickler.taken_out,
+        )
         if sight is not None:
             keep_pickle(function, sight, pickler, pickled)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
-        with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
+        with contextlib.suppress(
+            Exception
+        ):  # whoever packs the call will find it again, and name the item
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)
@@ -604,7 +700,10 @@ def dumps_arguments(
 
 
 def dumps_whole(
-    value: object, travel: Travel = captured, known: State | None = None, claims: list[Any] | None = None
+    value: object,
+    travel: Travel = captured,
+    known: State | None = None,
+    claims: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
     pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
@@ -636,7 +735,9 @@ def loads_whole(
     number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
     start = len(WHOLE) + HEADER.size
     state = pickled[start : start + size]
-    return loads_with_state(pickled[start + size :], tensors, number, state, in_state, claimed, names, streams)[0]
+    return loads_with_state(
+        pickled[start + size :], tensors, number, state, in_state, claimed, names, streams
+    )[0]
 
 
 def loads_with_state(
@@ -656,7 +757,9 @@ def loads_with_state(
     own = len(captures) - tensors
     seen = names or Namespaces()
     found = Streams() if streams is None else streams
-    placement = Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    placement = (
+        Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    )
     if placement is not None:
         seen = Namespaces(placement)
 
@@ -678,7 +781,9 @@ def loaded(
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
     # states share classes: the one that was loaded since has set their attributes
-    has_old_classes = number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS)
+    has_old_classes = number != LAST[0] and any(
+        each.__name__.encode() in pickled for each in MAKERS
+    )
     LAST[0] = 0
     if found is None or has_old_classes:
         again = Namespaces(placement)
@@ -699,7 +804,9 @@ def loaded(
 # --- generators of random numbers that items hold
 
 
-SHARED: collections.deque[Any] = collections.deque(maxlen=64)  # generators; numpy's have no weak references
+SHARED: collections.deque[Any] = collections.deque(
+    maxlen=64
+)  # generators; numpy's have no weak references
 
 
 Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
@@ -755,7 +862,10 @@ class ItemStreams:
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of an item; generators that code captures which it brings, in a module of the user's, are everybody's."""
         roots = self._roots_of_code
-        return [plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each for each in tensors]
+        return [
+            plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each
+            for each in tensors
+        ]
 
     def _is_shared(self, generator: Any) -> bool:
         """Whether the function has it, or several items."""

@@ -85,7 +85,14 @@ def reduce_generator(value: Any, travel: Travel) -> Any:
         return type(value), ()  # it has no state
     if (bits := bits_of(value)) is None:
         return None
-    return generator_again, (type(value), bits), getattr(value, "__dict__", None), None, None, set_attributes
+    return (
+        generator_again,
+        (type(value), bits),
+        getattr(value, "__dict__", None),
+        None,
+        None,
+        set_attributes,
+    )
 
 
 def generator_again(kind: Any, bits: Any) -> Any:
@@ -120,7 +127,9 @@ def captured(kind: Kind, generator: Any) -> Any:
 
 def drawn(captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """[2] The captures with what the caller's generators give: no other operation gets the same."""
-    return [plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures]
+    return [
+        plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures
+    ]
 
 
 def plain(root: Any) -> torch.Tensor:
@@ -128,7 +137,9 @@ def plain(root: Any) -> torch.Tensor:
         return torch.tensor(list(pickle.dumps(root)), dtype=torch.uint8)
 
 
-def kept(streams: Streams, root: torch.Tensor, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def kept(
+    streams: Streams, root: torch.Tensor, make: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     """[3]"""
     made = make(*arguments)
     kind = kind_of_class(type(made))

@@ -74,7 +74,14 @@ from mpgrad.pickling.reducers import (
     referent,
     with_class,
 )
-from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
+from mpgrad.pickling.streams import (
+    Root,
+    Streams,
+    Travel,
+    captured,
+    reduce_generator,
+    set_attributes,
+)
 from mpgrad.torch_state.generators import learn
 from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
@@ -159,7 +166,9 @@ class TensorPickler(ClassPickler):
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
-        super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
+        super().__init__(
+            buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
+        )
         self.claims = claims
         self.runs_code = False  # see `RUNS_CODE`
         self._number: dict[int, int] = {}
@@ -230,8 +239,17 @@ class TensorPickler(ClassPickler):
             state = function_state(function)
         except ReferenceError:  # cloudpickle each global is asked whether it is a module
             uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
-            raise pickle.PicklingError(f"{uses_gone}; let go of the proxy, or keep the object") from None
-        return make_dynamic, self._function_getnewargs(function), state, None, None, function_setstate
+            raise pickle.PicklingError(
+                f"{uses_gone}; let go of the proxy, or keep the object"
+            ) from None
+        return (
+            make_dynamic,
+            self._function_getnewargs(function),
+            state,
+            None,
+            None,
+            function_setstate,
+        )
 
 
 class Bare(NamedTuple):
@@ -265,7 +283,11 @@ def has_methods_for_pickle(kind: Any) -> bool:
 
 def makes_own(new: Any) -> bool:
     """A named tuple's was made by Python."""
-    return isinstance(new, types.FunctionType) and not is_known(new) and not new.__module__.startswith("namedtuple_")
+    return (
+        isinstance(new, types.FunctionType)
+        and not is_known(new)
+        and not new.__module__.startswith("namedtuple_")
+    )
 
 
 def is_known(value: Any) -> bool:
@@ -273,8 +295,17 @@ def is_known(value: Any) -> bool:
     return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
-RUNS_CODE = b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
-OF_PICKLE = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
+RUNS_CODE = (
+    b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
+)
+OF_PICKLE = (
+    "__reduce_ex__",
+    "__reduce__",
+    "__getstate__",
+    "__setstate__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+)
 OF_ITEMS = "__setitem__", "append", "extend"
 
 
@@ -283,7 +314,9 @@ class CallerPickler(TensorPickler):
 
     follows_lookups = True  # gives functions the names that they may find at run time
 
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured
+    ) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
         learn()
@@ -300,7 +333,11 @@ class CallerPickler(TensorPickler):
             return None
         if kind in HERE:
             return HERE[kind]
-        if issubclass(kind, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
+        if (
+            issubclass(kind, types.ModuleType)
+            and is_own(value.__name__)
+            and sys.modules[value.__name__] is value
+        ):
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
             return value.__name__
@@ -320,7 +357,11 @@ class CallerPickler(TensorPickler):
                 )
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
-        if type(value) is types.ModuleType and value is sys.modules["__main__"] and self.follows_lookups:
+        if (
+            type(value) is types.ModuleType
+            and value is sys.modules["__main__"]
+            and self.follows_lookups
+        ):
             return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
@@ -330,13 +371,19 @@ class CallerPickler(TensorPickler):
 
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
         """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
-        reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
-        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:  # by name, or made by the compiler
+        reduced = (
+            self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
+        )
+        if (
+            reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS
+        ):  # by name, or made by the compiler
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
         self.given[id(value)] = dict(given)
-        rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
+        rest["_cloudpickle_submodules"] = [
+            each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)
+        ]
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
@@ -347,12 +394,21 @@ class CallerPickler(TensorPickler):
             found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned, given)
             given.update(found)
             if own_globals.get("__name__") == "__main__":
-                given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
+                given.update(
+                    {name: SysOf(own_globals) for name, each in given.items() if each is sys}
+                )
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
         here = NamesHere()
-        return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
+        return (
+            make_function,
+            (here, code, own_globals, *others),
+            (attributes, rest, here),
+            items,
+            pairs,
+            set_function,
+        )
 
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
@@ -389,7 +445,9 @@ class TrialPickler(CallerPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
-        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)):
+        if not self.is_asked and (
+            is_made_by_own_code(kind) if kind is value else has_own_way(kind)
+        ):
             refuse_users(kind)
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and not self.is_asked and is_called(value):
@@ -410,7 +468,9 @@ def is_users(kind: type) -> bool:
 
 def is_made_by_own_code(kind: type) -> bool:
     begins = kind.__init_subclass__
-    return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
+    return not is_known(type(kind)) or (
+        isinstance(begins, types.MethodType) and not is_known(begins)
+    )
 
 
 def is_called(value: object) -> bool:
@@ -419,7 +479,9 @@ def is_called(value: object) -> bool:
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
     is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__  # an enumeration's finds its members
+    calls_init = (
+        not is_known(kind.__init__) and type(kind).__call__ is type.__call__
+    )  # an enumeration's finds its members
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
@@ -453,18 +515,24 @@ MARKS = GlobalsOf, LeftOf
 STREAMS_HERE = "*"
 HERE: dict[type, str] = {NamesHere: NAMES_HERE, Streams: STREAMS_HERE}
 # asked of everything in a pickle, most of which is such
-NEVER_TAKEN_OUT = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type})
+NEVER_TAKEN_OUT = frozenset(
+    {str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type}
+)
 NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType}
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
     """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in `taken_out`."""
     memory = buffer.raw()
-    if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
+    if (
+        memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules
+    ):  # numpy makes buffers of tensors again
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer
         # of memory that may not be written torch makes no tensors
-        taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+        taken_out.append(
+            torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
+        )
     return False
 
 
@@ -504,7 +572,11 @@ class TensorUnpickler(ClassUnpickler):
         if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
         found = super().find_class(module, name)
-        if (module, name) == SETS_CLASS and self._names is not None and self._names.placement is not None:
+        if (
+            (module, name) == SETS_CLASS
+            and self._names is not None
+            and self._names.placement is not None
+        ):
             return functools.partial(self._names.placement.set_class, found)
         return found
 
@@ -512,8 +584,12 @@ class TensorUnpickler(ClassUnpickler):
 # --- whether a pickle leads to installed packages
 
 MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
-MOST_READ_AGAIN = 256 << 10  # of a function's that comes again: a network that it captures has its layers there
-NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
+MOST_READ_AGAIN = (
+    256 << 10
+)  # of a function's that comes again: a network that it captures has its layers there
+NAMES = re.compile(
+    rb"(?:\x8c.)?(\w+)", re.DOTALL
+)  # a short string begins with an opcode and its length
 
 
 def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:

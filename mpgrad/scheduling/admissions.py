@@ -23,7 +23,15 @@ from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    REQUIRES_GRAD,
+    Packer,
+    Placed,
+    Together,
+    placed_again,
+    staged_again,
+)
 
 __all__ = ["Admissions"]
 
@@ -84,14 +92,18 @@ class Admissions:
                 return
             if isinstance(claim.outcome, Failed):
                 self._uncollected.collected(claim.outcome)  # it is this operation's now
-                operation.deliver(call.index, Failed.because_of(claim.outcome, operation.names.words(call.item)))
+                operation.deliver(
+                    call.index, Failed.because_of(claim.outcome, operation.names.words(call.item))
+                )
                 self.cancel_rest(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]
         request = operation.options.request
         for claim, outcome in zip(call.claims, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
-            operation.warned.extend(taken(claim.source.warned))  # perhaps nobody ever asks for the value itself
+            operation.warned.extend(
+                taken(claim.source.warned)
+            )  # perhaps nobody ever asks for the value itself
         if request is not None:
             try:
                 request.look_again(call)
@@ -101,10 +113,14 @@ class Admissions:
                 return
         operation.queue.append(call)
         operation.unsorted = operation.options.at_rest and operation.sealed
-        self._line.join(operation, first=True)  # what has begun is finished first, and its memory given back
+        self._line.join(
+            operation, first=True
+        )  # what has begun is finished first, and its memory given back
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
-            self._deliveries.give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
+            self._deliveries.give(
+                giver
+            )  # who has a part of the input goes on with it, rather than whoever is looked at first
 
     def look_at_backward(self, backward: Backward) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
@@ -112,7 +128,10 @@ class Admissions:
         for other in promises:
             if not other.arrived:
                 again = functools.partial(self.look_at_backward, backward)
-                other.dependents = (*other.dependents, functools.partial(self._driver.inbox.append, again))
+                other.dependents = (
+                    *other.dependents,
+                    functools.partial(self._driver.inbox.append, again),
+                )
                 return
             if other.has_failed:
                 backward.settle(other.outcome)
@@ -125,7 +144,10 @@ class Admissions:
         assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None
         rest = iter(backward.grads)
-        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in backward.parts]
+        kept = [
+            kept_promises(list(itertools.islice(rest, count)), staged_by)
+            for count in backward.parts
+        ]
         backward.grads, backward.parts = list(itertools.chain(*kept)), list(map(len, kept))
         self._gradients.leave(backward.worker, backward)
 
@@ -135,14 +157,26 @@ def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
     refs = outcome.result.tensors
     assert not isinstance(call.placed, Together)
     if outcome.graph is None:  # then only leaves need gradients
-        refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
+        refs = [
+            ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD)
+            for ref in refs
+        ]
     if packer is None:
         call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
-        call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
+        call.placed += [
+            staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs
+        ]
     call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
 
 
-def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
-    there = (part.backward.outcome.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
+def kept_promises(
+    parts: Sequence[Placed | Promise], staged_by: Packer | None
+) -> list[Placed | Promise]:
+    there = (
+        part.backward.outcome.passed_on(part.place, staged_by)
+        if isinstance(part, Promise)
+        else part
+        for part in parts
+    )
     return [part for part in there if part is not None]

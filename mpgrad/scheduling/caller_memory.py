@@ -42,7 +42,11 @@ class CallerMemory:
         """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
         self.arena = Arena(0)
         self.lenders = Lenders(nudge)
-        self.crossing = Crossing(settings.devices, settings.in_process) if settings.devices is not None else None
+        self.crossing = (
+            Crossing(settings.devices, settings.in_process)
+            if settings.devices is not None
+            else None
+        )
         self.packer = Packer(self.arena, self.lenders.find, settings.recoverable, self.crossing)
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.crossing)
 
@@ -87,7 +91,14 @@ class Crossing:
         self._arrivals: dict[int, Lane] = {}
         for code in sorted(self._codes - {0}):
             for kind, lanes in enumerate((self._departures, self._arrivals)):
-                lanes[code] = Lane(self._accelerator, code - 1, 0, 2 * code + kind, streamed=True, in_process=in_process)
+                lanes[code] = Lane(
+                    self._accelerator,
+                    code - 1,
+                    0,
+                    2 * code + kind,
+                    streamed=True,
+                    in_process=in_process,
+                )
         self._is_direct = False
         self._is_refused = False
 
@@ -114,7 +125,9 @@ class Crossing:
         lane = self._arrivals[code]  # where nothing has to be waited for
         mark = secrets.token_bytes(MARK_BYTES)
         try:
-            slot = lane.write_bytes(torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True)
+            slot = lane.write_bytes(
+                torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True
+            )
             lane.finish()
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
         except (OSError, RuntimeError, MemoryError) as error:
@@ -122,13 +135,19 @@ class Crossing:
             return None
         return slot, Try(slot.address, MARK_BYTES, mark)
 
-    def tried(self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]) -> list[Message]:
+    def tried(
+        self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]
+    ) -> list[Message]:
         """What `worker` says of our slot; if it could read that, try its own. Returns what there is to tell it."""
         refusal, back = message.refusal, message.back
         if back is not None:
             try:
                 found = lenders.borrow(back.address, back.nbytes).copied()
-                refusal = "" if bytes(found.tolist()) == back.mark else "other bytes came back than the worker wrote"
+                refusal = (
+                    ""
+                    if bytes(found.tolist()) == back.mark
+                    else "other bytes came back than the worker wrote"
+                )
             except (OSError, RuntimeError, MemoryError) as error:
                 refusal = str(error)
         if refusal:
@@ -160,7 +179,10 @@ class Crossing:
         """
         assert message.handle is not None
         lane = self._arrivals[message.code]
-        lenders.attach_elsewhere(message.number, functools.partial(lane.open, message.number, message.nbytes, message.handle))
+        lenders.attach_elsewhere(
+            message.number,
+            functools.partial(lane.open, message.number, message.nbytes, message.handle),
+        )
         if worker.direct:  # else it is only being tried
             lenders.slab(message.number)
 

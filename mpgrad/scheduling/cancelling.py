@@ -36,7 +36,9 @@ __all__ = [
     "overdue_at",
 ]
 
-FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
+FAREWELL_PATIENCE = (
+    0.5  # seconds for a worker whose call takes too long, to leave its stack and end
+)
 
 
 class Cancelling:
@@ -152,7 +154,9 @@ class Cancelling:
     def _end_grace(self, worker: WorkerHandle) -> None:
         """What it is at has had its grace period."""
         under_way = worker.under_way
-        if under_way.skip_unbegun():  # what it has not begun can be had for certain when it has seen that
+        if (
+            under_way.skip_unbegun()
+        ):  # what it has not begun can be had for certain when it has seen that
             under_way.grace_ends = time.monotonic() + SEEN
             return
         self._drain(worker)  # we may have been late, and it not

@@ -97,10 +97,14 @@ class ChunkWriter:
         self._loans = loans
         self.functions: set[int] = set()
         self.codes: set[int] = set()
-        self._environment = b""  # as it was told last; the worker began with that of the pool's beginning
+        self._environment = (
+            b""  # as it was told last; the worker began with that of the pool's beginning
+        )
         self._states: Recent[bool] = Recent()  # of the user's modules, by number
 
-    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
+    def forward(
+        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
+    ) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
         options = operation.options
@@ -108,11 +112,21 @@ class ChunkWriter:
         self._follow(options.environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        forward = Forward(number, function.number, options.modes, options.seed, options.stop_at_failure, options.eager, sent)
+        forward = Forward(
+            number,
+            function.number,
+            options.modes,
+            options.seed,
+            options.stop_at_failure,
+            options.eager,
+            sent,
+        )
         messages.append(forward)
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
-    def backward(self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]) -> Written:
+    def backward(
+        self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]
+    ) -> Written:
         """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
 
         `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
@@ -162,7 +176,15 @@ class ChunkWriter:
             function.is_new = True
         state = None if function.state is None else self._told(function.state)
         messages.append(
-            Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
+            Define(
+                function.number,
+                function.code,
+                pickled,
+                function.sent_slot,
+                function.refs,
+                function.gathers,
+                state,
+            )
         )
         self.functions.add(function.number)
         self.codes.add(function.code)
@@ -178,9 +200,13 @@ class ChunkWriter:
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = self._pack(call.placed, payload)
-        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
+        return ForwardCall(
+            number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle
+        )
 
-    def _backward_call(self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
+    def _backward_call(
+        self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]
+    ) -> BackwardCall:
         return BackwardCall(
             backward.call,
             backward.graph_task,
@@ -197,7 +223,12 @@ class ChunkWriter:
         )
 
     def _before(
-        self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool, environment: bytes | None
+        self,
+        graph: RemoteGraph,
+        payload: Payload,
+        messages: list[Message],
+        again: bool,
+        environment: bytes | None,
     ) -> list[Rerun | Rederive]:
         """What makes `graph` again, where it is missing there; or where it was freed, and that does not count.
 
@@ -210,7 +241,10 @@ class ChunkWriter:
         if isinstance(recipe, Backward):
             before = self._before(recipe.graph, payload, messages, True, environment)
             other = None if recipe.environment == environment else recipe.environment
-            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
+            return [
+                *before,
+                Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other),
+            ]
         assert isinstance(recipe, PackedCall)
         options = recipe.options
         function, own = options.function, options.environment
@@ -221,7 +255,12 @@ class ChunkWriter:
         is_spent = state is GraphState.SPENT and not again
         return [
             Rerun(
-                function.number, options.modes, options.seed, self._forward_call(graph.call, recipe, payload), is_spent, other
+                function.number,
+                options.modes,
+                options.seed,
+                self._forward_call(graph.call, recipe, payload),
+                is_spent,
+                other,
             )
         ]
 
@@ -247,7 +286,9 @@ class ChunkWriter:
 
 class GraphState(enum.Enum):
     HERE = enum.auto()
-    FREED = enum.auto()  # by a backward that was not to keep it: another one is a mistake of the caller's
+    FREED = (
+        enum.auto()
+    )  # by a backward that was not to keep it: another one is a mistake of the caller's
     MISSING = enum.auto()  # to be made again when it is wanted
     SPENT = enum.auto()  # likewise, because nothing was left of it
 
@@ -269,7 +310,9 @@ class GraphLedger:
     @property
     def there(self) -> int:
         """How many take memory in the worker."""
-        return sum(state not in TO_BE_MADE for state in list(self.states.values()))  # others may ask while it changes
+        return sum(
+            state not in TO_BE_MADE for state in list(self.states.values())
+        )  # others may ask while it changes
 
     def needs_worker(self, is_last: bool) -> bool:
         """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could make those again."""
@@ -358,7 +401,11 @@ class SumLedger:
 
     def are_before(self, graph_task: int) -> bool:
         """All of them are of earlier backwards than this."""
-        return all(each is not None and each < graph_task for sums in self._sums.values() for each, _ in sums)
+        return all(
+            each is not None and each < graph_task
+            for sums in self._sums.values()
+            for each, _ in sums
+        )
 
     def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
@@ -383,7 +430,9 @@ class LoansToWorker:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lent: dict[int, tuple[Slot | Borrowed, int]] = {}  # address -> what has to live, how often it was sent
+        self._lent: dict[
+            int, tuple[Slot | Borrowed, int]
+        ] = {}  # address -> what has to live, how often it was sent
         self._slabs: set[int] = set()  # of which the worker knows, or will with the next message
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()

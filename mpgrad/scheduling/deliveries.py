@@ -31,7 +31,9 @@ HAS_NEWS = operator.attrgetter("has_news")
 class Deliveries:
     """What goes to workers goes through `transmit`, and so along with their news."""
 
-    def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes) -> None:
+    def __init__(
+        self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes
+    ) -> None:
         self.workers = workers
         self._line = line
         self._memory = memory
@@ -48,13 +50,21 @@ class Deliveries:
         line = self._line
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in self.workers.values():
-                if (line.operations or worker.backlog) and worker.ready and len(worker.under_way.chunks) <= depth:
+                if (
+                    (line.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
                     self.give(worker)
         dry = line.take_back(self.workers.values())
         for _ in range(CHUNKS_UNDER_WAY):
             for worker in dry:
                 self.give(worker)
-        return [each for each in self.workers.values() if each.retiring and each.ready and not each.backlog]
+        return [
+            each
+            for each in self.workers.values()
+            if each.retiring and each.ready and not each.backlog
+        ]
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
@@ -64,14 +74,18 @@ class Deliveries:
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        if worker.retiring or worker.under_way.in_grace:  # it ends that soon, or is ended; nobody knows which
+        if (
+            worker.retiring or worker.under_way.in_grace
+        ):  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:
             number = next(self._chunk_numbers)
             self._transmit_chunk(worker, number, *worker.forward(number, *share))
 
-    def _transmit_chunk(self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload) -> None:
+    def _transmit_chunk(
+        self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload
+    ) -> None:
         if self.notes.recording is not None:
             self.notes.sent(worker, number)
         self.transmit(worker, messages, payload)
@@ -81,7 +95,9 @@ class Deliveries:
         self.notes.know(worker)
         self.transmit(worker, [Record(True)])
 
-    def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
+    def transmit(
+        self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
+    ) -> None:
         """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
         self.collect_returns()
         if self._memory.arena.dropped:
@@ -91,8 +107,12 @@ class Deliveries:
             worker.transmit(messages, payload or Payload())
         except ConnectionError:
             pass  # it died; the end of its pipe is read next, and says so once
-        except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
-            report(logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error)
+        except (
+            OSError
+        ) as error:  # no descriptor is free for what has to wait: what it was sent is not whole
+            report(
+                logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
+            )
             worker.link.kill()
 
     def collect_returns(self) -> None:

@@ -36,7 +36,9 @@ __all__ = [
     "scheduler_for",
 ]
 
-NEWS_PATIENCE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
+NEWS_PATIENCE = (
+    0.05  # seconds in which news gathers before it is sent without a message to ride with
+)
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -58,7 +60,9 @@ class Dispatcher(Scheduler):
         self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = 0.0  # when it looks for news, on the clock of time.monotonic
-        self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
+        self._handed_over: deque[threading.Lock] = (
+            deque()
+        )  # of callers who sleep until the end of a turn
         self._staffed = threading.Event()
         self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
@@ -112,20 +116,30 @@ class Dispatcher(Scheduler):
 
     def _wait(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
         if OF_THREAD.callbacks is self.callbacks:
-            raise RuntimeError("a finalizer that Python runs in the pool's own thread cannot wait for the pool")
+            raise RuntimeError(
+                "a finalizer that Python runs in the pool's own thread cannot wait for the pool"
+            )
         waiter = Waiter(satisfied, threading.Lock())
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            if self.has_unheard or self._sleeping_soundly:  # what we wait for may need one more look
+            if (
+                self.has_unheard or self._sleeping_soundly
+            ):  # what we wait for may need one more look
                 self.wake()
             if satisfied():
                 return True
             if not self._is_over:
                 with self.notes.lap("waits"):
-                    waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+                    waiter.lock.acquire(
+                        timeout=-1
+                        if timeout is None
+                        else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+                    )
             if self._is_over and not satisfied():  # nobody is left to bring that about
-                raise one_more(self.life.ended or InternalError("the dispatcher ended before the pool"))
+                raise one_more(
+                    self.life.ended or InternalError("the dispatcher ended before the pool")
+                )
             return satisfied()
         finally:
             if waiter in self._waiters:  # else it was satisfied, and removed by whoever saw that
@@ -154,7 +168,9 @@ class Dispatcher(Scheduler):
                 self._turn()
         except BaseException as error:
             report(logging.ERROR, "the dispatcher failed", with_traceback=True)
-            broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
+            broken = InternalError(
+                f"the dispatcher failed ({type(error).__name__}: {error}); please report it"
+            )
             broken.__cause__ = error
             self.life.break_off(broken)
         finally:
@@ -165,7 +181,9 @@ class Dispatcher(Scheduler):
         try:
             self.end()
         except BaseException:
-            report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
+            report(
+                logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True
+            )
         finally:
             self._is_over = True
             self._staffed.set()
@@ -185,7 +203,9 @@ class Dispatcher(Scheduler):
         if not self._sleeping_soundly:
             until_news = max(0.0, self._news_due - time.monotonic())
             patience = until_news if patience is None else min(patience, until_news)
-        links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
+        links = self.engine.wait(
+            0 if self._woken or self.life.is_stopping or self.inbox else patience
+        )
         if self._sleeping_soundly:  # what happens now may make news
             self._news_due = time.monotonic() + NEWS_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
@@ -237,7 +257,9 @@ class InlineScheduler(Scheduler):
             except BaseException as error:
                 interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
                 self.life.break_off(
-                    RuntimeError(f"{interrupted}; make a new one, or use processes, which an interrupt does not break")
+                    RuntimeError(
+                        f"{interrupted}; make a new one, or use processes, which an interrupt does not break"
+                    )
                 )
                 raise
             if self.life.is_stopping and not self.life.has_ended:

@@ -26,7 +26,9 @@ class Measured:
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
     def __init__(self) -> None:
-        self.own_seconds = 0.0  # of an item by itself, with its backward where that is run right after it
+        self.own_seconds = (
+            0.0  # of an item by itself, with its backward where that is run right after it
+        )
         self.seconds = 0.0  # of an item, with our care for it
         self.predictor = Predictor()
         self._answers = 0
@@ -54,7 +56,9 @@ class Codes:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
-        while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
+        while len(self._numbers) > 1 and (
+            len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES
+        ):
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
             for worker in self._workers.values():
@@ -82,7 +86,9 @@ class Codes:
         measured = self._measured.get(function.code)
         return unknown if measured is None else measured.seconds
 
-    def note_results(self, function: SharedFunction, message: Results, items: int, share: float = math.inf) -> None:
+    def note_results(
+        self, function: SharedFunction, message: Results, items: int, share: float = math.inf
+    ) -> None:
         """What `items` calls took.
 
         What was measured last counts most; but where the largest calls come first, no more than its `share` of all that were

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled, cancel_if_interrupted
+from mpgrad.autograd.remote_graph import (
+    Backward,
+    Promise,
+    RemoteGraph,
+    Settled,
+    cancel_if_interrupted,
+)
 from mpgrad.calls.homes import Predictor, SumRequest
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import Since
@@ -64,7 +70,9 @@ class GradientSender:
     def send(self, backward: Backward) -> None:
         """Copies its gradients, and returns at once."""
         self._life.check_alive()
-        worker = backward.graph.worker  # read once: should it die now, another may get the graph, but not the sum
+        worker = (
+            backward.graph.worker
+        )  # read once: should it die now, another may get the graph, but not the sum
         assert isinstance(worker, WorkerHandle)
         if backward.modes is None:  # else it was sent before
             self._prepare(backward, worker)
@@ -104,7 +112,9 @@ class GradientSender:
             last = self._last = Surroundings(graph_task, current_modes(), environment)
         return last
 
-    def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
+    def _place(
+        self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
+    ) -> Sequence[Placed | Promise] | Together:
         """Copies of the tensors, in their order; promises stay what they are."""
         packer, staged = self._packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
@@ -112,7 +122,10 @@ class GradientSender:
         together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
         if together is not None:
             return together
-        placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
+        placed = (
+            packer.place(tensor, own, None, staged)
+            for tensor, own in zip(tensors, flags, strict=True)
+        )
         return [part if isinstance(part, Promise) else next(placed) for part in parts]
 
     def request_sum(self, worker: Any, request: SumRequest) -> None:

@@ -70,7 +70,9 @@ class Lifecycle:
         self.is_ending = False  # it has at least come to `LEAVING`
         self.is_stopping = False
         self.broken: BaseException | None = None  # why it cannot go on
-        self.ended: BaseException | None = None  # what is answered from now on: nothing runs any more
+        self.ended: BaseException | None = (
+            None  # what is answered from now on: nothing runs any more
+        )
         self.ends_gently = False  # workers are told to stop, rather than killed
         self.ends_by = signal.SIGKILL  # who has not ended soon after another signal is killed
 
@@ -105,7 +107,9 @@ class Lifecycle:
 
     @property
     def state(self) -> str:
-        return "broken" if self.broken is not None else "closed" if self.phase > Phase.OPEN else "open"
+        return (
+            "broken" if self.broken is not None else "closed" if self.phase > Phase.OPEN else "open"
+        )
 
     @property
     def is_ours(self) -> bool:
@@ -141,7 +145,9 @@ class Lifecycle:
 class Settling:
     """Orders are carried out, and operations fail with the reason of the end."""
 
-    def __init__(self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle) -> None:
+    def __init__(
+        self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle
+    ) -> None:
         self._inbox = inbox
         self._unfinished = unfinished
         self._life = life
@@ -165,7 +171,9 @@ class Settling:
 def carry_out(order: Callable[[], None]) -> None:
     try:
         order()
-    except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+    except (
+        BaseException
+    ):  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
         report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 

@@ -45,7 +45,9 @@ class Line:
     ) -> None:
         """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
         self.workers = workers
-        self.look_at = math.inf  # when there may be more to take back, on the clock of time.monotonic
+        self.look_at = (
+            math.inf
+        )  # when there may be more to take back, on the clock of time.monotonic
         self._codes = codes
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
@@ -74,7 +76,9 @@ class Line:
             operation.queue.extendleft(reversed(wanted))
             self.join(operation, first=True)
 
-    def next_for(self, worker: WorkerHandle) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
+    def next_for(
+        self, worker: WorkerHandle
+    ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
         """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
         room = self._room(worker)
         place = 0
@@ -85,7 +89,9 @@ class Line:
             if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
-            if not operation.queue:  # at once: perhaps no worker looks again, and the results would be kept
+            if (
+                not operation.queue
+            ):  # at once: perhaps no worker looks again, and the results would be kept
                 del self.operations[place]
             if calls:
                 return operation, calls
@@ -132,8 +138,12 @@ class Line:
         position, since = worker.under_way.begun()
         seconds = 0.0
         if chunk.operation is not None:
-            calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]  # which of them is not known
-            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(call.items for _, call in calls)
+            calls = (
+                chunk.calls if position < 0 else chunk.calls[position : position + 1]
+            )  # which of them is not known
+            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(
+                call.items for _, call in calls
+            )
         return since + max(LATE * self._grain.shortest, 2 * seconds)
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
@@ -158,10 +168,14 @@ class Line:
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
-        others = len(self.operations) - 1  # each has one call or more: those of a graph of calls have one
+        others = (
+            len(self.operations) - 1
+        )  # each has one call or more: those of a graph of calls have one
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
-        return self._seconds_of_next(operation) > (LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL)
+        return self._seconds_of_next(operation) > (
+            LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL
+        )
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
@@ -189,21 +203,31 @@ class Line:
         Mathematics, 1969.
         """
         has_failed = operation.limit < math.inf
-        if not has_failed and (not self._goes_by_size(operation) or len(operation.queue) > SORTED * self.workers):
+        if not has_failed and (
+            not self._goes_by_size(operation) or len(operation.queue) > SORTED * self.workers
+        ):
             return
         operation.unsorted = False
         calls = drained(operation.queue)
         ranks = [-call.index if has_failed else call.nbytes for call in calls]
         operation.largest_first = not has_failed and len(set(ranks)) > 1
-        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
+        order = sorted(
+            range(len(calls)), key=ranks.__getitem__, reverse=True
+        )  # as they came, where sizes are equal
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
-    def _take_calls(self, worker: WorkerHandle, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+    def _take_calls(
+        self, worker: WorkerHandle, operation: Operation, size: float
+    ) -> list[tuple[int, PackedCall]]:
         """At most `size` calls, with numbers of their own, or as many as a message holds."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
-            call = next_for(operation.queue, worker.device) if self._by_device else operation.queue.popleft()
+            call = (
+                next_for(operation.queue, worker.device)
+                if self._by_device
+                else operation.queue.popleft()
+            )
             if call is None:
                 break
             if call.index >= operation.limit:
@@ -220,5 +244,9 @@ class Line:
             return operation.options.chunksize
         if len(operation.queue) == 1:
             return 1
-        seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
+        seconds, left, workers = (
+            self._seconds_of_next(operation),
+            len(operation.queue),
+            self.workers,
+        )
         return chunk_size(seconds, left, workers, self._grain)

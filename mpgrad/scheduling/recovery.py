@@ -61,7 +61,14 @@ class Recovery:
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], position: int, offset: int) -> bool:
+    def blame(
+        self,
+        worker: WorkerHandle,
+        code: int | None,
+        chunks: Sequence[Chunk],
+        position: int,
+        offset: int,
+    ) -> bool:
         """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
 
         False where that had been taken back: it had but looked whether it should begin.
@@ -79,20 +86,32 @@ class Recovery:
         if place >= len(parts):
             return False
         accused = parts[place]
-        if position >= 0 or worker.overdue is not None:  # before it began, its function was loaded, which took too long
+        if (
+            position >= 0 or worker.overdue is not None
+        ):  # before it began, its function was loaded, which took too long
             accused.deaths += 1
         else:
             accused.idle_deaths += 1
         is_known = position >= 0 or worker.link.lost
-        phase = "backward" if chunk.operation is None else "forward" if is_known else "loading the function"
+        phase = (
+            "backward"
+            if chunk.operation is None
+            else "forward"
+            if is_known
+            else "loading the function"
+        )
 
         def error(_: Part = accused) -> BaseException:
             return self._death(worker, code, item_of(accused, position, offset), phase, accused)
 
-        level = logging.WARNING if worker.overdue is None else logging.INFO  # a timeout is what the caller asked for
+        level = (
+            logging.WARNING if worker.overdue is None else logging.INFO
+        )  # a timeout is what the caller asked for
         report(level, "%s", error())
         if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
-            fail(chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error)
+            fail(
+                chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error
+            )
         return True
 
     def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
@@ -123,17 +142,25 @@ class Recovery:
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
-        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
+        details = [
+            f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"
+        ] * (tried > 0)
         if idle:
-            details.append(f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next")
+            details.append(
+                f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next"
+            )
         if worker.overdue is not None:
-            return CallTimeoutError(item, phase, worker.overdue, "; ".join(details), worker.stack, call)
+            return CallTimeoutError(
+                item, phase, worker.overdue, "; ".join(details), worker.stack, call
+            )
         if worker.unreadable:
             return SharedMemoryError(f"{worker.unreadable} ({call}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             details.append(OUT_OF_MEMORY)
         details += worker.end_in_words
-        died = WorkerDiedError(item, phase, worker.number, code, "; ".join(details), worker.stack, call)
+        died = WorkerDiedError(
+            item, phase, worker.number, code, "; ".join(details), worker.stack, call
+        )
         died.__cause__ = worker.garbled
         return died
 
@@ -161,19 +188,29 @@ class Recovery:
         elif reason is not None:
             item.settle(error_maker(reason))
         elif isinstance(item, SumRequest):
-            item.settle(error_maker(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)))
+            item.settle(
+                error_maker(
+                    WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)
+                )
+            )
         elif not can_be_made(item.graph):
             index, names = item.items, item.names
             number, call = names.number(index), names.words(index)
-            details = [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
-            died = WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call)
+            details = (
+                [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
+            )
+            died = WorkerDiedError(
+                number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call
+            )
             item.settle(error_maker(died))
         else:
             worker = self._rehome(item.graph)
             if worker is None:
                 return False
             self.reruns += 1
-            item.apart = item.captures  # the sum that they were to be part of is with another worker
+            item.apart = (
+                item.captures
+            )  # the sum that they were to be part of is with another worker
             worker.backlog.append(item)
         return True
 

@@ -56,8 +56,12 @@ from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
-LONGEST_SLEEP = 86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
-CHILDREN_PATIENCE = 0.5  # seconds between two looks whether forked children have ended, for whom memory is kept
+LONGEST_SLEEP = (
+    86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
+)
+CHILDREN_PATIENCE = (
+    0.5  # seconds between two looks whether forked children have ended, for whom memory is kept
+)
 
 
 # long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
@@ -75,23 +79,50 @@ class Scheduler(ABC):
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
-        self.has_unheard = False  # there is something that the scheduling thread has not been woken for
+        self.has_unheard = (
+            False  # there is something that the scheduling thread has not been woken for
+        )
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
-        self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device, FAR if settings.remote else NEAR)
+        self._line = line = Line(
+            codes,
+            numbers,
+            settings.workers,
+            settings.calls,
+            by_device,
+            FAR if settings.remote else NEAR,
+        )
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
         self.gradients = gradients = GradientSender(
             self, self.life, codes, self.copying_packer, numbers, settings.since, self.watch
         )
         self.uncollected = Uncollected()
-        self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer, self.uncollected)
+        self.admissions = Admissions(
+            self, line, deliveries, gradients, self.copying_packer, self.uncollected
+        )
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
-        self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
-        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
-        self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
-        self.cancelling = Cancelling(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
+        self.recovery = Recovery(
+            self.workers, codes, settings.retries, self.life, self.admissions.admit
+        )
+        self.staff = Staff(
+            self,
+            settings,
+            engine,
+            self.life,
+            self.memory,
+            deliveries,
+            gradients,
+            self.recovery,
+            line,
+        )
+        self.receiver = Receiver(
+            settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff
+        )
+        self.cancelling = Cancelling(
+            self, deliveries, self.admissions, line, self.staff, self.receiver, settings
+        )
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
@@ -189,7 +220,11 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
         pending: list[Operation] = []
-        looked, ended, told = False, 0, False  # ended: how many of them had at the last look, from which the next one goes on
+        looked, ended, told = (
+            False,
+            0,
+            False,
+        )  # ended: how many of them had at the last look, from which the next one goes on
 
         def look() -> None:
             nonlocal looked
@@ -213,7 +248,9 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            self.post(all_told)  # an order runs between two deliveries, so listeners have heard of the last one
+            self.post(
+                all_told
+            )  # an order runs between two deliveries, so listeners have heard of the last one
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
         except BaseException:  # KeyboardInterrupt, above all
@@ -318,7 +355,9 @@ class Scheduler(ABC):
         """
         self.life.check_process()
         if threading.current_thread() is self.callbacks:
-            raise RuntimeError("a callback cannot join its pool, which waits for all callbacks; join it in another thread")
+            raise RuntimeError(
+                "a callback cannot join its pool, which waits for all callbacks; join it in another thread"
+            )
         if self.life.phase is Phase.OPEN:
             raise ValueError("the pool is still open; close or terminate it before join")
         self.life.enter(Phase.DRAINING)
@@ -378,11 +417,18 @@ class Scheduler(ABC):
             else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
-        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers or self.staff.has_deaths):
-            self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
+        if phase is Phase.LEAVING and not (
+            self.staff.wanted or self.workers or self.staff.has_deaths
+        ):
+            self.life.enter(
+                Phase.STOPPING
+            )  # also if there was something to make again: nobody is left who could
 
     def _is_idle(self) -> bool:
-        busy = any(worker.under_way or worker.backlog for worker in [*self.staff.gone, *self.workers.values()])
+        busy = any(
+            worker.under_way or worker.backlog
+            for worker in [*self.staff.gone, *self.workers.values()]
+        )
         return not (busy or self._line.has_calls)
 
     def wait_for_gradients(self, backward: Backward) -> None:
@@ -403,7 +449,11 @@ class Scheduler(ABC):
         soonest = min(self.cancelling.keep_time(now), self.staff.keep_time(now), self._line.look_at)
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
-        return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
+        return (
+            None
+            if soonest == math.inf
+            else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
+        )
 
     def end(self) -> None:
         """The last thing that happens; nobody may be left waiting."""

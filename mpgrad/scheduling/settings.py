@@ -28,7 +28,9 @@ class Settings(NamedTuple):
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
-    since: Since | None = None  # the caller's environment when the pool began, where workers follow it
+    since: Since | None = (
+        None  # the caller's environment when the pool began, where workers follow it
+    )
     in_caller: bool = False  # calls run in the thread that waits for them
 
     @property
@@ -48,7 +50,9 @@ def worker_devices(
     traits = traits_of(engine)
     if devices is None:
         if not traits.on_cpu:
-            raise ValueError(f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)')
+            raise ValueError(
+                f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)'
+            )
         return None
     if not traits.on_devices:
         others = ", ".join(name for name, each in ENGINES.items() if each.traits.on_devices)
@@ -61,13 +65,21 @@ def worker_devices(
     elif isinstance(devices, Sequence):
         codes = [device_code_named(device, "devices") for device in devices]
     else:
-        raise TypeError(f"devices must be a device, or a list of one for each worker (devices: {devices!r})")
+        raise TypeError(
+            f"devices must be a device, or a list of one for each worker (devices: {devices!r})"
+        )
     if not codes:
         raise ValueError(f"devices must name at least one (devices: {devices!r})")
     if processes is not None and processes != len(codes):
-        raise ValueError(f"devices say how many workers there are ({len(codes)}); leave processes out (processes: {processes})")
+        raise ValueError(
+            f"devices say how many workers there are ({len(codes)}); leave processes out (processes: {processes})"
+        )
     if not traits.on_cpu and 0 in codes:
-        raise ValueError(f'engine "{engine}" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})')
+        raise ValueError(
+            f'engine "{engine}" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})'
+        )
     if any(codes) and getattr(context, "_name", context) == "fork":
-        raise ValueError('a forked process cannot use the GPUs of its parent (context: "fork"); leave context out, or "spawn"')
+        raise ValueError(
+            'a forked process cannot use the GPUs of its parent (context: "fork"); leave context out, or "spawn"'
+        )
     return tuple(codes)

@@ -50,7 +50,9 @@ class Leave(NamedTuple):
 
     worker: WorkerHandle
     until: float  # it is waited for, on the clock of time.monotonic
-    death: Callable[[], None] | None  # what is to be done when it is known how it died; None: it was told to stop
+    death: (
+        Callable[[], None] | None
+    )  # what is to be done when it is known how it died; None: it was told to stop
 
 
 class Staff:
@@ -85,8 +87,12 @@ class Staff:
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
-        self.stranded: list[WorkerHandle] = []  # that are gone, and nobody has a place who could take over what waits for them
-        self._leaves: dict[int, Leave] = {}  # workers by number that are gone, and may not have ended yet
+        self.stranded: list[
+            WorkerHandle
+        ] = []  # that are gone, and nobody has a place who could take over what waits for them
+        self._leaves: dict[
+            int, Leave
+        ] = {}  # workers by number that are gone, and may not have ended yet
         self._newest = 0  # number of a worker
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
@@ -100,7 +106,9 @@ class Staff:
             return
         self.again_at = math.inf
         # whose site is lost is as good as gone; who waits for room is the first to be dispensed with
-        active = [worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)]
+        active = [
+            worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)
+        ]
         active.sort(key=lambda each: not each.link.has_place)
         try:
             for _ in range(self.wanted - len(active)):
@@ -127,7 +135,11 @@ class Staff:
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
-        keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
+        keepers = [
+            worker
+            for worker in self._workers.values()
+            if worker.retiring and not (worker.under_way or worker.backlog)
+        ]
         others = [worker for worker in self._workers.values() if worker not in keepers]
         is_wanted = self._line.has_calls or self.stranded
         if any(worker.ready for worker in others) or (keepers and not is_wanted):
@@ -144,16 +156,25 @@ class Staff:
 
     def _drop_graphs(self, worker: WorkerHandle) -> None:
         """Have it end; those of its graphs that are still wanted are made again by others."""
-        log.info("worker %d ends, as no other can be started; %d graphs are made again", worker.number, worker.graphs.there)
+        log.info(
+            "worker %d ends, as no other can be started; %d graphs are made again",
+            worker.number,
+            worker.graphs.there,
+        )
         self._send_off(worker, "has ended, to make room for another")
-        self.again_at = time.monotonic()  # its descriptors are free at once, the rest when it has ended
+        self.again_at = (
+            time.monotonic()
+        )  # its descriptors are free at once, the rest when it has ended
 
     def hire(self) -> None:
         """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:
-            device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
+            device = missing_device(
+                settings.devices,
+                (each.device for each in self._workers.values() if not each.retiring),
+            )
         number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
         self._newest = number
@@ -202,7 +223,9 @@ class Staff:
         """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
         is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
         stays = self._life.phase is Phase.LEAVING
-        return is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
+        return (
+            is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
+        )
 
     def send_away(self) -> None:
         """All of them, each as soon as nobody needs it."""
@@ -211,7 +234,9 @@ class Staff:
             worker.is_last = True
             self.retire(worker)
 
-    def _leave(self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None) -> None:
+    def _leave(
+        self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
+    ) -> None:
         """It is no worker of the pool any more. What it has, and the memory that it may still look at, stay until its exit."""
         worker.link.end()
         worker.gone = reason
@@ -240,7 +265,9 @@ class Staff:
     @property
     def gone(self) -> list[WorkerHandle]:
         """Workers that are gone, and for which something may still wait."""
-        return [*dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])]
+        return [
+            *dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])
+        ]
 
     @property
     def has_deaths(self) -> bool:
@@ -269,7 +296,9 @@ class Staff:
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
             worker.overdue = None  # it has not ended for that
-        elif worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
+        elif (
+            worker.doomed is not None and worker.doomed.begun != begun
+        ):  # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.notes.recording is not None:
@@ -288,7 +317,9 @@ class Staff:
         self.deaths += worker.ready
         self.kills += is_ours
         self._leave(worker, died, has_exited)
-        if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk
+        if (
+            worker.number in self._leaves
+        ):  # whatever it died of, it was nothing behind its first chunk
             behind = chunks[1:]
             del chunks[1:]
             worker.under_way.drop_behind()
@@ -296,18 +327,24 @@ class Staff:
         if worker.ready:  # else it has to be seen whether any can start
             self.fill()
 
-    def _look_into(self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool) -> None:
+    def _look_into(
+        self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool
+    ) -> None:
         """A death, of which is known by now what there is to know."""
         code = worker.exit_code
         self.deaths += not worker.ready  # else it has been counted
-        is_blamed = blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+        is_blamed = (
+            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+        )
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
-            self._life.break_off(WorkerDiedError(None, "start", worker.number, code, words, worker.stack))
+            self._life.break_off(
+                WorkerDiedError(None, "start", worker.number, code, words, worker.stack)
+            )
         else:
             self.fill()
 
@@ -353,7 +390,10 @@ class Staff:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
             self._leave(worker, reason)
-        for number, leave in self._leaves.items():  # what waited for these is answered now, however they died
+        for (
+            number,
+            leave,
+        ) in self._leaves.items():  # what waited for these is answered now, however they died
             self._leaves[number] = leave._replace(death=None)
 
     def await_exits(self) -> None:
@@ -385,4 +425,6 @@ def with_limit(error: OSError) -> OSError:
         soft, _ = resource.getrlimit(getattr(resource, name))
         words += f"; {name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft} here"
     reason = f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the limit of {words}"
-    return OSError(error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept")
+    return OSError(
+        error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept"
+    )

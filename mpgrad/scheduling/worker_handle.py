@@ -67,9 +67,13 @@ class WorkerHandle:
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.doomed: Doom | None = None  # it has been told to end, for that call
-        self.last_words: Kept | None = None  # our end of the pipe that it writes its stack into, should it crash
+        self.last_words: Kept | None = (
+            None  # our end of the pipe that it writes its stack into, should it crash
+        )
         self.stack = ""  # what came of it
-        self.garbled: UnreadableFrame | None = None  # what was wrong with what it sent, for which it was killed
+        self.garbled: UnreadableFrame | None = (
+            None  # what was wrong with what it sent, for which it was killed
+        )
         self.unreadable = ""  # why its answer could not be read, for which it was killed
 
         self.graphs = GraphLedger()
@@ -86,7 +90,9 @@ class WorkerHandle:
         self.releases: deque[int] = deque()
         self.spent: deque[int] = deque()  # calls whose backward was an eager one, and has come
         self._emptied: list[int] = []  # of these, those that were noted
-        self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
+        self.forgotten_functions: deque[tuple[int, int]] = (
+            deque()
+        )  # with the bytes of their captures
         self.forgotten_codes: deque[int] = deque()
 
     @property
@@ -100,7 +106,11 @@ class WorkerHandle:
         garbled = ""
         if self.garbled is not None:
             garbled = f"what it had sent is no message ({self.garbled}); did the function write to descriptors not its own?"
-        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled) if each]
+        return [
+            each
+            for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled)
+            if each
+        ]
 
     @property
     def busy(self) -> float:
@@ -118,7 +128,9 @@ class WorkerHandle:
     @property
     def load(self) -> int:
         """How many calls it has been given or is about to be."""
-        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values())
+        return len(self.backlog) + sum(
+            len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values()
+        )
 
     @property
     def backwards_left(self) -> int:
@@ -133,7 +145,12 @@ class WorkerHandle:
 
     def has_sums_before(self, graph_task: int) -> bool:
         """It would be done, but for sums of earlier backwards."""
-        if self.under_way or self.backlog or self._has_releases or self.graphs.needs_worker(self.is_last):
+        if (
+            self.under_way
+            or self.backlog
+            or self._has_releases
+            or self.graphs.needs_worker(self.is_last)
+        ):
             return False
         return self.sums.are_before(graph_task)
 
@@ -141,13 +158,17 @@ class WorkerHandle:
     def has_others(self) -> bool:
         """Whether there is anything but what was cancelled with grace."""
         graphs = self.graphs.states.keys() - set(self.releases)
-        return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.chunks.values())
+        return bool(graphs or self.backlog or self.sums) or any(
+            any(chunk.wanted()) for chunk in self.under_way.chunks.values()
+        )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """All that was sent for the backward with this number; who waits for it gets the error."""
         for item in list(self.backlog):
             if item.graph_task == graph_task:
-                with contextlib.suppress(ValueError):  # after the end several threads may take from it
+                with contextlib.suppress(
+                    ValueError
+                ):  # after the end several threads may take from it
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
         self.under_way.cancel_backward(graph_task, error)
@@ -164,7 +185,9 @@ class WorkerHandle:
     def _has_releases(self) -> bool:
         return bool(self.releases or self.spent or self._emptied)
 
-    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
+    def forward(
+        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
+    ) -> tuple[list[Message], Payload]:
         """A chunk of an operation, which is under way from now on."""
         messages, payload, chunk = self.writer.forward(number, operation, calls)
         self._add(number, chunk)
@@ -225,7 +248,11 @@ class WorkerHandle:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.writer.forget(functions)
-            news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+            news.append(
+                Forget(
+                    functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)
+                )
+            )
         return news
 
     def note_spent(self) -> None:
@@ -269,7 +296,9 @@ class UnderWay:
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
         self.in_grace: set[int] = set()  # chunks of which a part was cancelled with grace
-        self.grace_ends = math.inf  # when the worker is killed, should it be at such a part then, on the same clock
+        self.grace_ends = (
+            math.inf
+        )  # when the worker is killed, should it be at such a part then, on the same clock
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
@@ -322,11 +351,17 @@ class UnderWay:
         if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
             return -1, self.since
         in_order()
-        return whereabouts[Whereabouts.POSITION], max(self.since, whereabouts[Whereabouts.STARTED] / 1e9)
+        return whereabouts[Whereabouts.POSITION], max(
+            self.since, whereabouts[Whereabouts.STARTED] / 1e9
+        )
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
         """Whether it is at this position of this chunk, -1: anywhere in it."""
-        return call is not None and call[0] == next(iter(self.chunks), None) and call[1] in (-1, self.begun()[0])
+        return (
+            call is not None
+            and call[0] == next(iter(self.chunks), None)
+            and call[1] in (-1, self.begun()[0])
+        )
 
     @property
     def offset(self) -> int:
@@ -336,14 +371,18 @@ class UnderWay:
     @property
     def is_at_wanted(self) -> bool:
         chunk, position = self.first, max(self.begun()[0], 0)
-        return chunk is not None and any(chunk.wanted()[position : position + 1])  # there are none where all were taken back
+        return chunk is not None and any(
+            chunk.wanted()[position : position + 1]
+        )  # there are none where all were taken back
 
     # --- what it is to skip
 
     def cancel(self, operation: Operation) -> None:
         """Have the worker skip what it has not begun of chunks that nobody waits for."""
         for number, chunk in self.chunks.items():
-            if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
+            if chunk.operation is operation and all(
+                call.index >= operation.limit for _, call in chunk.calls
+            ):
                 self._skip(number)
 
     def _skip(self, number: int) -> bool:
@@ -386,10 +425,14 @@ class UnderWay:
         in_order()
         position = whereabouts[Whereabouts.POSITION]
         in_order()
-        if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
+        if (
+            at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]
+        ):  # it goes on in this moment
             return []
         found = []
-        is_answered = at in self.chunks  # those before it are, though their answers may still be on their way
+        is_answered = (
+            at in self.chunks
+        )  # those before it are, though their answers may still be on their way
         for number, chunk in self.chunks.items():
             begun = -1
             if number == at:
@@ -408,7 +451,11 @@ class UnderWay:
         if link.has_more():  # it may have answered its first chunk
             return []
         skipped = link.skipped.values()
-        return [(number, len(chunk.calls)) for number, chunk in self._for_others().items() if number in skipped]
+        return [
+            (number, len(chunk.calls))
+            for number, chunk in self._for_others().items()
+            if number in skipped
+        ]
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
         """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds, or a site has told."""
@@ -430,7 +477,10 @@ class UnderWay:
         ):
             return False
         first, position = next(iter(self.chunks), None), self.begun()[0]
-        return any(len(chunk.calls) > (position + 1 if number == first else 0) for number, chunk in self._for_others().items())
+        return any(
+            len(chunk.calls) > (position + 1 if number == first else 0)
+            for number, chunk in self._for_others().items()
+        )
 
     def _for_others(self) -> dict[int, Chunk]:
         """Chunks of which others may have what was not begun; what stays together, or is behind a site, only as a whole."""
@@ -446,13 +496,23 @@ class UnderWay:
     def cancel_with_grace(self, operation: Operation | None) -> None:
         """All of its chunks; None: of all operations."""
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self._put_in_grace([each for each in wanted if operation is None or self.chunks[each].operation is operation])
+        self._put_in_grace(
+            [
+                each
+                for each in wanted
+                if operation is None or self.chunks[each].operation is operation
+            ]
+        )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """The parts of the backward with this number; who waits for them gets the error."""
         numbers = []
         for number, chunk in self.chunks.items():
-            parts = [each for each in (*chunk.backwards, chunk.request) if each is not None and each.graph_task == graph_task]
+            parts = [
+                each
+                for each in (*chunk.backwards, chunk.request)
+                if each is not None and each.graph_task == graph_task
+            ]
             for each in parts:
                 each.settle(error_maker(error))
             if parts:

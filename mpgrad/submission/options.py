@@ -93,7 +93,9 @@ class PoolOptions:
         if self.processes is not None:
             positive("processes", self.processes)
         codes = worker_devices(self.devices, self.processes, self.engine, self.context)
-        object.__setattr__(self, "device_codes", codes)  # asked once: the answer is to last as long as the workers
+        object.__setattr__(
+            self, "device_codes", codes
+        )  # asked once: the answer is to last as long as the workers
         if self.threads_per_worker is not None:
             positive("threads_per_worker", self.threads_per_worker)
         if self.maxtasksperchild is not None:
@@ -117,7 +119,11 @@ class PoolOptions:
     @property
     def may_bundle(self) -> bool:
         """Whether several items may go as one call: nothing is counted or timed call by call, and no order is promised."""
-        counts_calls = self.maxtasksperchild is not None or self.graphs == "recompute" or self.graph_memory is not None
+        counts_calls = (
+            self.maxtasksperchild is not None
+            or self.graphs == "recompute"
+            or self.graph_memory is not None
+        )
         return not (self.deterministic or counts_calls or self.timeout or self.device_codes)
 
     def seconds(self, timeout: float | None) -> float | None:
@@ -130,7 +136,9 @@ class PoolOptions:
         if seconds is None:
             return None
         if not self.traits.is_process:
-            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})")
+            raise ValueError(
+                f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})"
+            )
         if seconds <= 0:
             raise ValueError(f"timeout must be more than 0 seconds (timeout: {seconds:g})")
         return seconds
@@ -138,10 +146,18 @@ class PoolOptions:
     def settings(self) -> Settings:
         """What its workers start with."""
         is_process, codes = self.traits.is_process, self.device_codes
-        graph_bytes = None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
+        graph_bytes = (
+            None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
+        )
         return Settings(
-            workers=len(codes) if codes is not None else usable_cpus() if self.processes is None else self.processes,
-            initializer=pickled_initializer(None, ()) if self.initializer is None else self.initializer,
+            workers=len(codes)
+            if codes is not None
+            else usable_cpus()
+            if self.processes is None
+            else self.processes,
+            initializer=pickled_initializer(None, ())
+            if self.initializer is None
+            else self.initializer,
             threads=self.threads_per_worker,
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
@@ -182,7 +198,9 @@ class CallOptions:
         return is_plain and self.on_error == "raise"
 
 
-def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
+def pickled_initializer(
+    initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
+) -> bytes:
     """
     Raises:
         TypeError, pickle.PicklingError: it is no function, or cannot be carried.

@@ -50,7 +50,9 @@ class Arguments:
     `vectors` are those that a product is taken with. If they are `in_tuple`, its lists are items.
     """
 
-    def __init__(self, args: tuple[Any, ...], argnums: Argnums, vectors: Any = (), in_tuple: bool = True) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], argnums: Argnums, vectors: Any = (), in_tuple: bool = True
+    ) -> None:
         every = (*args, *(vectors if in_tuple else (vectors,)))
         lengths = {len(each) for each in every if isinstance(each, list)}
         if len(lengths) > 1:
@@ -62,8 +64,12 @@ class Arguments:
         self.in_items = bool(lengths)
         self.items = lengths.pop() if lengths else 1
         common = [None if number in self.own else each for number, each in enumerate(every)]
-        self.form = Form(common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple)
-        self.each = [self.form.of(self.of(item)) for item in range(self.items)]  # inputs and vectors
+        self.form = Form(
+            common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple
+        )
+        self.each = [
+            self.form.of(self.of(item)) for item in range(self.items)
+        ]  # inputs and vectors
 
     def of(self, item: int) -> list[Any]:
         """What the item does not share, in order."""
@@ -91,7 +97,9 @@ class Form(NamedTuple):
         """An item's arguments, and the vectors that a product is taken with."""
         every = filled(self.common, self.own, own)
         vectors = every[self.arity :]
-        return Inputs(every[: self.arity], self.argnums), tuple(vectors) if self.in_tuple else vectors[0]
+        return Inputs(every[: self.arity], self.argnums), tuple(
+            vectors
+        ) if self.in_tuple else vectors[0]
 
 
 class Inputs:
@@ -100,13 +108,17 @@ class Inputs:
     def __init__(self, args: Sequence[Any], argnums: int | tuple[int, ...]) -> None:
         self.args = args
         self.argnums = argnums
-        tree = args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
+        tree = (
+            args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
+        )
         self.tensors, self.spec = tree_flatten(tree)
         if not all(map(is_real, self.tensors)):
             for number in numbers_in(argnums):
                 checked(args[number], f"argument {number}", LEAVE_OUT)
         if not self.tensors:
-            raise ValueError(f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})")
+            raise ValueError(
+                f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})"
+            )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """One tensor for each, in the structure of the argument, or of a tuple of arguments."""
@@ -115,7 +127,9 @@ class Inputs:
     def in_arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """All arguments, with other tensors in place of these."""
         tree = self.tree(tensors)
-        return filled(self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree)
+        return filled(
+            self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree
+        )
 
 
 def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
@@ -124,12 +138,18 @@ def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
         argnums = 0 if count == 1 else tuple(range(count))
     numbers = numbers_in(argnums)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise TypeError(f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})")
+        raise TypeError(
+            f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})"
+        )
     if not numbers or not all(-count <= number < count for number in numbers):
-        raise ValueError(f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})")
+        raise ValueError(
+            f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})"
+        )
     if len({number % count for number in numbers}) < len(numbers):
         raise ValueError(f"argnums must name each argument once (argnums: {argnums!r})")
-    return argnums % count if isinstance(argnums, int) else tuple(number % count for number in numbers)
+    return (
+        argnums % count if isinstance(argnums, int) else tuple(number % count for number in numbers)
+    )
 
 
 def numbers_in(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -147,10 +167,16 @@ def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
             continue
         whole = leaf_name(name, tree, number)
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}")
+            raise TypeError(
+                f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}"
+            )
         if leaf.is_complex():
-            raise TypeError(f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of torch.view_as_real")
-        raise TypeError(f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}")
+            raise TypeError(
+                f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of torch.view_as_real"
+            )
+        raise TypeError(
+            f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}"
+        )
     return leaves, spec
 
 
@@ -172,7 +198,9 @@ def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
     if not has_aux:
         return found, []
     if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"with has_aux=True the function must return a tuple (output, aux) (returned: {described(found)})")
+        raise TypeError(
+            f"with has_aux=True the function must return a tuple (output, aux) (returned: {described(found)})"
+        )
     output, aux = found
     for number, leaf in enumerate(tree_leaves(aux)):
         if not isinstance(leaf, Tensor):
@@ -194,14 +222,18 @@ def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any])
 # --- the function at one item
 
 
-FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
+FORWARD_MODE = (
+    threading.RLock()
+)  # PyTorch has one level of dual numbers for all threads of a process
 PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
 
 
 class Task(ABC):
     """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool
+    ) -> None:
         self.fn = fn
         self.form = arguments.form
         self.create_graph = create_graph
@@ -260,7 +292,9 @@ class Point:
         self.task = task
         self.item = item
         self.given = given
-        self.inputs = [fit(tensor if task.create_graph else tensor.detach()) for tensor in given.tensors]
+        self.inputs = [
+            fit(tensor if task.create_graph else tensor.detach()) for tensor in given.tensors
+        ]
         self.size = sum(tensor.numel() for tensor in self.inputs)
 
     def tree(self, values: Sequence[Any]) -> Any:
@@ -287,7 +321,9 @@ class Point:
         self.shapes = [each.shape for each in outputs]
         return tuple(outputs), beside
 
-    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
+    def moved(
+        self, tangents: Mapping[int, Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
         """Outputs, their derivatives along the tangents of some inputs, and what comes beside."""
 
         def of_some(*some: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
@@ -316,7 +352,9 @@ class Graph:
 
     def __init__(self, point: Point, history: bool = False) -> None:
         self.point = point
-        self.history = history or point.task.create_graph  # whether gradients are differentiated in their turn
+        self.history = (
+            history or point.task.create_graph
+        )  # whether gradients are differentiated in their turn
         self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
         with grad_mode(True):
             if transforms_are_active():  # where nothing else may ask for gradients
@@ -332,9 +370,16 @@ class Graph:
         """Gradients of the inputs; None stands for outputs that play no part."""
         self.point.seed()
         if self._pull_back is not None:
-            whole = [torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)]
+            whole = [
+                torch.zeros_like(out) if cot is None else cot
+                for out, cot in zip(self.outputs, cotangents, strict=True)
+            ]
             return list(self._pull_back(tuple(whole)))
-        pairs = [(out, cot) for out, cot in zip(self.outputs, cotangents, strict=True) if cot is not None and out.requires_grad]
+        pairs = [
+            (out, cot)
+            for out, cot in zip(self.outputs, cotangents, strict=True)
+            if cot is not None and out.requires_grad
+        ]
         if not pairs:
             return list(map(torch.zeros_like, self.inputs))
         outputs, incoming = zip(*pairs, strict=True)
@@ -363,7 +408,13 @@ def derivatives(
 ) -> tuple[Tensor, ...]:
     """Zeros where nothing depends on an input; the graph is kept."""
     return torch.autograd.grad(
-        outputs, inputs, cotangents, retain_graph=True, create_graph=history, allow_unused=True, materialize_grads=True
+        outputs,
+        inputs,
+        cotangents,
+        retain_graph=True,
+        create_graph=history,
+        allow_unused=True,
+        materialize_grads=True,
     )
 
 
@@ -376,7 +427,9 @@ def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[T
 
 def column(point: Point, start: int, stop: int) -> list[Tensor]:
     """One column, for each output."""
-    tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    tangents = {
+        k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
+    }
     with forward_mode():
         _, moved, point.beside = point.moved(tangents)
     return [tangent.unsqueeze(0) for tangent in moved]
@@ -384,7 +437,9 @@ def column(point: Point, start: int, stop: int) -> list[Tensor]:
 
 def columns(point: Point, start: int, stop: int) -> list[Tensor]:
     """Several at once, for each output."""
-    tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    tangents = {
+        k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
+    }
     with forward_mode():
         batched = torch.func.vmap(lambda tangents: point.moved(tangents)[1:], randomness="same")
         moved, beside = batched(tangents)
@@ -438,7 +493,9 @@ class Gradient:
     It returns what `fn` does beside the gradient; before that comes the value, if `and_value`.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, has_aux: bool, and_value: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, has_aux: bool, and_value: bool = False
+    ) -> None:
         self.fn = fn
         self.argnums = arguments.form.argnums
         self.has_aux = has_aux
@@ -461,7 +518,9 @@ class Gradient:
         tensors = inputs.tensors
         if transforms_are_active():
             numbers = tuple(range(len(tensors)))
-            gradients, (_, [value, *beside]) = torch.func.grad_and_value(value_of, numbers, has_aux=True)(*tensors)
+            gradients, (_, [value, *beside]) = torch.func.grad_and_value(
+                value_of, numbers, has_aux=True
+            )(*tensors)
         else:
             gradients, [value, *beside] = gradients_and_beside(value_of, tensors)
         gradient = tree_map_only(Tensor, lambda _: inputs.tree(gradients), value)
@@ -481,7 +540,9 @@ def gradients_and_beside(
         value, beside = value_of(*inputs)
         if not value.requires_grad:
             return tuple(map(torch.zeros_like, inputs)), beside
-        found = torch.autograd.grad(value, inputs, create_graph=history, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            value, inputs, create_graph=history, allow_unused=True, materialize_grads=True
+        )
         return found, beside
 
 
@@ -545,7 +606,9 @@ class Jacobian(Task):
         graph = Graph(point) if ways[-1].by_rows else None
         if graph is not None and not ways[0].by_rows:
             if graph.size > ROWS_PER_COLUMN * point.size:
-                graph = None  # not to be kept beside dual numbers; made again where these do not work
+                graph = (
+                    None  # not to be kept beside dual numbers; made again where these do not work
+                )
             else:
                 ways = [ROWS, ROW]
         failures: list[str] = []
@@ -555,7 +618,9 @@ class Jacobian(Task):
                 tensors = self.part(way, graph or point, share, shares)
                 said = fallback(self.fn, failures, way.name, way.mode)
                 beside = self.beside(point) if share == 0 else []
-                return Share(way.by_rows, self.finished(tensors), point.tree(point.shapes), beside, said)
+                return Share(
+                    way.by_rows, self.finished(tensors), point.tree(point.shapes), beside, said
+                )
             except Exception as error:
                 if way is ROW or isinstance(error, MemoryError | ForwardModeBusyError):
                     raise
@@ -591,10 +656,16 @@ def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[t
     """
     ends = itertools.accumulate(like.numel() for like in likes)
     cuts = sorted({start, stop, *(end for end in ends if start < end < stop)})
-    return [(at, min(at + step, end)) for begin, end in itertools.pairwise(cuts) for at in range(begin, end, step)]
+    return [
+        (at, min(at + step, end))
+        for begin, end in itertools.pairwise(cuts)
+        for at in range(begin, end, step)
+    ]
 
 
-def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool) -> list[Tensor]:
+def gathered(
+    of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
+) -> list[Tensor]:
     """All batches, one after another; copied to their place as they come, if they have no history."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]
@@ -665,20 +736,28 @@ class Hvp(Task):
             raise
         except Exception as error:
             products = Graph(point).pull(vectors)
-            said = fallback(self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse")
+            said = fallback(
+                self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse"
+            )
         [(value, *beside)] = self.beside(point)
         return Product((value, point.given.tree(self.finished(products)), *beside), said)
 
 
-def push_by_two_backwards(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def push_by_two_backwards(
+    point: Point, tangents: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's product."""
     graph = Graph(point, history=True)
     cotangents = [torch.zeros_like(output).requires_grad_() for output in graph.outputs]
-    pairs = [pair for pair in zip(graph.pull(cotangents), tangents, strict=True) if pair[0].requires_grad]
+    pairs = [
+        pair for pair in zip(graph.pull(cotangents), tangents, strict=True) if pair[0].requires_grad
+    ]
     if not pairs:
         return list(graph.outputs), list(map(torch.zeros_like, graph.outputs))
     gradients, incoming = zip(*pairs, strict=True)
-    return list(graph.outputs), list(derivatives(gradients, cotangents, incoming, point.task.create_graph))
+    return list(graph.outputs), list(
+        derivatives(gradients, cotangents, incoming, point.task.create_graph)
+    )
 
 
 def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: Any) -> list[Tensor]:

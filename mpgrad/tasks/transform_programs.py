@@ -24,7 +24,13 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
-from mpgrad.torch_state.private import dual_level_kept, held_leaves, refusing_no_grad, transforms_are_active, within_dual_level
+from mpgrad.torch_state.private import (
+    dual_level_kept,
+    held_leaves,
+    refusing_no_grad,
+    transforms_are_active,
+    within_dual_level,
+)
 
 __all__ = ["Batched", "DirectProgram", "JvpProgram", "Program", "ProgramRunner", "VjpProgram"]
 
@@ -41,11 +47,17 @@ class ProgramRunner:
         self.seed = seed
 
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
-        if self.seed is not None:  # a derivative of some items only meets their random numbers again
+        if (
+            self.seed is not None
+        ):  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
-        tensors = program(functools.partial(begun, self.pickled, program.direct.item), self.common, own)
+        tensors = program(
+            functools.partial(begun, self.pickled, program.direct.item), self.common, own
+        )
         # those of a leaf that somebody else has keep their graph: it is how the caller is told of that
-        return program.direct.result, [each if held_leaves([each], ()) else each.detach() for each in tensors]
+        return program.direct.result, [
+            each if held_leaves([each], ()) else each.detach() for each in tensors
+        ]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
@@ -75,10 +87,15 @@ class Program(ABC):
 class DirectProgram(Program):
     """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
 
-    def __init__(self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]) -> None:
+    def __init__(
+        self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]
+    ) -> None:
         self.item = item
         self.arguments = arguments
-        self.needs = [*common_needs, *own_needs]  # whether a tensor requires grad in the function's eyes
+        self.needs = [
+            *common_needs,
+            *own_needs,
+        ]  # whether a tensor requires grad in the function's eyes
         self.result = b""  # the result's structure, known when the program has run
 
     @property
@@ -87,7 +104,9 @@ class DirectProgram(Program):
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
         tensors = [*common, *own]
-        missing = [k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad]
+        missing = [
+            k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad
+        ]
 
         def run(*entered: torch.Tensor) -> list[torch.Tensor]:
             for k, tensor in zip(missing, entered, strict=True):
@@ -99,9 +118,13 @@ class DirectProgram(Program):
         entering = [tensors[k] for k in missing]
         if not missing or not torch.is_grad_enabled():
             return run(*entering)
-        if transforms_are_active():  # where no tensor can be made to require grad, but for one more transform
+        if (
+            transforms_are_active()
+        ):  # where no tensor can be made to require grad, but for one more transform
             return list(torch.func.vjp(run, *entering)[0])
-        return run(*(tensor.clone().requires_grad_() for tensor in entering))  # clones keep a tangent
+        return run(
+            *(tensor.clone().requires_grad_() for tensor in entering)
+        )  # clones keep a tangent
 
 
 class Derived(Program):
@@ -115,13 +138,20 @@ class Derived(Program):
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
         plain = self.is_plain
-        with DIFFERENTIATING.entered(), dual_level_kept() if plain and self.tangents else contextlib.nullcontext():
+        with (
+            DIFFERENTIATING.entered(),
+            dual_level_kept() if plain and self.tangents else contextlib.nullcontext(),
+        ):
             return self.run(load, list(common), list(own), plain)
 
     @abstractmethod
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]: ...
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]: ...
 
-    def run_inner(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+    def run_inner(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
         if isinstance(self.inner, Derived):
             return self.inner.run(load, common, own, plain)
         return self.inner(load, common, own)
@@ -140,18 +170,24 @@ class VjpProgram(Derived):
         modes: Modes,
     ) -> None:
         super().__init__(inner)
-        self.modes = modes._replace(grad=True)  # of the backward; the function itself runs under those of the forward
+        self.modes = modes._replace(
+            grad=True
+        )  # of the backward; the function itself runs under those of the forward
         self.own_count = own_count
         self.outputs = outputs  # those that have a cotangent, in their order
         self.own_wanted = own_wanted
         self.common_wanted = common_wanted
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
         """Gradients of the wanted inputs, for cotangents that stand behind the call's own tensors."""
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
-        def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
+        def outputs_of(
+            *inputs: torch.Tensor,
+        ) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
             rest = iter(inputs)
             entered_own, entered_common = list(own), list(common)
             for k in self.own_wanted:
@@ -162,7 +198,9 @@ class VjpProgram(Derived):
             return [found[k] for k in self.outputs]
 
         if not plain:
-            pull_back = torch.func.vjp(lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs)[1]
+            pull_back = torch.func.vjp(
+                lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs
+            )[1]
             with under(self.modes):
                 return list(pull_back(cotangents))
         again = any(tensor.requires_grad for tensor in (*own, *common, *cotangents))
@@ -178,7 +216,10 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Of the inputs, zeros where no output depends on one; `again`: to be differentiated."""
     with torch.enable_grad():
-        entered = [(each if each.requires_grad else each.clone().requires_grad_()).clone() for each in inputs]
+        entered = [
+            (each if each.requires_grad else each.clone().requires_grad_()).clone()
+            for each in inputs
+        ]
         edges = [get_gradient_edge(tensor) for tensor in entered]
         outputs = outputs_of(*entered)
         pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
@@ -186,9 +227,13 @@ def gradients(
         if pairs and edges:
             connected, incoming = zip(*pairs, strict=True)
             with under(modes):
-                found = torch.autograd.grad(connected, edges, incoming, create_graph=again, allow_unused=True)
+                found = torch.autograd.grad(
+                    connected, edges, incoming, create_graph=again, allow_unused=True
+                )
     zeros = torch.zeros_like
-    return [zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)]
+    return [
+        zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)
+    ]
 
 
 class JvpProgram(Derived):
@@ -213,7 +258,9 @@ class JvpProgram(Derived):
         self.common_moving = common_moving
         self.refusal = refusal  # of `torch.no_grad`
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
         """Tangents of the outputs, zeros where one does not move; those that come stand behind their tensors."""
         own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
@@ -235,7 +282,10 @@ class JvpProgram(Derived):
         with within_dual_level():
             dual = map(forward_ad.make_dual, primals, tangents)
             outputs = list(map(forward_ad.unpack_dual, outputs_of(*dual)))
-        return [torch.zeros_like(output.primal) if output.tangent is None else output.tangent for output in outputs]
+        return [
+            torch.zeros_like(output.primal) if output.tangent is None else output.tangent
+            for output in outputs
+        ]
 
 
 class Batched(Derived):
@@ -256,10 +306,16 @@ class Batched(Derived):
         self.batch_size = batch_size
         self.randomness = randomness
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
-        def element(own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor) -> list[torch.Tensor]:
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
+        def element(
+            own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor
+        ) -> list[torch.Tensor]:
             return self.run_inner(load, common, own, plain)
 
-        batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness)
+        batch = torch.func.vmap(
+            element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness
+        )
         # also where nothing is batched: random numbers may be, or be forbidden
         return list(batch(own, common, torch.empty(self.batch_size, device="cpu")))

@@ -51,5 +51,7 @@ def draw(events: Sequence[dict[str, Any]], caller: int, path: str | os.PathLike[
     axes.set_yticks(range(len(order)), [names[track] for track in order])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=8)
+    figure.legend(
+        handles=patches, loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=8
+    )
     figure.savefig(path)

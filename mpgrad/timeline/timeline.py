@@ -74,14 +74,21 @@ class Timeline:
         self._scheduler.begin_recording(recording)
         try:
             if self._path is not None:
-                self._file = self._path.open("w")  # now rather than after a long run: it may not be possible
+                self._file = self._path.open(
+                    "w"
+                )  # now rather than after a long run: it may not be possible
         except BaseException:
             self._scheduler.end_recording()
             raise
         self._recording = recording
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self._scheduler.end_recording()
         finally:
@@ -96,9 +103,13 @@ class Timeline:
         Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
         """
         if self._recording is None:
-            raise RuntimeError("the timeline has not been recorded; put the calls into a block: `with timeline:`")
+            raise RuntimeError(
+                "the timeline has not been recorded; put the calls into a block: `with timeline:`"
+            )
         if self._recording.ended is None:
-            raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
+            raise RuntimeError(
+                "the timeline is still being recorded; ask for it after its `with` block"
+            )
         return events_of(self._recording)
 
     @property
@@ -119,7 +130,9 @@ class Timeline:
         try:
             from mpgrad.timeline.picture import draw
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib ({error})") from error
+            raise ModuleNotFoundError(
+                f"a picture needs matplotlib: pip install matplotlib ({error})"
+            ) from error
 
         draw(self.events, CALLER, path)
 
@@ -229,7 +242,10 @@ def events_of(recording: Recording) -> list[Event]:
         slices += worker_slices(worker, own, recording.ended)
     slices.sort(key=lambda each: (each.pid, each.tid, each.began, -each.ended))
     shown = (each for each in slices if each.began < recording.ended)
-    return [*names(recording), *(slice_event(each, recording.began, recording.ended) for each in shown)]
+    return [
+        *names(recording),
+        *(slice_event(each, recording.began, recording.ended) for each in shown),
+    ]
 
 
 def names(recording: Recording) -> Iterator[Event]:
@@ -237,8 +253,14 @@ def names(recording: Recording) -> Iterator[Event]:
     for thread, name in enumerate(list(recording.threads.values()), start=1):
         yield name_event("thread_name", CALLER, thread, name=name)
     for number, worker in sorted(recording.workers.items()):
-        where = [f"pid {worker.pid}", worker.device, *([f"node {worker.node}"] if worker.node else [])]
-        yield name_event("process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})")
+        where = [
+            f"pid {worker.pid}",
+            worker.device,
+            *([f"node {worker.node}"] if worker.node else []),
+        ]
+        yield name_event(
+            "process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})"
+        )
         yield name_event("thread_name", CALLER + number, CALLS, name="calls")
 
 
@@ -250,7 +272,15 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
     """As much of it as lies in the recording, in microseconds since that began."""
     began, ended = max(each.began, start) - start, min(each.ended, end) - start
     times = {"ts": began / 1e3, "dur": max(0, ended - began) / 1e3}
-    return {"ph": "X", "pid": each.pid, "tid": each.tid, **times, "name": each.name, "cat": each.kind, "args": each.args}
+    return {
+        "ph": "X",
+        "pid": each.pid,
+        "tid": each.tid,
+        **times,
+        "name": each.name,
+        "cat": each.kind,
+        "args": each.args,
+    }
 
 
 def caller_slices(recording: Recording) -> Iterator[Slice]:
@@ -279,7 +309,15 @@ def worker_slices(worker: WorkerName, chunks: Sequence[NotedChunk], end: int) ->
             yield Slice(pid, CALLS, first + ahead, last + ahead, name, phase, args)
     for chunk in [each for each in chunks if each.answered is None][:1]:
         name = "not answered" if chunk.died is None else "the worker died"
-        yield Slice(pid, CALLS, max(free, chunk.sent), chunk.died or end, name, "unanswered", items_in(chunk))
+        yield Slice(
+            pid,
+            CALLS,
+            max(free, chunk.sent),
+            chunk.died or end,
+            name,
+            "unanswered",
+            items_in(chunk),
+        )
 
 
 def items_in(chunk: NotedChunk) -> dict[str, object]:

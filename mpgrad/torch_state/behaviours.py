@@ -40,7 +40,9 @@ TRIED: dict[str, tuple[str, ...]] = {
 # Not among them are those of the compiler, which are tried where they are used (`check_compiler`).
 NAMES: dict[str, str] = {
     "torch": "_add_batch_dim _functorch _remove_batch_dim _tensor_str",
-    "torch.Tensor": ("_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version"),
+    "torch.Tensor": (
+        "_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version"
+    ),
     "torch.UntypedStorage": "_new_shared_fd_cpu _share_fd_cpu_",
     "torch._C": (
         "DisableTorchFunction DisableTorchFunctionSubclass _DisableAutocast _EnableTorchFunction _FunctionBase "
@@ -150,7 +152,9 @@ def refuse(failed: Failures) -> None:
             raise error  # the system lacks something, and PyTorch was not asked
     if failed:
         error = failed[0][1]
-        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
+        raise UnsupportedTorchError(
+            torch.__version__, [name for name, _ in failed], tuple(TRIED)
+        ) from error
 
 
 def failures() -> Failures:
@@ -184,12 +188,16 @@ def try_all(which: str, found: Failures) -> None:
     except (AttributeError, ImportError) as error:
         found.append(("the parts of PyTorch that mpgrad imports are there", error))
         return
-    with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
+    with (
+        warnings.catch_warnings()
+    ):  # of what only the probes do; the caller's filters may make errors of them
         warnings.simplefilter("ignore")
         for name, probe in getattr(probes, which).items():
             try:
                 probe()
-            except Exception as error:  # whatever it is, it is no longer what mpgrad was written for
+            except (
+                Exception
+            ) as error:  # whatever it is, it is no longer what mpgrad was written for
                 found.append((name, error))
 
 

@@ -109,7 +109,10 @@ def whole_python(generator: random.Random) -> tuple[Any, ...] | None:
 def parts_python(generator: random.Random, state: Any) -> tuple[Any, ...] | None:
     """With the attributes that a subclass gives it, which pickle would drop; None where the class has a way of its own."""
     kind = type(generator)
-    if kind.__reduce__ is not random.Random.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+    if (
+        kind.__reduce__ is not random.Random.__reduce__
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+    ):
         return None
     attributes = {name: value for name, value in vars(generator).items() if name != "gauss_next"}
     return new_python, (kind,), (attributes, state), None, None, set_python
@@ -143,7 +146,11 @@ def begin_torch(generator: torch.Generator, root: int, item: int) -> None:
 
 
 def torch_root(generator: torch.Generator) -> int:
-    return int(torch.randint(0, MOST_SEED, (), generator=generator, dtype=torch.int64, device=generator.device))
+    return int(
+        torch.randint(
+            0, MOST_SEED, (), generator=generator, dtype=torch.int64, device=generator.device
+        )
+    )
 
 
 def sobol_root(engine: SobolEngine) -> int:
@@ -201,7 +208,9 @@ def seeds_again(entropy: Any, key: tuple[int, ...], size: int) -> Any:
 
 def seeds_of(root: SpawnRoot, item: int) -> Any:
     """As `root.spawn(n)[item]` for any n."""
-    return numpy_random().SeedSequence(root.entropy, spawn_key=(*root.key, item), pool_size=root.size)
+    return numpy_random().SeedSequence(
+        root.entropy, spawn_key=(*root.key, item), pool_size=root.size
+    )
 
 
 def begin_bits(bits: Any, root: SpawnRoot, item: int) -> None:
@@ -258,8 +267,16 @@ def as_pickle_does(generator: Any) -> Any:
 
 
 KINDS: dict[type, Kind] = {
-    random.Random: Kind(lambda generator: generator.getrandbits(62), begin_python, blank_python, own_python, whole_python),
-    torch.Generator: Kind(torch_root, begin_torch, lambda generator: (torch.Generator, (generator.device,))),
+    random.Random: Kind(
+        lambda generator: generator.getrandbits(62),
+        begin_python,
+        blank_python,
+        own_python,
+        whole_python,
+    ),
+    torch.Generator: Kind(
+        torch_root, begin_torch, lambda generator: (torch.Generator, (generator.device,))
+    ),
     SobolEngine: Kind(sobol_root, begin_sobol, as_pickle_does),
 }
 

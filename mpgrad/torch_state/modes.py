@@ -68,7 +68,9 @@ SEED_TORCH = torch.default_generator.manual_seed
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
 
 
-Changed = tuple[tuple[str, Any], ...]  # names and values of settings that differ from their defaults
+Changed = tuple[
+    tuple[str, Any], ...
+]  # names and values of settings that differ from their defaults
 
 
 class Modes(NamedTuple):
@@ -78,7 +80,9 @@ class Modes(NamedTuple):
     inference: bool
     autocast: bool
     differentiating: bool  # a derivative of ours is being taken
-    device_autocast: tuple[str, torch.dtype] | None = None  # the kind of device, and the dtype, where that is on
+    device_autocast: tuple[str, torch.dtype] | None = (
+        None  # the kind of device, and the dtype, where that is on
+    )
     device: str | None = None  # where tensors are made if nobody says where
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
@@ -103,7 +107,9 @@ def current_modes(kind: str = "") -> Modes:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         DIFFERENTIATING.now,
-        (kind, torch.get_autocast_dtype(kind)) if kind and torch.is_autocast_enabled(kind) else None,
+        (kind, torch.get_autocast_dtype(kind))
+        if kind and torch.is_autocast_enabled(kind)
+        else None,
         default_device(),
         *TABLE.changed(),
     )
@@ -115,14 +121,21 @@ class Table:
     def __init__(self) -> None:
         self.settings = {setting.name: setting for setting in every_setting()}
         self._gets = [setting.get for setting in self.settings.values()]
-        self._last: tuple[list[Any], list[Changed]] = [], []  # what was read, and what of that was changed
+        self._last: tuple[list[Any], list[Changed]] = (
+            [],
+            [],
+        )  # what was read, and what of that was changed
 
     def changed(self) -> list[Changed]:
         """Those of the process, then those of this thread."""
         values = [get() for get in self._gets]
         last, found = self._last  # read once: another thread may put its own there
         if values != last:
-            pairs = [pair for pair in zip(self.settings.values(), values, strict=True) if pair[1] != pair[0].default]
+            pairs = [
+                pair
+                for pair in zip(self.settings.values(), values, strict=True)
+                if pair[1] != pair[0].default
+            ]
             found = [
                 tuple([(each.name, value) for each, value in pairs if each.of_thread is of_thread])
                 for of_thread in (False, True)
@@ -170,7 +183,9 @@ def under_settings(changed: Changed) -> Iterator[None]:
         return
     wanted = {**outer, **RESET, **dict(changed)}
     every = TABLE.settings
-    settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
+    settings = [
+        every[name] for name in (every if outer else wanted) if name in wanted
+    ]  # in the table's order
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
         ENCLOSING.before = {**outside, **outer}
         try:
@@ -198,9 +213,15 @@ class Shared:
         self.with_caller = True  # not in a process of a pool's own, where calls run one by one
 
     @contextmanager
-    def set_to(self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool) -> Iterator[dict[str, Any]]:
+    def set_to(
+        self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool
+    ) -> Iterator[dict[str, Any]]:
         """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to whose values it goes back."""
-        shared = [] if nested or not self.with_caller else [setting for setting in settings if not setting.of_thread]
+        shared = (
+            []
+            if nested or not self.with_caller
+            else [setting for setting in settings if not setting.of_thread]
+        )
         with self._lock:
             before = {setting.name: setting.get() for setting in settings}
             outside = dict(before)
@@ -237,7 +258,9 @@ os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
     for setting in settings:
-        if setting.get() != wanted[setting.name]:  # asked one by one: to set one may set others, which come later
+        if (
+            setting.get() != wanted[setting.name]
+        ):  # asked one by one: to set one may set others, which come later
             setting.set(wanted[setting.name])
 
 
@@ -269,7 +292,9 @@ class Watch:
     def __init__(self, in_caller: bool = False) -> None:
         """`in_caller`: calls run in this thread, and what observes it sees them."""
         self._in_caller = in_caller
-        self._noticed: set[tuple[str, int]] = set()  # what only observes, and was on when we looked last
+        self._noticed: set[tuple[str, int]] = (
+            set()
+        )  # what only observes, and was on when we looked last
 
     def look(self) -> None:
         """Warn of what only observes, once for as long as it is on.
@@ -285,13 +310,19 @@ class Watch:
         modes = foreign_modes()
         for mode in modes:
             if not is_observer(mode):
-                raise NotImplementedError(f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {remedy(mode)}")
+                raise NotImplementedError(
+                    f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {remedy(mode)}"
+                )
         if not (modes or self._noticed or profiler_is_on()):
             return
-        on = {(name_of_mode(mode), id(mode)) for mode in modes} | ({("torch.profiler", 0)} if profiler_is_on() else set())
+        on = {(name_of_mode(mode), id(mode)) for mode in modes} | (
+            {("torch.profiler", 0)} if profiler_is_on() else set()
+        )
         new, self._noticed = on - self._noticed, on
         for name, _ in sorted(new) if not self._in_caller else ():
-            warn(f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'")
+            warn(
+                f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'"
+            )
 
 
 def remedy(mode: object) -> str:
@@ -302,7 +333,11 @@ def remedy(mode: object) -> str:
 
 def is_grad_mode_all(modes: Modes) -> bool:
     """Whether that is all that has to be set in this thread."""
-    is_elsewhere = torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or default_device() is not None
+    is_elsewhere = (
+        torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or default_device() is not None
+    )
     return modes[1:] == USUAL and not (ENCLOSING.before or is_elsewhere or is_astray())
 
 
@@ -429,7 +464,9 @@ def seed_item(seed: int, index: int) -> int:
     SEED_TORCH(own)
     SEED_RANDOM(own)
     random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
-    numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
+    numpy: Any = sys.modules.get(
+        "numpy"
+    )  # optional for torch as for us: seeded where a task could have imported it
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
     return own
@@ -442,7 +479,9 @@ def load_generators() -> None:
     to read it with.
     """
     if "numpy" in sys.modules:
-        with contextlib.suppress(OSError):  # none left now, either: it is tried again when it is needed
+        with contextlib.suppress(
+            OSError
+        ):  # none left now, either: it is tried again when it is needed
             importlib.import_module("numpy.random")
 
 

@@ -194,11 +194,15 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
     """The edge to a tensor whose node is written in Python, and with it the graph behind."""
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        if getattr(edge, "ownership_token", None) is not None:  # from torch 2.9 on, and made by way of a view
+        if (
+            getattr(edge, "ownership_token", None) is not None
+        ):  # from torch 2.9 on, and made by way of a view
             return edge
     with torch.enable_grad():
         # of sparse tensors there are no views
-        return get_gradient_edge(tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone())
+        return get_gradient_edge(
+            tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+        )
 
 
 def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -218,7 +222,13 @@ def gradients(
     Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
     """
     found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
-        tuple(outputs), tuple(grads), keep, create, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs),
+        tuple(grads),
+        keep,
+        create,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
     )
     return found
 
@@ -249,8 +259,14 @@ class CallCounter:
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
         method: Any = inspect.getattr_static(self._owner, self._name)
-        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
-        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
+        in_c = isinstance(
+            method, types.ClassMethodDescriptorType
+        )  # `Function.apply` from torch 2.15 on
+        function = (
+            functools.partial(call_class_method, method)
+            if in_c
+            else getattr(method, "__func__", method)
+        )
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
@@ -261,7 +277,9 @@ class CallCounter:
         setattr(self._owner, self._name, counted if method is function else bind(counted))
 
 
-def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+def call_class_method(
+    method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any
+) -> Any:
     return method.__get__(None, owner)(*args, **kwargs)
 
 
@@ -286,7 +304,9 @@ with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
+def held_leaves(
+    outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
+) -> list[Any]:
     """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was given begins."""
     seen: set[Any] = {output.grad_fn for output in outputs} - {None}
     nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
@@ -303,9 +323,13 @@ def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries
     return [node for node in leaves if id(node.variable) not in known and is_held(node)]
 
 
-def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()) -> dict[Any, list[Any]]:
+def graph_behind(
+    outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()
+) -> dict[Any, list[Any]]:
     """The nodes, as far as `entries`; and which of them lead to each directly."""
-    users: dict[Any, list[Any]] = {output.grad_fn: [] for output in outputs if output.grad_fn is not None}
+    users: dict[Any, list[Any]] = {
+        output.grad_fn: [] for output in outputs if output.grad_fn is not None
+    }
     nodes = list(users)
     while nodes:
         node = nodes.pop()
@@ -359,7 +383,9 @@ def dual_level_is_active() -> bool:
 def vmap_levels() -> frozenset[int]:
     """The numbers of the `torch.func.vmap`s that are running in this thread."""
     stack: Any = torch._C._functorch.get_interpreter_stack() or ()
-    return frozenset(each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap)
+    return frozenset(
+        each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap
+    )
 
 
 def level_count() -> int:
@@ -408,7 +434,10 @@ DUAL_LEVEL = SharedLevel()
 @contextmanager
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
-    with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
+    with (
+        forward_ad._set_fwd_grad_enabled(True),
+        DUAL_LEVEL.entered(),
+    ):  # a function's own `jvp` runs with it off
         yield
 
 
@@ -543,9 +572,15 @@ def over(
     def part(*slices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = over(levels[1:], fn, slices)
         present[:] = [tensor is not None for tensor in found]
-        return tuple(tensor for tensor in found if tensor is not None) or slices[:1]  # a vmap has to return something
+        return (
+            tuple(tensor for tensor in found if tensor is not None) or slices[:1]
+        )  # a vmap has to return something
 
-    batched: Any = vmap_the_older_way(part) if levels[0].older else torch.func.vmap(part, randomness="different")
+    batched: Any = (
+        vmap_the_older_way(part)
+        if levels[0].older
+        else torch.func.vmap(part, randomness="different")
+    )
     results = iter(batched(*tensors))
     return [next(results) if there else None for there in present]
 
@@ -554,10 +589,14 @@ def over(
 
 
 # What is copied in the body of this one stays what it is:
-without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = torch._C._DisableAutocast
+without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
+    torch._C._DisableAutocast
+)
 
 
-def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def saved_tensor_hooks() -> (
+    tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+):
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
@@ -602,7 +641,11 @@ CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
 def name_of_mode(mode: object) -> str:
     """As its user calls it."""
     name = f"{type(mode).__module__}.{type(mode).__qualname__}"
-    return "torch.autograd.graph.allow_mutation_on_saved_tensors" if name == CLONES else name.replace("._Flop", ".Flop")
+    return (
+        "torch.autograd.graph.allow_mutation_on_saved_tensors"
+        if name == CLONES
+        else name.replace("._Flop", ".Flop")
+    )
 
 
 def is_observer(mode: object) -> bool:
@@ -628,7 +671,9 @@ def foreign_modes() -> list[Any]:
     found = [mode for mode in function_modes() if not gives_device(mode)]
     if torch._C._len_torch_dispatch_stack():
         found += DISPATCH_MODES()
-    return [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
+    return (
+        [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
+    )
 
 
 def parametrizations_are_cached() -> bool:
@@ -685,7 +730,9 @@ class RefusingNoGrad(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
-            raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")
+            raise NotImplementedError(
+                "forward mode follows what is computed under torch.no_grad, which has no derivative"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -732,7 +779,10 @@ def is_refusing_no_grad() -> bool:
 @contextmanager
 def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    with torch._C._EnableTorchFunction(), RefusingNoGrad():  # a task in the caller's thread may run `without_refusal`
+    with (
+        torch._C._EnableTorchFunction(),
+        RefusingNoGrad(),
+    ):  # a task in the caller's thread may run `without_refusal`
         yield
 
 
@@ -805,7 +855,9 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                setattr(replica, name, tensors[id(parameter)])  # a plain attribute: it is no leaf, and so no parameter
+                setattr(
+                    replica, name, tensors[id(parameter)]
+                )  # a plain attribute: it is no leaf, and so no parameter
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
     return copies[id(network)]  # type: ignore[no-any-return]
@@ -844,7 +896,9 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it
+            disable: Any = getattr(
+                sys.modules.get("torch._dynamo"), "disable", None
+            )  # another thread may be importing it
             run: Callable[P, T] = fn if disable is None else disable(fn)
             return run(*args, **kwargs)
         except BaseException as error:
@@ -860,7 +914,10 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 def never_compile(code: types.CodeType) -> None:
     """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
+    if all(
+        hasattr(frames, name)
+        for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    ):
         action = frames._FrameAction
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
@@ -931,7 +988,11 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
         isolate_recompiles=getattr(context, "_isolate_recompiles_id", -1) != -1,
         shapes_spec=getattr(context, "_shapes_spec", None),
     )
-    return {name: value for name, value in found.items() if name == "dynamic" or value not in (None, False)}
+    return {
+        name: value
+        for name, value in found.items()
+        if name == "dynamic" or value not in (None, False)
+    }
 
 
 def inner_layer(layer: Any) -> Any:
@@ -952,5 +1013,12 @@ def backend_options(backend: Any) -> dict[str, Any]:
         return {"backend": backend, "options": None}
     function = backend.compiler_fn
     module = getattr(function, "__module__", None) or type(function).__module__
-    own = module.partition(".")[0] == "torch"  # it may be no function then, but is known by its name
-    return {"backend": backend.compiler_name if own else function, "mode": None, "options": None, **backend.kwargs}
+    own = (
+        module.partition(".")[0] == "torch"
+    )  # it may be no function then, but is known by its name
+    return {
+        "backend": backend.compiler_name if own else function,
+        "mode": None,
+        "options": None,
+        **backend.kwargs,
+    }

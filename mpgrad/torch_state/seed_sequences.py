@@ -14,4 +14,6 @@ class ItemSeeds(SeedSequence):
 
     def spawn(self, n_children: int) -> list[SeedSequence]:
         """See `numpy.random.SeedSequence.spawn`."""
-        return super().spawn(n_children) if self.children is None else self.children.spawn(n_children)
+        return (
+            super().spawn(n_children) if self.children is None else self.children.spawn(n_children)
+        )

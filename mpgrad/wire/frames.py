@@ -59,7 +59,12 @@ class Channel(Pipe):
         self._mirror: Mirror | None = None  # that the other end has of what is lent to it
         self.shares_memory = True
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
 
         Raises:
@@ -110,7 +115,10 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
     except MemoryError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        if (
+            not isinstance(error, Exception)
+            and threading.current_thread() is threading.main_thread()
+        ):
             raise  # of a signal's handler; in other threads it is the pickle's
         raise UnreadableFrame(repr(error)) from error
     if type(messages) is not list:
@@ -122,11 +130,20 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
     """The messages that say of slabs, in frames of as many descriptors as one may carry."""
     elsewhere = [each for each in slabs if each.elsewhere]
     if elsewhere:
-        yield [NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1) for each in elsewhere], []
+        yield (
+            [
+                NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1)
+                for each in elsewhere
+            ],
+            [],
+        )
         slabs = [each for each in slabs if not each.elsewhere]
     for start in range(0, len(slabs), MAX_DESCRIPTORS):
         some = slabs[start : start + MAX_DESCRIPTORS]
-        yield [NewSlab(slab.number, slab.nbytes) for slab in some], [slab.descriptor for slab in some]
+        yield (
+            [NewSlab(slab.number, slab.nbytes) for slab in some],
+            [slab.descriptor for slab in some],
+        )
 
 
 def drained(queue: deque[Any]) -> list[Any]:
@@ -160,14 +177,20 @@ class Mirror:
         if left > 0:
             self._lent[address] = left
 
-    def enclose(self, messages: list[Message], payload: Sequence[bytes]) -> tuple[list[Message], Sequence[bytes]]:
+    def enclose(
+        self, messages: list[Message], payload: Sequence[bytes]
+    ) -> tuple[list[Message], Sequence[bytes]]:
         """The frame with what has to be carried; what lies in a slab that is still to be introduced waits for a later one."""
         for message in messages:
             if isinstance(message, NewSlab):
                 self._known.add(message.number)
             elif isinstance(message, SlabsGone):
                 self._known.difference_update(message.numbers)
-        carried = {address: memory for address, memory in self._to_carry.items() if slab_of(address) in self._known}
+        carried = {
+            address: memory
+            for address, memory in self._to_carry.items()
+            if slab_of(address) in self._known
+        }
         if not carried:
             return messages, payload
         for address in carried:
@@ -175,7 +198,9 @@ class Mirror:
         slots = [(address, memory.nbytes) for address, memory in carried.items()]
         return [Carried(slots), *messages], [*payload, *map(bytes, carried.values())]
 
-    def open(self, messages: list[Message], payload: memoryview) -> tuple[list[Message], memoryview, list[int]]:
+    def open(
+        self, messages: list[Message], payload: memoryview
+    ) -> tuple[list[Message], memoryview, list[int]]:
         """What the other side sent, with the descriptors of mirrors for its new slabs; what it carried is in its place.
 
         Raises:
@@ -201,7 +226,9 @@ class Mirror:
                 slab.memory[offset : offset + nbytes] = behind[:nbytes]
                 behind = behind[nbytes:]
         except (OSError, RuntimeError) as error:
-            raise MemoryError(f"no room for a mirror of another machine's memory ({error})") from error
+            raise MemoryError(
+                f"no room for a mirror of another machine's memory ({error})"
+            ) from error
         return messages[1:], payload, descriptors
 
 
@@ -222,7 +249,12 @@ class Link(Protocol):
 
     shares_memory: bool
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """The caller's end never waits. Descriptors pass where memory is shared.
 
         Raises:

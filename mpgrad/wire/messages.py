@@ -85,7 +85,9 @@ __all__ = [
     "with_tensors",
 ]
 
-FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+FAREWELL = (
+    signal.SIGUSR2
+)  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors; a tuple:
@@ -207,7 +209,9 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    preparation: dict[str, Any] | None  # what multiprocessing tells its children; not on another machine
+    preparation: (
+        dict[str, Any] | None
+    )  # what multiprocessing tells its children; not on another machine
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 
@@ -508,7 +512,9 @@ def plain_structure(
     return (tuple(shape), tensors) if need_no_pickle(tensors) else None
 
 
-def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
+def with_tensors(
+    shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()
+) -> tuple[Any, ...]:
     """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
     values: list[Any] = []
     for each in shape:
@@ -527,7 +533,9 @@ def owners(parts: Parts) -> list[int]:
     return [item for item, (_, count) in enumerate(parts) for _ in range(count)]
 
 
-def split(parts: Parts, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Structure, list[torch.Tensor]]]:
+def split(
+    parts: Parts, tensors: Iterable[torch.Tensor]
+) -> Iterator[tuple[Structure, list[torch.Tensor]]]:
     """The structure and the tensors of each item."""
     rest = iter(tensors)
     return ((shape, list(itertools.islice(rest, count))) for shape, count in parts)

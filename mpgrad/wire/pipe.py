@@ -126,12 +126,18 @@ class Pipe:
         self._blocking = blocking
         self._outgoing: deque[Outgoing] = deque()
         self._is_flushing = False
-        self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
-        self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
+        self._received: deque[list[int] | None] = (
+            deque()
+        )  # descriptors of each frame that has any; None if they were lost
+        self._descriptors: deque[int | None] = (
+            deque()
+        )  # of the frames that have been read, in the order of their messages
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._incoming = bytearray()
         self._is_dry = False  # nothing more was there at the last look
-        self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
+        self._body: bytearray | None = (
+            None  # of a frame whose header has come; filled up to _filled
+        )
         self._filled = 0
         self._header = (0, 0, 0)
 
@@ -190,7 +196,9 @@ class Pipe:
         # C sends and notes what was taken: no signal's handler can raise between the two
         try:
             if outgoing.descriptors and not outgoing.taken:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))]
+                rights = [
+                    (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))
+                ]
                 outgoing.taken.extend(map(self._socket.sendmsg, ([rest],), (rights,), (NO_SIGNAL,)))
             else:
                 outgoing.taken.extend(map(self._socket.send, (rest,), (NO_SIGNAL,)))
@@ -239,11 +247,15 @@ class Pipe:
             self._filled += count
         else:
             try:
-                count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
+                    [self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC
+                )
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                self._received.append(None)  # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                self._received.append(
+                    None
+                )  # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
                 return
             self._is_dry = count < READ_BYTES
             self._incoming += self._buffer[:count]
@@ -271,11 +283,15 @@ class Pipe:
             self._header = pickled, payload, descriptors
             size = pickled + payload
             if size > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
-                raise UnreadableFrame(f"it announced {size:,} bytes and {descriptors:,} descriptors")
+                raise UnreadableFrame(
+                    f"it announced {size:,} bytes and {descriptors:,} descriptors"
+                )
             try:
                 self._body = bytearray(size)
             except MemoryError as error:
-                raise MemoryError(f"no memory for a message of {size:,} bytes; return less, or tensors") from error
+                raise MemoryError(
+                    f"no memory for a message of {size:,} bytes; return less, or tensors"
+                ) from error
             there = self._incoming[HEADER.size : HEADER.size + size]
             self._body[: len(there)] = there
             self._filled = len(there)
@@ -287,7 +303,9 @@ class Pipe:
         frame, self._body = RawFrame(self._header, memoryview(self._body)), None
         if frame.header[2]:
             if not self._received:
-                raise UnreadableFrame(f"it announced descriptors ({frame.header[2]}), and came without")
+                raise UnreadableFrame(
+                    f"it announced descriptors ({frame.header[2]}), and came without"
+                )
             self._descriptors.extend(self._received.popleft() or [None] * frame.header[2])
         return frame
 

@@ -91,7 +91,9 @@ def by_hand(pairs: Callable[[Function, Sequence[Array]], Sequence[Pair]]) -> Way
 
     def run(function: Function, batch: Batch) -> Outcome:
         found = pairs(function, [item.detach().numpy() for item in batch.items])
-        values, gradients = ([torch.from_numpy(np.asarray(one)) for one in side] for side in zip(*found, strict=True))
+        values, gradients = (
+            [torch.from_numpy(np.asarray(one)) for one in side] for side in zip(*found, strict=True)
+        )
         return Outcome(values, gradients)
 
     return run
@@ -113,7 +115,11 @@ def serial_loop(processes: int, at_once: bool = False, threads: int = 1) -> Iter
     def run(function: Function, batch: Batch) -> Outcome:
         torch.set_num_threads(threads)
         try:
-            return backward_at_once(function, batch) if at_once else one_backward(serial, function, batch)
+            return (
+                backward_at_once(function, batch)
+                if at_once
+                else one_backward(serial, function, batch)
+            )
         finally:
             torch.set_num_threads(1)
 
@@ -150,7 +156,9 @@ def ray_tasks(processes: int) -> Iterator[Way]:
     ray = importlib.import_module("ray")
     path = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
     options = {"include_dashboard": False, "log_to_driver": False, "runtime_env": path}
-    ray.init(num_cpus=processes, object_store_memory=1024 * MIB, _node_ip_address="127.0.0.1", **options)
+    ray.init(
+        num_cpus=processes, object_store_memory=1024 * MIB, _node_ip_address="127.0.0.1", **options
+    )
     call = ray.remote(lambda function, chunk: function(chunk))
 
     def mapped(function: Callable[[Any], Any], chunks: Sequence[Any]) -> Sequence[Any]:
@@ -232,7 +240,9 @@ def bench(names: Sequence[str], plan: Plan, processes: int) -> Iterator[Figure]:
     with contextlib.ExitStack() as stack:
         ways = {name: stack.enter_context(SYSTEMS[name].start(processes)) for name in names}
         for row, function, items in cases(plan):
-            contenders: dict[str, Run] = {name: partial(way, function) for name, way in ways.items()}
+            contenders: dict[str, Run] = {
+                name: partial(way, function) for name, way in ways.items()
+            }
             found = list(case_figures(row, measured(contenders, items, plan.repeats)))
             print_figures(found)
             yield from found
@@ -244,7 +254,9 @@ def case_figures(row: str, seconds: Mapping[str, Sequence[float]]) -> Iterator[F
     best = fastest(seconds, SERIAL)
     if best is not None:
         for name, values in seconds.items():
-            yield median_figure(row, f"{name}, over the best serial", ratios(seconds[best], values), "x")
+            yield median_figure(
+                row, f"{name}, over the best serial", ratios(seconds[best], values), "x"
+            )
     peer = fastest(seconds, PEERS)
     if peer is not None and "mpgrad" in seconds:
         over = ratios(seconds[peer], seconds["mpgrad"])
@@ -260,20 +272,27 @@ def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str
 # --- the picture
 
 
-def draw(figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float], file: Path) -> None:
+def draw(
+    figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float], file: Path
+) -> None:
     from matplotlib.figure import Figure as Canvas  # which the table does not need
 
     values = {(figure.row, figure.name): figure.value for figure in figures}
     canvas = Canvas(figsize=(13, 6), layout="constrained")
     for axes, kind in zip(canvas.subplots(1, 2, sharey=True), KINDS, strict=True):
         for name in names:
-            ups = [values.get((title(kind, ms), f"{name}, over the best serial"), float("nan")) for ms in grains]
+            ups = [
+                values.get((title(kind, ms), f"{name}, over the best serial"), float("nan"))
+                for ms in grains
+            ]
             style = {"linestyle": "--" if name in SERIAL else ":", "linewidth": 1.2}
             if name == "mpgrad":
                 style = {"linestyle": "-", "linewidth": 2.5, "color": "black"}
             axes.plot(ups, "o", label=name, **style)
         axes.set_xticks(range(len(grains)), [f"{ms:g}" for ms in grains])
-        axes.set(title=kind, xlabel="serial time of an item, forward and backward (ms)", yscale="log")
+        axes.set(
+            title=kind, xlabel="serial time of an item, forward and backward (ms)", yscale="log"
+        )
         axes.axhline(1, color="black", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
@@ -291,11 +310,29 @@ def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM", help="; ".join(SYSTEMS)
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        default=list(SYSTEMS),
+        metavar="SYSTEM",
+        help="; ".join(SYSTEMS),
     )
-    parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="workers (default: %(default)s)")
-    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)")
-    parser.add_argument("--picture", type=picture_to_write, metavar="FILE", help="speed-up against grain, a line per system")
+    parser.add_argument(
+        "--processes",
+        type=at_least_1,
+        default=2,
+        metavar="N",
+        help="workers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)"
+    )
+    parser.add_argument(
+        "--picture",
+        type=picture_to_write,
+        metavar="FILE",
+        help="speed-up against grain, a line per system",
+    )
     add_options(parser)
     return parser
 

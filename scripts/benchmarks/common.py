@@ -117,7 +117,9 @@ class Figure:
         return dataclasses.asdict(self) | {"reached": self.reached}
 
 
-def median_figure(row: str, name: str, rounds: Sequence[float], unit: str, aim: tuple[str, float] | None = None) -> Figure:
+def median_figure(
+    row: str, name: str, rounds: Sequence[float], unit: str, aim: tuple[str, float] | None = None
+) -> Figure:
     return Figure(row, name, statistics.median(rounds), unit, aim, list(rounds))
 
 
@@ -132,10 +134,16 @@ def print_figures(figures: Sequence[Figure]) -> None:
         print(f"  {figure.name:58}{value:>11} {unit:10}{aim:>9}  {reached}".rstrip(), flush=True)
 
 
-def report(options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any) -> None:
+def report(
+    options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any
+) -> None:
     """Write the file that `add_options` asks for."""
     if options.json is not None:
-        record = {"surroundings": around, **more, "figures": [figure.record() for figure in figures]}
+        record = {
+            "surroundings": around,
+            **more,
+            "figures": [figure.record() for figure in figures],
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
         print(f"\nall rounds: {options.json}")
 
@@ -153,7 +161,9 @@ def surroundings(processes: int) -> Record:
         "load_average": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("mpgrad", "numpy", "torch")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("mpgrad", "numpy", "torch")
+        },
     }
 
 
@@ -167,7 +177,9 @@ def cpu_model() -> str:
 def print_surroundings(around: Record) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
     print(f"{versions}, Python {around['python']}, {around['date']}")
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
+    print(
+        f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}"
+    )
     print(f"{around['processes']} processes; load average {around['load_average']:.2f} before")
 
 
@@ -199,8 +211,12 @@ def fail(error: Exception) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what all benchmarks take."""
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a little of everything, only to see that it runs"
+    )
 
 
 def at_least_1(text: str) -> int:
@@ -223,5 +239,7 @@ def file_to_write(text: str) -> Path:
 def picture_to_write(text: str) -> Path:
     path = file_to_write(text)
     if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(
+            f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}"
+        )
     return path

@@ -62,7 +62,9 @@ class Counter:
         if event == "call" and (counts := self._counts) is not None:
             code = frame.f_code
             thread = "caller" if threading.get_ident() == self._main else "pool"
-            counts[thread, f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"] += 1
+            counts[
+                thread, f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"
+            ] += 1
 
     def counted(self, run: Callable[[mpgrad.Pool], None], pool: mpgrad.Pool) -> Counts:
         counts = self._counts = collections.Counter()
@@ -91,7 +93,10 @@ def main() -> None:
             time.sleep(0.1)  # the pool's thread has told what there was to tell
             runs = [counter.counted(run, pool) for _ in range(RUNS)]
         least = min(runs, key=lambda counts: counts.total())
-        sums = {thread: sum(n for (own, _), n in least.items() if own == thread) for thread in ("caller", "pool")}
+        sums = {
+            thread: sum(n for (own, _), n in least.items() if own == thread)
+            for thread in ("caller", "pool")
+        }
         found[name] = sums
         print(f"{name:40} {sums['caller']:7} {sums['pool']:7}")
         if options.functions:

@@ -99,7 +99,9 @@ def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list
     With 0 seconds the items are the cheapest there are.
     """
     size = calibrated(work, seconds) if seconds else 1
-    count = min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds))) if seconds else MOST_ITEMS
+    count = (
+        min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds))) if seconds else MOST_ITEMS
+    )
     return work.function(size), [work.item(size) for _ in range(count)]
 
 
@@ -195,7 +197,11 @@ class LoopsApart:
 
     def cpu_seconds(self) -> float:
         """Seconds of CPU an item, of all loops."""
-        return self._spent(lambda: cpu_seconds([process.pid for process in self._processes if process.pid is not None]))
+        return self._spent(
+            lambda: cpu_seconds(
+                [process.pid for process in self._processes if process.pid is not None]
+            )
+        )
 
     def _spent(self, clock: Callable[[], float]) -> float:
         """An item, by what the clock says before the loops and after them."""
@@ -256,7 +262,9 @@ def array_pairs(function: Function, items: Sequence[Array]) -> list[Pair]:
 
 def batch_of(items: Sequence[Tensor]) -> Batch:
     """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be another item."""
-    return Batch([item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items])
+    return Batch(
+        [item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items]
+    )
 
 
 def timed(run: Run, batch: Batch) -> float:
@@ -267,12 +275,16 @@ def timed(run: Run, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def measured(contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int) -> dict[str, list[float]]:
+def measured(
+    contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int
+) -> dict[str, list[float]]:
     """Seconds an item that each contender takes in every round, once all give what the first one gives."""
     return interleaved(timed_turns(contenders, items), rounds)
 
 
-def timed_turns(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> dict[str, Callable[[], float]]:
+def timed_turns(
+    contenders: Mapping[str, Run], items: Sequence[Tensor]
+) -> dict[str, Callable[[], float]]:
     """What measures the seconds an item of each contender, once all give what the first one gives."""
     check(contenders, items)
 
@@ -295,4 +307,6 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
                     size = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
                     torch.testing.assert_close(one, wanted, rtol=ROUNDING, atol=ROUNDING * size)
             except AssertionError as error:
-                raise WrongResultError(f"{name}: a {kind} differs from the serial loop's") from error
+                raise WrongResultError(
+                    f"{name}: a {kind} differs from the serial loop's"
+                ) from error

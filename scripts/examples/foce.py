@@ -25,7 +25,9 @@ __all__ = ["estimates", "log_concentration", "most_probable", "objective", "scal
 LOW_APGAR = 5  # below it, the volume of distribution is 1 + th3 times as large
 
 NEWTON_STEPS = 100  # about 5 are needed; a saddle far from the optimum may take twenty
-STEP_ENOUGH = 1e-8  # Newton squares the error at each step, so after one this small only round-off is left
+STEP_ENOUGH = (
+    1e-8  # Newton squares the error at each step, so after one this small only round-off is left
+)
 ROUND_OFF = 1e-12  # relative; a rise of the objective below it says nothing
 
 
@@ -147,7 +149,10 @@ def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
         there = here + step
         around_there = expand(infant, parameters, there)
         promised = around.gradient @ step
-        if not around_there.value <= around.value + 1e-4 * promised + ROUND_OFF * around.value.abs():  # true for nan
+        if (
+            not around_there.value
+            <= around.value + 1e-4 * promised + ROUND_OFF * around.value.abs()
+        ):  # true for nan
             step = step / 2
             continue
         here, around = there, around_there

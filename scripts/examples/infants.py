@@ -106,7 +106,9 @@ def read_infants(path: Path) -> list[Infant]:
     """
     lines = read_lines(path)
     header = next(lines)
-    for index, (name, cell) in enumerate(itertools.zip_longest(COLUMNS, header.cells, fillvalue="")):
+    for index, (name, cell) in enumerate(
+        itertools.zip_longest(COLUMNS, header.cells, fillvalue="")
+    ):
         if name != cell:
             raise header.mistake(index, f"the header must be {','.join(COLUMNS)} (here: {cell!r})")
     histories: dict[int, list[Event]] = {}
@@ -114,7 +116,9 @@ def read_infants(path: Path) -> list[Infant]:
         event = read_event(line)
         histories.setdefault(event.subject, []).append(event)
     if not histories:
-        raise replace(header, number=header.number + 1).mistake("subject", "no infants below the header")
+        raise replace(header, number=header.number + 1).mistake(
+            "subject", "no infants below the header"
+        )
     return [infant_of(events) for events in histories.values()]
 
 
@@ -124,13 +128,17 @@ def read_lines(path: Path) -> Iterator[Line]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise start.mistake("subject", f"cannot read the file ({error.strerror}); see --data") from error
+        raise start.mistake(
+            "subject", f"cannot read the file ({error.strerror}); see --data"
+        ) from error
     for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             cells = [cell.strip() for cell in raw.decode().split(",")]
         except UnicodeDecodeError as error:
             column = raw[: error.start].count(b",")
-            raise Line(path, number, []).mistake(column, f"not UTF-8 (byte: {raw[error.start]:#x})") from error
+            raise Line(path, number, []).mistake(
+                column, f"not UTF-8 (byte: {raw[error.start]:#x})"
+            ) from error
         if number == 1 or cells != [""]:
             yield Line(path, number, cells)
 
@@ -146,12 +154,16 @@ def read_event(line: Line) -> Event:
         dose=line.positive("dose_mg") if line.cell("dose_mg") else None,
         weight=line.positive("weight_kg"),
         apgar=line.whole("apgar"),
-        concentration=line.positive("concentration_mg_per_l") if line.cell("concentration_mg_per_l") else None,
+        concentration=line.positive("concentration_mg_per_l")
+        if line.cell("concentration_mg_per_l")
+        else None,
     )
     if not 1 <= event.apgar <= 10:
         raise line.mistake("apgar", f"must be from 1 to 10 ({event.apgar})")
     if event.dose is None and event.concentration is None:
-        raise line.mistake("dose_mg", "neither a dose nor a concentration (both empty); give one of them")
+        raise line.mistake(
+            "dose_mg", "neither a dose nor a concentration (both empty); give one of them"
+        )
     if event.dose is not None and event.concentration is not None:
         what = f"both a dose and a concentration ({event.dose:g} and {event.concentration:g}); give each its own line"
         raise line.mistake("concentration_mg_per_l", what)
@@ -164,11 +176,17 @@ def infant_of(events: Sequence[Event]) -> Infant:
     for before, event in itertools.pairwise(events):
         check_succession(before, event)
     doses = [(event.dose, event.time) for event in events if event.dose is not None]
-    samples = [(event.concentration, event.time) for event in events if event.concentration is not None]
+    samples = [
+        (event.concentration, event.time) for event in events if event.concentration is not None
+    ]
     if not samples:
-        raise first.line.mistake("concentration_mg_per_l", f"no sample of this infant (subject: {first.subject})")
+        raise first.line.mistake(
+            "concentration_mg_per_l", f"no sample of this infant (subject: {first.subject})"
+        )
     if first.dose is None:  # no concentration is predicted before a dose, so none can be explained
-        raise first.line.mistake("dose_mg", f"no dose before this sample (subject: {first.subject})")
+        raise first.line.mistake(
+            "dose_mg", f"no dose before this sample (subject: {first.subject})"
+        )
     given = itertools.accumulate(event.dose is not None for event in events)
     return Infant(
         subject=first.subject,
@@ -177,8 +195,12 @@ def infant_of(events: Sequence[Event]) -> Infant:
         doses=torch.tensor([dose for dose, _ in doses], dtype=torch.float64),
         dose_times=torch.tensor([hour for _, hour in doses], dtype=torch.float64),
         sample_times=torch.tensor([hour for _, hour in samples], dtype=torch.float64),
-        doses_before=torch.tensor([n for n, event in zip(given, events, strict=True) if event.dose is None]),
-        concentrations=torch.tensor([concentration for concentration, _ in samples], dtype=torch.float64),
+        doses_before=torch.tensor(
+            [n for n, event in zip(given, events, strict=True) if event.dose is None]
+        ),
+        concentrations=torch.tensor(
+            [concentration for concentration, _ in samples], dtype=torch.float64
+        ),
     )
 
 

@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = 0
     for count, seed in looked_at(range(given.seed, given.seed + given.histories), given.processes):  # noqa: B007
         if seed is not None:
-            print(f"seed {seed}, found within {seed - given.seed + 1} histories, {time.perf_counter() - started:.0f} s")
+            print(
+                f"seed {seed}, found within {seed - given.seed + 1} histories, {time.perf_counter() - started:.0f} s"
+            )
             return replay(seed)
     print(f"{count} histories in {time.perf_counter() - started:.0f} s, no fault")
     return 0

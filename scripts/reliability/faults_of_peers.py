@@ -62,7 +62,9 @@ Item = tuple[int, Tensor]
 
 
 class Peer(Protocol):
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         """Results, or an error once a limit is exceeded: that of a call if the peer has one, else that of the wait."""
         ...
 
@@ -73,7 +75,9 @@ class TorchPool:
     def __init__(self) -> None:
         self._pool = torch.multiprocessing.Pool(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         return self._pool.map_async(function, items).get(seconds)
 
     def close(self) -> None:
@@ -84,7 +88,9 @@ class Executor:
     def __init__(self) -> None:
         self._executor = concurrent.futures.ProcessPoolExecutor(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         return list(self._executor.map(function, items, timeout=seconds))
 
     def close(self) -> None:
@@ -97,7 +103,9 @@ class Joblib:
     def __init__(self) -> None:
         self._joblib = importlib.import_module("joblib")
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         parallel = self._joblib.Parallel(n_jobs=PROCESSES, backend="loky", timeout=seconds)
         results: list[Any] = parallel(self._joblib.delayed(function)(item) for item in items)
         return results
@@ -110,7 +118,9 @@ class Mpgrad:
     def __init__(self) -> None:
         self._pool = importlib.import_module("mpgrad").Pool(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         results: list[Any] = self._pool.map(function, items, timeout=seconds)
         return results
 
@@ -184,7 +194,9 @@ def raising(item: Item) -> Tensor:
 def busy(folder: Path, item: int) -> None:
     leave_word(folder, f"busy-{item}")
     ends = time.monotonic() + BUSY_CALL
-    while time.monotonic() < ends:  # computes, as a worker does that has no time to look whether its caller is there
+    while (
+        time.monotonic() < ends
+    ):  # computes, as a worker does that has no time to look whether its caller is there
         pass
 
 
@@ -212,8 +224,12 @@ def outcome(peer: Peer, function: Callable[[Item], Tensor], seconds: float | Non
         results = peer.map(function, numbered(), seconds)
     except Exception as error:
         shown = "".join(traceback.format_exception(error))
-        return type(error).__name__ + (", names the original" if "the original text" in shown else "")
-    right = all(torch.equal(result, doubled(item)) for result, item in zip(results, numbered(), strict=True))
+        return type(error).__name__ + (
+            ", names the original" if "the original text" in shown else ""
+        )
+    right = all(
+        torch.equal(result, doubled(item)) for result, item in zip(results, numbered(), strict=True)
+    )
     return "right" if right else "wrong"
 
 
@@ -226,14 +242,19 @@ def differentiated(peer: Peer, folder: Path) -> str:
     leaves = [torch.ones(number % 5 + 1, requires_grad=True) for number in range(ITEMS)]
     weight = torch.tensor(0.5, requires_grad=True)
     everything = [*leaves, weight]
-    expected = torch.autograd.grad(torch.stack([weighted(weight, x) for x in leaves]).sum(), everything)
+    expected = torch.autograd.grad(
+        torch.stack([weighted(weight, x) for x in leaves]).sum(), everything
+    )
     try:
         losses = peer.map(functools.partial(weighted, weight), leaves)
         torch.autograd.backward(torch.stack(losses).sum())
     except Exception as error:
         return type(error).__name__
     found = [leaf.grad for leaf in everything]
-    right = all(one is not None and torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+    right = all(
+        one is not None and torch.allclose(one, other)
+        for one, other in zip(found, expected, strict=True)
+    )
     return "right" if right else "none, no error"
 
 
@@ -387,9 +408,29 @@ def merged(texts: Sequence[str]) -> str:
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS))
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
-    parser.add_argument("--limit", type=at_least_1, default=15, metavar="SECONDS", help="what takes longer hangs (default: 15)")
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=FAULTS,
+        default=list(FAULTS),
+        metavar="FAULT",
+        help=", ".join(FAULTS),
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=list(PEERS),
+        metavar="PEER",
+        help=", ".join(PEERS),
+    )
+    parser.add_argument(
+        "--limit",
+        type=at_least_1,
+        default=15,
+        metavar="SECONDS",
+        help="what takes longer hangs (default: 15)",
+    )
     return parser
 
 

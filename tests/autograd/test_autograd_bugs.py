@@ -34,7 +34,9 @@ def add_to_array(state: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", [5_000, 500_000])
-@pytest.mark.parametrize("add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"])
+@pytest.mark.parametrize(
+    "add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"]
+)
 @pytest.mark.parametrize("inference", [False, True], ids=["array", "inference tensor"])
 def test_a_former_result_whose_writes_are_not_counted(
     nursery: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
@@ -64,7 +66,9 @@ def serial(fn: Any, items: Any) -> list[Any]:
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def test_a_loss_and_a_penalty_on_its_gradient(pool: mpgrad.Pool) -> None:
@@ -89,7 +93,9 @@ def test_an_ordinary_backward_through_a_transform(pool2: mpgrad.Pool) -> None:
     found = []
     for loop in (pool2.map, serial):
         x, c = leaf(3).detach(), leaf(3, seed=1)
-        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(x).sum().backward()
+        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(
+            x
+        ).sum().backward()
         found.append(c.grad)
     assert torch.equal(*found)
 
@@ -97,9 +103,13 @@ def test_an_ordinary_backward_through_a_transform(pool2: mpgrad.Pool) -> None:
 def test_rows_of_a_jacobian_meet_the_mask_of_the_forward(pool2: mpgrad.Pool) -> None:
     """Symptom: an error, or one mask per row. Cause: the vmap over rows took the function's random numbers for its own."""
     x = leaf(8).detach()
-    y, pull_back = torch.func.vjp(lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x)
+    y, pull_back = torch.func.vjp(
+        lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x
+    )
     for randomness in ("error", "same", "different"):
-        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(torch.eye(8, dtype=torch.float64))
+        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(
+            torch.eye(8, dtype=torch.float64)
+        )
         assert torch.allclose(rows.diagonal() * x, 2 * y)
 
 
@@ -111,7 +121,9 @@ def test_noise_under_a_vmap_on_an_item_that_is_not_batched(pool2: mpgrad.Pool) -
 
     rows = torch.func.vmap(fn, randomness="different")(torch.zeros(4, 3))
     assert not torch.equal(rows[0], rows[1])
-    with pytest.raises(RuntimeError, match="called random operation while in randomness error mode"):
+    with pytest.raises(
+        RuntimeError, match="called random operation while in randomness error mode"
+    ):
         torch.func.vmap(fn)(torch.zeros(4, 3))
 
 
@@ -120,7 +132,10 @@ def test_a_tangent_on_a_gradient_is_not_lost_silently(pool2: mpgrad.Pool) -> Non
     (y,) = pool2.map(torch.exp, [x := leaf(3)])
     with torch.autograd.forward_ad.dual_level():
         weights = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
-        with pytest.raises(TypeError, match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp"):
+        with pytest.raises(
+            TypeError,
+            match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp",
+        ):
             torch.autograd.grad(y, x, weights.detach() + weights)
 
 
@@ -132,7 +147,10 @@ def test_a_gradient_inside_a_function_under_a_transform(pool2: mpgrad.Pool) -> N
 
     x = leaf(2).detach()
     for transform in (torch.func.grad, torch.func.hessian):
-        ours, theirs = (transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x) for loop in (pool2.map, serial))
+        ours, theirs = (
+            transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x)
+            for loop in (pool2.map, serial)
+        )
         assert torch.equal(ours, theirs)
 
 
@@ -148,7 +166,9 @@ def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
             return loop(fn, [x])[0].sum()
 
     x, weight = leaf(2, 2).float().detach(), leaf(2, 2, seed=1).float().detach()
-    ours, theirs = (torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial))
+    ours, theirs = (
+        torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial)
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -168,7 +188,9 @@ def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
 def test_a_plain_call_inside_a_transform_inline(shared_pools: Any) -> None:
     """Symptom: "belongs to a torch.func transform". Cause: the task ran in the caller's thread, under its transform."""
     pool, w = shared_pools("inline", 1), leaf(2).detach()
-    assert torch.equal(torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w)
+    assert torch.equal(
+        torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w
+    )
 
 
 def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
@@ -227,7 +249,9 @@ def test_another_default_device(pool2: mpgrad.Pool) -> None:
     assert torch.equal(x.grad, c * c) and torch.equal(c.grad, x * c)
 
 
-@pytest.mark.parametrize("expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())])
+@pytest.mark.parametrize(
+    "expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())]
+)
 def test_hessian_of_a_function_with_an_expanded_gradient(pool2: mpgrad.Pool, expanded: Any) -> None:
     """Symptom: "more than one element of the written-to tensor refers to a single memory location". Cause: a gradient came from
     the worker expanded, as it was made; forward mode gives tangents the strides of their values, and writes them there."""
@@ -249,7 +273,9 @@ class RaisesForThree(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("counts", [(3, 2, 2, 2, 2, 2), (3, 3, 3)])
-def test_a_backward_that_raises_where_only_captures_are_wanted(pool: mpgrad.Pool, counts: tuple[int, ...]) -> None:
+def test_a_backward_that_raises_where_only_captures_are_wanted(
+    pool: mpgrad.Pool, counts: tuple[int, ...]
+) -> None:
     """Symptom: the capture's gradient lacked that item's part, without an error; where all items of a worker raised, the worker
     died, and other graphs with it. Cause: nobody took the replies of the calls, only the sum, which might not exist."""
     c = torch.tensor(2.0, requires_grad=True)
@@ -275,9 +301,13 @@ def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.
 
     c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
     mpgrad.derivatives.jacobians.SAID.clear()
-    with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
+    with pytest.warns(
+        UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"
+    ):
         assert torch.equal(mpgrad.jacobian(lambda c: pool.map(fn, [c])[0], c), expected)
-        assert torch.equal(mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0])
+        assert torch.equal(
+            mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0]
+        )
 
 
 def test_many_derivatives_of_one_graph_do_not_add_up(pool2: mpgrad.Pool) -> None:

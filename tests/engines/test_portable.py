@@ -162,7 +162,9 @@ mpgrad.Pool
 
 @pytest.mark.slow
 def test_a_system_without_sockets_that_carry_descriptors() -> None:
-    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=58)
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=58
+    )
     assert done.stdout == "imported\n"
     assert done.stderr.splitlines()[-1] == (
         "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
@@ -172,15 +174,21 @@ def test_a_system_without_sockets_that_carry_descriptors() -> None:
 
 def test_what_the_environment_may_say() -> None:
     assert [system.wants_portable(value) for value in ("", "0", "1")] == [False, False, True]
-    with pytest.raises(ValueError, match=r"MPGRAD_PORTABLE must be 0 or 1 \(MPGRAD_PORTABLE: 'yes'\)"):
+    with pytest.raises(
+        ValueError, match=r"MPGRAD_PORTABLE must be 0 or 1 \(MPGRAD_PORTABLE: 'yes'\)"
+    ):
         system.wants_portable("yes")
 
 
 def test_one_module_asks_for_the_system() -> None:
-    asks = re.compile(r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), |[\"']/(proc|sys)")
+    asks = re.compile(
+        r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), |[\"']/(proc|sys)"
+    )
     files = [*(ROOT / "mpgrad").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]
     asking = {path.relative_to(ROOT) for path in files if asks.search(path.read_text())}
-    assert asking - {Path("mpgrad/doctor.py")} == {Path("mpgrad/system.py")}  # the doctor describes systems
+    assert asking - {Path("mpgrad/doctor.py")} == {
+        Path("mpgrad/system.py")
+    }  # the doctor describes systems
 
 
 # --- what macOS says to descriptors
@@ -217,9 +225,13 @@ class Exhausted(socket.socket):
         return count, [], flags, address
 
 
-def pair(ours: type[socket.socket], theirs: type[socket.socket], blocking: bool = False) -> tuple[Channel, Channel]:
+def pair(
+    ours: type[socket.socket], theirs: type[socket.socket], blocking: bool = False
+) -> tuple[Channel, Channel]:
     ends = socket.socketpair()
-    return Channel(ours(fileno=ends[0].detach()), blocking), Channel(theirs(fileno=ends[1].detach()), blocking=False)
+    return Channel(ours(fileno=ends[0].detach()), blocking), Channel(
+        theirs(fileno=ends[1].detach()), blocking=False
+    )
 
 
 def sent(ours: Channel, theirs: Channel) -> Channel:
@@ -292,7 +304,9 @@ except OSError as error:
 
 
 def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SANDBOX + code], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", SANDBOX + code], capture_output=True, text=True, timeout=60
+    )
 
 
 @linux_only("what other systems lack")
@@ -301,7 +315,9 @@ def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
 def test_a_sandbox_that_refuses_calls_of_linux_is_another_system(calls: str, number: int) -> None:
     """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not implemented"."""
-    done = sandboxed(f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)")
+    done = sandboxed(
+        f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)"
+    )
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
@@ -336,4 +352,8 @@ def test_a_sandbox_that_refuses_to_take_pages_early() -> None:
 @pytest.mark.quick
 def test_a_call_that_is_refused_later_is_named() -> None:
     done = sandboxed(LATER)
-    assert "memfd_create is refused" in done.stdout and "MPGRAD_PORTABLE=1" in done.stdout and done.stderr == ""
+    assert (
+        "memfd_create is refused" in done.stdout
+        and "MPGRAD_PORTABLE=1" in done.stdout
+        and done.stderr == ""
+    )

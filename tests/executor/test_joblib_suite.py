@@ -29,7 +29,9 @@ with warnings.catch_warnings():
 
 OURS: dict[str, list[Any]] = {
     **{f"{which}backend": ["mpgrad"] for which in ("", "parent_", "child_", "outer_", "inner_")},
-    "backend, error": [("mpgrad", False)],  # whether the end of one Parallel's generator ends another one's workers
+    "backend, error": [
+        ("mpgrad", False)
+    ],  # whether the end of one Parallel's generator ends another one's workers
 }
 WITH_DEFAULT = [
     "test_parallel_kwargs",
@@ -135,17 +137,31 @@ def on_ours(test: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         test(*args, **kwargs)
 
-    kept = [mark for mark in marks_of(test) if mark.name in ("parametrize", "skip", "skipif", "xfail")]
+    kept = [
+        mark for mark in marks_of(test) if mark.name in ("parametrize", "skip", "skipif", "xfail")
+    ]
     run.pytestmark = [  # type: ignore[attr-defined]
-        pytest.mark.parametrize(mark.args[0], OURS.get(mark.args[0], mark.args[1])).mark if mark.name == "parametrize" else mark
+        pytest.mark.parametrize(mark.args[0], OURS.get(mark.args[0], mark.args[1])).mark
+        if mark.name == "parametrize"
+        else mark
         for mark in kept
     ]
     return run
 
 
-TESTS = {name: test for name, test in vars(SUITE).items() if name.startswith("test_") and inspect.isfunction(test)}
+TESTS = {
+    name: test
+    for name, test in vars(SUITE).items()
+    if name.startswith("test_") and inspect.isfunction(test)
+}
 LISTED = [name for names in LEFT_OUT.values() for name in names]
-globals().update({name: on_ours(test) for name, test in TESTS.items() if takes_backends(test) and name not in LISTED})
+globals().update(
+    {
+        name: on_ours(test)
+        for name, test in TESTS.items()
+        if takes_backends(test) and name not in LISTED
+    }
+)
 globals().update({name: on_ours(TESTS[name]) for name in WITH_DEFAULT + AS_LOKY if name in TESTS})
 
 

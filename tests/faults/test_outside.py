@@ -36,9 +36,13 @@ GIB = 1 << 30
 # the whole of it, once by hand: 1,000,000 and 100,000
 TINY_CALLS = 20_000
 CALLS_WITH_GRAPHS = 2_000
-NOISE = 2 * MIB  # by which a process of 230 MiB may grow between the second and the last tenth of these
+NOISE = (
+    2 * MIB
+)  # by which a process of 230 MiB may grow between the second and the last tenth of these
 LARGE = 2 * GIB + 4096 + 3  # bytes: more than 31 bits can say, and no whole pages
-LARGE_NEEDS = 9 * GIB  # bytes of memory: item, result, their slots and as much again for whoever else runs
+LARGE_NEEDS = (
+    9 * GIB
+)  # bytes of memory: item, result, their slots and as much again for whoever else runs
 
 BEGIN = """
 import faulthandler, gc, logging, os, resource, sys, time
@@ -74,7 +78,15 @@ def address_space():
 def run(code: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
     """What a program prints; it has to end well and say nothing on stderr."""
     # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that fork see that it does not
-    command = [*before, sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", BEGIN + code, *arguments]
+    command = [
+        *before,
+        sys.executable,
+        "-W",
+        "ignore:This process:DeprecationWarning",
+        "-c",
+        BEGIN + code,
+        *arguments,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
     return ended.stdout
@@ -113,11 +125,20 @@ def test_a_small_dev_shm_and_a_full_disk(tmp_path: Path) -> None:
         "mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm && "
         f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && "
     )
-    fill = f"{{ cat /dev/zero > {tmp_path}/full 2>/dev/null; true; }} && export TMPDIR={tmp_path} && "
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", mounts + "true"], capture_output=True, text=True)
+    fill = (
+        f"{{ cat /dev/zero > {tmp_path}/full 2>/dev/null; true; }} && export TMPDIR={tmp_path} && "
+    )
+    tried = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounts + "true"], capture_output=True, text=True
+    )
     if tried.returncode != 0:
-        pytest.skip(f"needs a mount namespace of its own, which only root may have here ({tried.stderr.strip()})")
-    assert run(SMALL, before=("unshare", "-m", "sh", "-c", mounts + fill + 'exec "$0" "$@"')) == "right\n"
+        pytest.skip(
+            f"needs a mount namespace of its own, which only root may have here ({tried.stderr.strip()})"
+        )
+    assert (
+        run(SMALL, before=("unshare", "-m", "sh", "-c", mounts + fill + 'exec "$0" "$@"'))
+        == "right\n"
+    )
 
 
 FEW_DESCRIPTORS = """
@@ -191,7 +212,9 @@ print("right")
 def test_few_descriptors_and_none() -> None:
     """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large tensors."""
     pools = 3 if PORTABLE else 10  # workers that are spawned take a second to start
-    code = NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
+    code = (
+        NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
+    )
     assert run(code, str(pools)) == "right\n" * 4
 
 
@@ -272,7 +295,9 @@ def test_a_limit_on_the_size_of_files_is_named() -> None:
 
 
 def limit_address_space(further: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + further, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + further, resource.RLIM_INFINITY)
+    )
 
 
 def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
@@ -290,7 +315,9 @@ def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
         assert pool.stats().deaths == 0
 
 
-def test_no_room_for_an_item_in_a_worker(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_room_for_an_item_in_a_worker(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     with mpgrad.Pool(2, initializer=limit_address_space, initargs=(90 * MIB,)) as pool:
         with pytest.raises(MemoryError):
             pool.map(lambda t: t.sum(), [torch.ones(25 * MIB)])
@@ -331,7 +358,9 @@ def test_an_item_of_many_tensors(pool2: mpgrad.Pool) -> None:
     (ys,) = pool2.map(lambda tensors: [t * 2 for t in tensors], [xs])
     (torch.stack(ys) * torch.arange(count)[:, None]).sum().backward()
     assert torch.equal(torch.stack(ys), 2 * torch.stack(xs))
-    assert torch.equal(torch.stack([x.grad for x in xs]), (2.0 * torch.arange(count))[:, None].expand(-1, 3))
+    assert torch.equal(
+        torch.stack([x.grad for x in xs]), (2.0 * torch.arange(count))[:, None].expand(-1, 3)
+    )
 
 
 def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
@@ -347,7 +376,9 @@ def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
     del results
     gc.collect()
     fresh_pool.map(abs, range(4), 1)
-    assert fresh_pool._scheduler.wait_until(lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), 5)
+    assert fresh_pool._scheduler.wait_until(
+        lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), 5
+    )
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["values", "graphs"])
@@ -368,13 +399,17 @@ def test_memory_stays_what_it_is(fresh_pool: mpgrad.Pool, with_graphs: bool) -> 
         gc.collect()
         tenths.append(held(fresh_pool))
     second, last = tenths[1], tenths[-1]
-    print(f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}")
+    print(
+        f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}"
+    )
     (parent, *workers), (parent_now, *workers_now) = second[0], last[0]
     # on a busy machine one worker may have done little by then, and come later to where the other is
     assert parent_now - parent < NOISE and max(workers_now) - max(workers) < NOISE
     # a slab more or less is no leak: one would leave something in each of thousands of calls
     more = [
-        now - before for then, later in zip(second[1:], last[1:], strict=True) for before, now in zip(then, later, strict=True)
+        now - before
+        for then, later in zip(second[1:], last[1:], strict=True)
+        for before, now in zip(then, later, strict=True)
     ]
     assert max(more) <= 2
 
@@ -415,7 +450,9 @@ def test_a_source_that_raises(pool: mpgrad.Pool) -> None:
     with pytest.raises(LookupError, match="half-way"):
         for result in pool.imap(lambda t: t * 2, half_a_source()):
             came.append(result)
-    assert [y[0].item() for y in came] == [2 * k for k in range(50)]  # what came before the error is good
+    assert [y[0].item() for y in came] == [
+        2 * k for k in range(50)
+    ]  # what came before the error is good
     sum(y.sum() for y in came).backward()
 
 
@@ -451,7 +488,9 @@ def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Poo
 
     def source() -> Iterator[int]:
         yield os.getpid()
-        begun.append(pool2._scheduler.wait_until(lambda: bool(pool2._scheduler.admissions.unfinished), 0.5))
+        begun.append(
+            pool2._scheduler.wait_until(lambda: bool(pool2._scheduler.admissions.unfinished), 0.5)
+        )
         yield 1
 
     assert len(list(pool2.imap(abs, source()))) == 2
@@ -467,7 +506,9 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
             while k == 0 and not (folder / "go").exists():
                 time.sleep(1e-3)
 
-        pool.map(note, range(100, 108), 1)  # short calls, of which a worker gets one more than it runs
+        pool.map(
+            note, range(100, 108), 1
+        )  # short calls, of which a worker gets one more than it runs
         unwanted = pool.imap(note, range(8))
         while not (folder / "begun 0").exists():
             time.sleep(1e-3)
@@ -488,7 +529,9 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
             assert begun == {"begun 0"}  # the call that had begun, and no other
             if given > 1:
                 return
-    raise AssertionError("calls seemed long each time, so the worker never had one that it could leave out")
+    raise AssertionError(
+        "calls seemed long each time, so the worker never had one that it could leave out"
+    )
 
 
 # --- threads, coroutines, forks
@@ -504,7 +547,9 @@ def test_asyncio(fresh_pool: mpgrad.Pool) -> None:
         return x.grad.tolist()
 
     async def use() -> None:
-        ys = await asyncio.gather(*(asyncio.wrap_future(fresh_pool.submit(lambda t: t * weight * 2, x)) for x in xs))
+        ys = await asyncio.gather(
+            *(asyncio.wrap_future(fresh_pool.submit(lambda t: t * weight * 2, x)) for x in xs)
+        )
         sum(y.sum() for y in ys).backward()
         assert weight.grad.tolist() == [380] * 3 and all(x.grad.tolist() == [2] * 3 for x in xs)
         with pytest.raises(ZeroDivisionError):
@@ -579,7 +624,9 @@ def test_sixteen_threads_with_all_that_can_happen(fresh_pool: mpgrad.Pool) -> No
 def test_a_future_that_is_cancelled_as_its_turn_comes(fresh_pool: mpgrad.Pool) -> None:
     before = [fresh_pool.submit(time.sleep, 0.1) for _ in range(6)]
     future = fresh_pool.submit(abs, -1)
-    assert concurrent.futures.Future.cancel(future)  # the first half of cancel(); the dispatcher comes before the second
+    assert concurrent.futures.Future.cancel(
+        future
+    )  # the first half of cancel(); the dispatcher comes before the second
     assert [each.result(10) for each in before] == [None] * 6
     works(fresh_pool)
     assert future.cancelled()
@@ -674,8 +721,12 @@ time.sleep(1000)
 
 @linux_only("the death signal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_the_parent_is_killed_while_workers_are_busy(tmp_path: Path, number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", BEGIN + BUSY, str(tmp_path)], stderr=subprocess.PIPE) as parent:
+def test_the_parent_is_killed_while_workers_are_busy(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + BUSY, str(tmp_path)], stderr=subprocess.PIPE
+    ) as parent:
         deadline = time.monotonic() + 40
         names: dict[int, str] = {}
         while len(names) < 4 or "" in names.values():
@@ -734,7 +785,9 @@ def test_an_interpreter_that_ends_while_calls_are_running() -> None:
     assert run(ENDS) == ""  # which does not wait so long as the calls take
 
 
-def test_garbage_collection_while_calls_are_running(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_garbage_collection_while_calls_are_running(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     pool = mpgrad.Pool(2)
     works(pool)
     pids = [worker.pid for worker in pool.stats().workers]
@@ -758,7 +811,9 @@ CYCLE = {
 }
 
 
-def test_modules_that_call_each_other(pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_call_each_other(
+    pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in CYCLE.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -40,7 +40,10 @@ def kill_all(pool: mpgrad.Pool) -> None:
     for pid in dead:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE
-    while dead & {worker.pid for worker in pool.stats().workers} or len(pool.stats().workers) < pool.processes:
+    while (
+        dead & {worker.pid for worker in pool.stats().workers}
+        or len(pool.stats().workers) < pool.processes
+    ):
         assert time.monotonic() < deadline
         time.sleep(1e-3)
 
@@ -55,7 +58,13 @@ def no_descriptors() -> Iterator[Any]:
 
 def run(code: str, **environment: str) -> str:
     """What a program prints on both streams."""
-    command = [sys.executable, "-W", "error", "-c", "import os, resource, sys, time, psutil, torch, mpgrad\n" + code]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "import os, resource, sys, time, psutil, torch, mpgrad\n" + code,
+    ]
     env = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
     assert done.returncode == 0, done.stderr
@@ -99,7 +108,9 @@ def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills:
 # --- hangs
 
 
-def test_a_call_that_needs_no_gradient_when_it_is_run_again(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_call_that_needs_no_gradient_when_it_is_run_again(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """For a derived graph, the backward was sent again without end."""
     flag = tmp_path / "flag"
     x = torch.ones(3, requires_grad=True)
@@ -107,12 +118,16 @@ def test_a_call_that_needs_no_gradient_when_it_is_run_again(fresh_pool: mpgrad.P
     (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     flag.touch()
     kill_all(fresh_pool)
-    with pytest.raises(RuntimeError, match="nothing that the function gave needed gradients when it was run again"):
+    with pytest.raises(
+        RuntimeError, match="nothing that the function gave needed gradients when it was run again"
+    ):
         torch.autograd.grad(d.sum(), x)
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0])
-def test_a_worker_that_dies_and_leaves_a_child(nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None) -> None:
+def test_a_worker_that_dies_and_leaves_a_child(
+    nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None
+) -> None:
     """The child held the worker's end of the pipe, so that nobody saw the death."""
     flag = tmp_path / "child"
 
@@ -176,8 +191,12 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
     assert pool.map(abs, [-1]) == [1]
 
 
-@pytest.mark.parametrize("moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"])
-def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"]
+)
+def test_a_pool_is_collected_while_locks_are_held(
+    nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its finalizer waited for a thread that waited for the lock."""
     dropped: Any = mpgrad.Pool(1)
     x = torch.ones(5000, requires_grad=True)
@@ -193,14 +212,18 @@ def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: 
             mpgrad.Pool(1).terminate()
         else:
             free = mpgrad.memory.arena.free_memory
-            monkeypatch.setattr("mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1])
+            monkeypatch.setattr(
+                "mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1]
+            )
             with pytest.raises(mpgrad.PoolClosedError):
                 y.backward(torch.ones(5000) * 2)
     finally:
         gc.enable()
 
 
-def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path) -> None:
+def test_a_pool_without_workers_for_a_moment(
+    nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
+) -> None:
     """The successor of a worker that had done its calls could not be started, and nobody tried again."""
     word, go = tmp_path / "word", tmp_path / "go"
 
@@ -397,7 +420,10 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
         others = {worker.pid for worker in fresh_pool.stats().workers} - {survivor}
         for pid in others:
             os.kill(pid, signal.SIGKILL)
-        while others & {worker.pid for worker in fresh_pool.stats().workers} or len(fresh_pool.stats().workers) < 2:
+        while (
+            others & {worker.pid for worker in fresh_pool.stats().workers}
+            or len(fresh_pool.stats().workers) < 2
+        ):
             time.sleep(1e-3)
         fresh_pool.map(slowly, results, chunksize=1)
         del results
@@ -440,7 +466,9 @@ def test_the_sizes_of_graphs_that_are_gone() -> None:
 # --- beyond the pool's own processes and threads
 
 
-def test_a_program_that_a_call_started_and_that_outlives_its_worker(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_program_that_a_call_started_and_that_outlives_its_worker(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """It held the worker's end of the pipe open: the death was seen when it had ended."""
 
     def starts(flag: Path) -> bool:
@@ -544,7 +572,10 @@ class Refusing(logging.Handler):
 
 
 def test_a_handler_and_a_stream_of_the_callers_that_raise(
-    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    fresh_pool: mpgrad.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """The pool was broken for good."""
 
@@ -556,10 +587,16 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
     handler = Refusing()
     logging.getLogger().addHandler(handler)
     try:
-        monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None))
-        assert fresh_pool.map(lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]) == [1]
+        monkeypatch.setattr(
+            "sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None)
+        )
+        assert fresh_pool.map(
+            lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]
+        ) == [1]
         future = fresh_pool.submit(waits, tmp_path / "go")
-        future.add_done_callback(lambda future: 1 / 0)  # before it is done: after that this thread would call it
+        future.add_done_callback(
+            lambda future: 1 / 0
+        )  # before it is done: after that this thread would call it
         (tmp_path / "go").touch()
         assert future.result() == 1
         assert fresh_pool.map(abs, [-1]) == [1]
@@ -578,7 +615,13 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
-        return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
+        return Chunk(
+            operation,
+            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],
+            [],
+            None,
+            None,
+        )  # type: ignore[misc]
 
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
@@ -607,12 +650,16 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
     worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     for number in (1, 2):
-        worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
+        worker.under_way.chunks[number] = Chunk(
+            operation, [(number, types.SimpleNamespace(index=number))], [], None, None
+        )  # type: ignore[list-item]
     worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
     monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()
     ((_, taken),) = worker.under_way.take_back()
-    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[Whereabouts.SKIPPED :]
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[
+        Whereabouts.SKIPPED :
+    ]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
@@ -644,7 +691,9 @@ def lose_first_slab() -> None:
     Lenders.attach = forget_first_slab([])  # type: ignore[method-assign]
 
 
-def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was not, and everything that was put there from then on could not be had."""
     lost: list[int] = []
     with mpgrad.Pool(1) as pool:

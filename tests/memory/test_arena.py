@@ -14,7 +14,18 @@ import torch
 from conftest import linux_only, shared_memory_files
 
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory.arena import COPY_BYTES, IDLE_BYTES, PAGE, PRIVATE, SHARED, SLAB_BYTES, Arena, Lenders, Slot, size_class
+from mpgrad.memory.arena import (
+    COPY_BYTES,
+    IDLE_BYTES,
+    PAGE,
+    PRIVATE,
+    SHARED,
+    SLAB_BYTES,
+    Arena,
+    Lenders,
+    Slot,
+    size_class,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -131,7 +142,9 @@ def test_a_free_slot_is_used_again_for_what_is_somewhat_smaller() -> None:
     address, used = slot.address, arena.bytes_in_use  # 32 pages, and 20
     del slot
     again = arena.allocate(18 * PAGE)  # as if it were as large as it was
-    assert again.address == address and again.memory.nbytes == 18 * PAGE and arena.bytes_in_use == used
+    assert (
+        again.address == address and again.memory.nbytes == 18 * PAGE and arena.bytes_in_use == used
+    )
     del again
     small = arena.allocate(14 * PAGE)  # would waste more than half
     assert small.address != address
@@ -201,7 +214,9 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
 
 
 @linux_only("a descriptor for each slab")
-def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
     """Its number may be another file's, which was mapped in its place, and closed."""
     lenders, slot = borrowed_pair(80_000)
     (kept, _) = lenders._unmapped[slot.slab.number]
@@ -229,8 +244,13 @@ def test_to_reserve_memory_may_be_denied(why: int, monkeypatch: pytest.MonkeyPat
 
 
 @linux_only("posix_fallocate")
-@pytest.mark.parametrize(("why", "words"), [(errno.ENOSPC, "no room in shared memory"), (errno.EFBIG, "ulimit -f unlimited")])
-def test_what_reserving_memory_lacks_is_named(why: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [(errno.ENOSPC, "no room in shared memory"), (errno.EFBIG, "ulimit -f unlimited")],
+)
+def test_what_reserving_memory_lacks_is_named(
+    why: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: int) -> None:
         raise OSError(why, os.strerror(why))
 

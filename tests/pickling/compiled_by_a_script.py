@@ -202,7 +202,12 @@ def names_that_go(pool: mpgrad.Pool) -> None:
 def left_behind(x: int) -> list[str]:
     from mpgrad.pickling.compiled import ROOMS
 
-    return [name for namespace in ROOMS.namespaces.values() for name in ("abs", "large") if name in namespace]
+    return [
+        name
+        for namespace in ROOMS.namespaces.values()
+        for name in ("abs", "large")
+        if name in namespace
+    ]
 
 
 def main() -> None:

@@ -92,7 +92,9 @@ def test_scripts_that_use_ctypes(pool: mpgrad.Pool) -> None:
         ("held", "held's global: holder.lib"),
         ("function", "function's global: absolute"),
     ):
-        assert f"({words}); load the library in the function, or once a worker" in refusal(pool, script[name])
+        assert f"({words}); load the library in the function, or once a worker" in refusal(
+            pool, script[name]
+        )
     with pytest.raises(TypeError, match=r"which is one of ctypes .*structures's global: "):
         pool.map(script["structures"], [3])
 
@@ -143,7 +145,15 @@ OTHERS = """
     def big_endian(x): return Big(x).a, big.a
     def derived(x): return Error(x).value
 """
-POINTERS = ["not_touched", "of_errno", "of_pydll", "of_pythonapi", "of_several", "of_own", "of_class"]
+POINTERS = [
+    "not_touched",
+    "of_errno",
+    "of_pydll",
+    "of_pythonapi",
+    "of_several",
+    "of_own",
+    "of_class",
+]
 
 
 @pytest.fixture
@@ -156,10 +166,15 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("engine", ["process", "inline"])
-def test_libraries_that_nothing_has_called_yet(others: Any, nursery: mpgrad.Pool, engine: str) -> None:
+def test_libraries_that_nothing_has_called_yet(
+    others: Any, nursery: mpgrad.Pool, engine: str
+) -> None:
     """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of the library's functions."""
     with mpgrad.Pool(1, engine=engine) as pool:
-        found = {name: pool.map(getattr(others, name), [3]) for name in (*POINTERS, "swapped", "big_endian", "derived")}
+        found = {
+            name: pool.map(getattr(others, name), [3])
+            for name in (*POINTERS, "swapped", "big_endian", "derived")
+        }
     assert found == {name: [getattr(others, name)(3)] for name in found}
 
 
@@ -171,5 +186,7 @@ def test_such_libraries_of_scripts(pool: mpgrad.Pool) -> None:
         said = refusal(pool, script[name])
         assert f"({name}'s global: " in said and "load the library in the function" in said
     for name, kind in (("big_endian", "Big"), ("derived", "Error")):
-        with pytest.raises(TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"):
+        with pytest.raises(
+            TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"
+        ):
             pool.map(script[name], [3])

@@ -145,7 +145,11 @@ REFUSED = {
 """
 OTHERS = "helper", "closing_over", *(IN_WORKERS := ("of_imported_main", "of_module_of_helper"))
 FOUND = ["of_closure"]
-FOUND += [name for line in SCRIPT.splitlines() if line.startswith("def ") and (name := line.split("(")[0][4:]) not in OTHERS]
+FOUND += [
+    name
+    for line in SCRIPT.splitlines()
+    if line.startswith("def ") and (name := line.split("(")[0][4:]) not in OTHERS
+]
 
 
 @pytest.fixture
@@ -179,7 +183,9 @@ def test_not_carried(pool: mpgrad.Pool, main: Any, name: str) -> None:
     function = main.REFUSED.pop(name)
     main.REFUSED.clear()
     why = "cannot pickle 'generator' object" if name == "cannot" else ""
-    with pytest.raises(TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"):
+    with pytest.raises(
+        TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"
+    ):
         pool.map(function, [0])
 
 
@@ -206,7 +212,9 @@ def test_going_through_all_names(pool: mpgrad.Pool, main: Any) -> None:
     for name in ("dict", "stars", "copy"):  # which look at no other name
         assert pool.map(through[name], [3]) == [6], name
     for name in ("items", "values", "vars"):
-        with pytest.raises(TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"):
+        with pytest.raises(
+            TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"
+        ):
             pool.map(through[name], [3])
     assert pool.map(names, [3]) == [6]
     del main.counting
@@ -240,7 +248,9 @@ def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any
     assert pool.map(main.look, ["w"]) == [len(main.LOADED)]
     for name in ("sets", "new", "items", "Registered", "modules"):
         why = "it has sys.modules" if name == "modules" else r"\w+ has code of its own"
-        with pytest.raises(TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"):
+        with pytest.raises(
+            TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"
+        ):
             pool.map(main.look, [name[::-1]])
 
 
@@ -280,7 +290,9 @@ def look(name): return eval(name[::-1]) and len(LOADED)
 """
 
 
-def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
+def test_what_its_init_would_make_again_is_not_carried_unasked(
+    pool: mpgrad.Pool, main: Any
+) -> None:
     # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle call the class
     main.LOADED = []
     exec(MADE_BY_INIT, vars(main))
@@ -289,14 +301,19 @@ def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool
     made = len(main.LOADED)
     assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
     for name in refused:
-        said = rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
+        said = (
+            rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
+        )
         with pytest.raises(TypeError, match=said):
             pool.map(main.look, [name[::-1]])
     assert len(main.LOADED) == made
 
 
 def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
-    exec("def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()", vars(main))
+    exec(
+        "def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()",
+        vars(main),
+    )
     exec("def evaluate(_): return eval('absent')", vars(main))
     assert pool2.map(main.get, [0]) == [(7, False, True)]
     with pytest.raises(NameError, match="absent"):

@@ -21,7 +21,13 @@ pytestmark = pytest.mark.quick
 
 LIST = Path(__file__).with_name("public_names.txt")
 MODULES = mpgrad, mpgrad.nn, mpgrad.testing, mpgrad.joblib
-MADE_BY_USERS = {mpgrad.Pool, mpgrad.Executor, mpgrad.Ray, mpgrad.EmulatedAutogradContext, mpgrad.nn.DataParallel}
+MADE_BY_USERS = {
+    mpgrad.Pool,
+    mpgrad.Executor,
+    mpgrad.Ray,
+    mpgrad.EmulatedAutogradContext,
+    mpgrad.nn.DataParallel,
+}
 
 
 def public_names() -> Iterator[str]:
@@ -39,7 +45,9 @@ def public_names() -> Iterator[str]:
 
 def parameters(value: Any) -> str:
     """Without annotations, which Python's versions print in their own ways, and "..." for each default."""
-    value = inspect.unwrap(value.__func__ if isinstance(value, (classmethod, staticmethod)) else value)
+    value = inspect.unwrap(
+        value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    )
     if not callable(value) or (inspect.isclass(value) and value not in MADE_BY_USERS):
         return ""
     signature = inspect.signature(value)

@@ -51,7 +51,9 @@ def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> N
 def ends_slowly(_: int) -> None:
     ends = os._exit
 
-    def end_slowly(status: int) -> None:  # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
+    def end_slowly(
+        status: int,
+    ) -> None:  # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
         time.sleep(1.5 * WAIT)
         ends(status)
 
@@ -109,7 +111,9 @@ with mpgrad.Pool(1, maxtasksperchild=1) as pool:
 def test_retired_workers_and_a_low_limit_of_descriptors() -> None:
     # symptom: the map waits for ever. cause: workers that have done their calls stay for their graphs, and no other can start.
     script = EAT_LIMITS.replace("get(20)", f"get({ENOUGH})")
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -126,7 +130,9 @@ def refuses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["auto", "keep"])
-def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any) -> None:
+def test_the_system_refuses_for_a_while(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any
+) -> None:
     # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them, never.
     refuses(monkeypatch, WAIT / 2)
     with mpgrad.Pool(2, maxtasksperchild=1, graphs=graphs) as pool:
@@ -136,7 +142,9 @@ def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytes
     assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 6
 
 
-def test_graphs_that_cannot_be_made_again_are_not_dropped(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_cannot_be_made_again_are_not_dropped(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: the map waits for ever.
     refuses(monkeypatch, math.inf)
     with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:
@@ -168,7 +176,10 @@ def test_a_fast_call_behind_a_slow_one(nursery: mpgrad.Pool, tmp_path: Path) -> 
     with mpgrad.Executor(2) as executor:
         for _ in range(20):  # known to be fast
             executor.submit(waits_for, None).result()
-        futures: list[Any] = [executor.submit(waits_for, go), *(executor.submit(waits_for, None) for _ in range(50))]
+        futures: list[Any] = [
+            executor.submit(waits_for, go),
+            *(executor.submit(waits_for, None) for _ in range(50)),
+        ]
         try:
             _, not_done = concurrent.futures.wait(futures[1:], ENOUGH)
             assert not not_done
@@ -183,7 +194,9 @@ def waits_for_some(item: tuple[Path | None, int]) -> int:
 
 
 @pytest.mark.parametrize("chunksize", [None, 1])
-def test_the_first_of_a_chunk_is_unexpectedly_slow(nursery: mpgrad.Pool, tmp_path: Path, chunksize: int | None) -> None:
+def test_the_first_of_a_chunk_is_unexpectedly_slow(
+    nursery: mpgrad.Pool, tmp_path: Path, chunksize: int | None
+) -> None:
     # symptom: what is in one message with it, or in the next, comes when it has ended.
     go = tmp_path / "go"
     with mpgrad.Pool(2) as pool:
@@ -236,7 +249,9 @@ def test_a_nursery_that_may_not_fork(tmp_path: Path, retries: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_FORK)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", MORE_THAN_MAY_BE.format(retries=retries)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
+    )
     if retries:
         assert ended.returncode == 0, ended.stderr
     else:

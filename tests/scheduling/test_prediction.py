@@ -59,7 +59,8 @@ def after_credit_has_gathered() -> Iterator[float]:
 
 
 @pytest.mark.parametrize(
-    "gradients", [as_often_as_it_is_predicted, after_credit_has_gathered, lambda: itertools.cycle([1.0, 2.0])]
+    "gradients",
+    [as_often_as_it_is_predicted, after_credit_has_gathered, lambda: itertools.cycle([1.0, 2.0])],
 )
 def test_few_backwards_are_run_in_vain(gradients: type[Iterator[float]]) -> None:
     assert wasted(gradients(), 1000) <= 0.05
@@ -68,7 +69,10 @@ def test_few_backwards_are_run_in_vain(gradients: type[Iterator[float]]) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_few_are_whatever_comes(seed: int) -> None:
     rng = random.Random(seed)
-    runs = (itertools.repeat(float(number), rng.choice([1, 2, 3, 5, 8, 40])) for number in itertools.count())
+    runs = (
+        itertools.repeat(float(number), rng.choice([1, 2, 3, 5, 8, 40]))
+        for number in itertools.count()
+    )
     assert wasted(itertools.chain.from_iterable(runs), 2000) <= 0.05
 
 

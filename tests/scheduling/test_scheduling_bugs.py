@@ -61,7 +61,8 @@ class KillsItsLoader:
 def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
     # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
     with pytest.raises(
-        mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)"
+        mpgrad.WorkerDiedError,
+        match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)",
     ):
         fresh_pool.map(KillsItsLoader(), [1])
     assert fresh_pool.map(abs, [-1]) == [1]
@@ -115,7 +116,9 @@ def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
 def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
     # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an error of its own.
     with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
-        fresh_pool.map(lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10)
+        fresh_pool.map(
+            lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10
+        )
 
 
 def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
@@ -128,7 +131,9 @@ def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
     assert any("raised in target 0, worker" in note for note in caught.value.__notes__)
 
 
-def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_ends_the_program(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     # symptom: a broken pool. cause: only Exception was caught.
     pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
     assert pool2.map(abs, [-1]) == [1]
@@ -156,7 +161,9 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=30)
+    assert pool2._scheduler.wait_until(
+        lambda: not pool2._scheduler.admissions.unfinished, timeout=30
+    )
 
 
 @pytest.mark.quick
@@ -214,7 +221,9 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str)
+@pytest.mark.parametrize(
+    "seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str
+)
 def test_time_limits_of_any_length(seconds: Any, nursery: mpgrad.Pool) -> None:
     # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the system takes milliseconds as
     # 32 bits where the pool sleeps, and nanoseconds as 64 where a caller does.
@@ -243,10 +252,19 @@ WAITS: dict[str, Callable[[mpgrad.Pool, Any], Any]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_what_is_no_time_is_refused_by_name(pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]) -> None:
+def test_what_is_no_time_is_refused_by_name(
+    pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]
+) -> None:
     # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert to float"
-    for wrong, error in {"5": TypeError, True: TypeError, math.nan: ValueError, 10**400: ValueError}.items():
-        with pytest.raises(error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"):
+    for wrong, error in {
+        "5": TypeError,
+        True: TypeError,
+        math.nan: ValueError,
+        10**400: ValueError,
+    }.items():
+        with pytest.raises(
+            error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"
+        ):
             wait(pool, wrong)
     with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
         wait(pool, 10**5000)
@@ -268,12 +286,16 @@ ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], A
 
 @pytest.mark.quick
 @pytest.mark.parametrize("iterate", ITERATIONS.values(), ids=ITERATIONS)
-def test_a_stop_iteration_ends_nothing_silently(pool: mpgrad.Pool, iterate: Callable[..., Any]) -> None:
+def test_a_stop_iteration_ends_nothing_silently(
+    pool: mpgrad.Pool, iterate: Callable[..., Any]
+) -> None:
     # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map` in a worker, took it for
     # the end. As in a generator it becomes a RuntimeError.
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         iterate(pool, stops, [0, 1, 2])
-    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(caught.value)
+    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(
+        caught.value
+    )
 
 
 def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgrad.Pool) -> None:
@@ -283,7 +305,9 @@ def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgra
     with mpgrad.Executor(1) as executor:
         with pytest.raises(RuntimeError, match="item 1 of stops raised StopIteration"):
             list(executor.map(stops, [0, 1, 2]))
-        with pytest.raises(multiprocessing.TimeoutError, match="of the task"):  # symptom: "a result did not come ..."
+        with pytest.raises(
+            multiprocessing.TimeoutError, match="of the task"
+        ):  # symptom: "a result did not come ..."
             list(executor.map(fails, [multiprocessing.TimeoutError("of the task")]))
         for error in (StopAsyncIteration(), GeneratorExit()):
             with pytest.raises(type(error)):
@@ -298,7 +322,9 @@ class Submits:
 
     def __reduce__(self) -> Any:
         found = []
-        ask = threading.Thread(target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True)
+        ask = threading.Thread(
+            target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True
+        )
         if self.in_thread:
             ask.start()
             ask.join(20)
@@ -311,7 +337,10 @@ class Submits:
 def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread: bool) -> None:
     # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code pickled the arguments.
     with mpgrad.Executor(1) as executor:
-        ask = threading.Thread(target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))), daemon=True)
+        ask = threading.Thread(
+            target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))),
+            daemon=True,
+        )
         found: list[Any] = []
         ask.start()
         ask.join(20)
@@ -414,13 +443,22 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     in_order()
 
 
-@pytest.mark.parametrize(("seconds", "waiting", "waits"), [(2e-3, 1, False), (2e-2, 1, True), (2e-2, 9, False), (0.1, 9, True)])
-def test_short_calls_are_sent_ahead_even_where_they_are_the_last(seconds: float, waiting: int, waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "waits"),
+    [(2e-3, 1, False), (2e-2, 1, True), (2e-2, 9, False), (0.1, 9, True)],
+)
+def test_short_calls_are_sent_ahead_even_where_they_are_the_last(
+    seconds: float, waiting: int, waits: bool
+) -> None:
     # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who has nothing to do.
     call = SimpleNamespace(items=1)
     options = SimpleNamespace(function=None, at_rest=False, chunksize=None)
-    operation: Any = SimpleNamespace(queue=[call] * waiting, options=options, sealed=True, largest_first=False)
+    operation: Any = SimpleNamespace(
+        queue=[call] * waiting, options=options, sealed=True, largest_first=False
+    )
     codes: Any = SimpleNamespace(seconds=lambda function, unknown: seconds)
-    line = Line(codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR)
+    line = Line(
+        codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR
+    )
     line.operations.append(operation)
     assert line._may_be_sooner_elsewhere(operation) is waits

@@ -72,12 +72,16 @@ WAYS: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Tensor], list[Tensor]
     "rows": lambda pool, function, state: pool.map(function, (each[:2] for each in steps(state))),
     "starmap": lambda pool, function, state: pool.starmap(function, ((x,) for x in steps(state))),
     "zip": lambda pool, function, state: pool.starmap(function, zip(steps(state), strict=True)),
-    "arguments": lambda pool, function, state: pool.starmap(function, [map(state.add_, [k]) for k in range(5)]),
+    "arguments": lambda pool, function, state: pool.starmap(
+        function, [map(state.add_, [k]) for k in range(5)]
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_generator_that_writes_to_a_former_result(pool2: mpgrad.Pool, way: Callable[..., list[Tensor]]) -> None:
+def test_a_generator_that_writes_to_a_former_result(
+    pool2: mpgrad.Pool, way: Callable[..., list[Tensor]]
+) -> None:
     """Symptom: every item had the last one's values. Cause: former results were read where they lie,
     as the caller waits. But a generator runs the caller's code meanwhile."""
     weight = torch.tensor([1.5], requires_grad=True)
@@ -88,7 +92,9 @@ def test_a_generator_that_writes_to_a_former_result(pool2: mpgrad.Pool, way: Cal
     found = way(pool2, function, pool2.apply(torch.zeros, (5000,)))
     expected = way(Serial, function, torch.zeros(5000))
     assert found == expected
-    of_pool, of_loop = ([torch.autograd.grad(x, weight) for x in each] for each in (found, expected))
+    of_pool, of_loop = (
+        [torch.autograd.grad(x, weight) for x in each] for each in (found, expected)
+    )
     assert of_pool == of_loop
 
 
@@ -98,7 +104,12 @@ def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.P
     copied = memory.bytes_copied
     for items in (former, tuple(former), dict.fromkeys(former), iter(former)):
         pool2.map(total, items)
-    for arguments in ([(x,) for x in former], [[x] for x in former], zip(former), zip(iter(former))):
+    for arguments in (
+        [(x,) for x in former],
+        [[x] for x in former],
+        zip(former),
+        zip(iter(former)),
+    ):
         pool2.starmap(total, arguments)
     pool2.apply(total, former[:1])
     pool2.map_reduce(torch.neg, former, "sum")
@@ -108,7 +119,9 @@ def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.P
         small = forward_ad.make_dual(torch.ones(()), torch.ones(()))
         pool2.starmap(torch.add, [(x, small) for x in former])
     assert memory.bytes_copied - copied < former[0].nbytes
-    torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(torch.ones(()))
+    torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(
+        torch.ones(())
+    )
     assert memory.bytes_copied - copied < former[0].nbytes
 
 
@@ -171,7 +184,11 @@ def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
     """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers for their sums, which are
     given once, and who came last had an empty one take the place of the other."""
     weight = torch.ones(2, requires_grad=True)
-    with every_loss_gets(1.0), mpgrad.Pool(2) as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
+    with (
+        every_loss_gets(1.0),
+        mpgrad.Pool(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
         for _ in range(5):
             loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
             start = threading.Barrier(4)

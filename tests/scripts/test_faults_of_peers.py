@@ -28,7 +28,15 @@ def test_a_hang_is_a_result(script: Any) -> None:
 
 
 def test_the_table() -> None:
-    command = [sys.executable, str(SCRIPT), "--faults", "exit", "--peers", "mpgrad", "ProcessPoolExecutor"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--faults",
+        "exit",
+        "--peers",
+        "mpgrad",
+        "ProcessPoolExecutor",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()

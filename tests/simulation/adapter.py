@@ -56,7 +56,11 @@ def simulated(world: World) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place, name, value in (
             (time, "monotonic", here_alone(world.clock, time.monotonic)),
-            (arena, "watch", here_alone(lambda view: None, arena.watch)),  # children would look where there is nothing
+            (
+                arena,
+                "watch",
+                here_alone(lambda view: None, arena.watch),
+            ),  # children would look where there is nothing
             (caller_memory, "Lenders", lenders),
             (gradient_sender, "current_modes", lambda: MODES),
             (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
@@ -81,7 +85,9 @@ class CountedReplies:
 
     def wrapped(self, settle: Callable[[Settled, Any], None]) -> Callable[[Settled, Any], None]:
         def checked(reply: Settled, outcome: Any) -> None:
-            if reply.arrived and not (reply.has_failed and "interrupted" in str(error_of_reply(reply))):
+            if reply.arrived and not (
+                reply.has_failed and "interrupted" in str(error_of_reply(reply))
+            ):
                 raise CheckFailed("a backward gets two replies")
             settle(reply, outcome)
 
@@ -167,7 +173,9 @@ class SimulatedScheduler(Scheduler):
                 self.is_awake = True
 
 
-def new_scheduler(world: World, environment: Environment, nodes: int, **settings: Any) -> SimulatedScheduler:
+def new_scheduler(
+    world: World, environment: Environment, nodes: int, **settings: Any
+) -> SimulatedScheduler:
     given = Settings(
         initializer=b"",
         threads=1,
@@ -185,7 +193,9 @@ def new_scheduler(world: World, environment: Environment, nodes: int, **settings
 
 def new_function(scheduler: SimulatedScheduler, code: bytes, with_captures: bool) -> SharedFunction:
     pickled = PickledFunction(code, [], False, None)
-    function = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item"))
+    function = SharedFunction(
+        pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item")
+    )
     if with_captures:
         function.slot = scheduler.world.slot()  # type: ignore[assignment]
     return function
@@ -200,11 +210,17 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = Submitted if is_submitted else Operation
-    home = OperationHome(scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False)
-    return kind(OperationOptions(function, MODES, None, environment, **options), home, listener=listener)
+    home = OperationHome(
+        scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False
+    )
+    return kind(
+        OperationOptions(function, MODES, None, environment, **options), home, listener=listener
+    )
 
 
-def add_call(operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]) -> None:
+def add_call(
+    operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]
+) -> None:
     """A call that is sent as the number of its task, with memory of the caller's if there is a `slot`."""
     placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
     call = PackedCall(operation.added, task.number, placed, [source.claim() for source in sources])
@@ -242,7 +258,16 @@ def send_backward(
     apart: bool,
 ) -> Any:
     """The backward. `promise`: another one, whose gradient this one needs."""
-    backward = Backward(graph, graph_task, keep=keep, whole=whole, create=create, wanted=(0,), captures=captures, apart=apart)
+    backward = Backward(
+        graph,
+        graph_task,
+        keep=keep,
+        whole=whole,
+        create=create,
+        wanted=(0,),
+        captures=captures,
+        apart=apart,
+    )
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward.give([[part]], (), promise is not None)
     graph.home.send(backward)
@@ -253,7 +278,12 @@ def send_backward(
 
 def sum_of_captures(operation_home: Any, graph_task: int) -> float:
     """Waits for it."""
-    return sum(float(each) for found in operation_home.capture_gradients(graph_task) for each in found if each is not None)
+    return sum(
+        float(each)
+        for found in operation_home.capture_gradients(graph_task)
+        for each in found
+        if each is not None
+    )
 
 
 def value_of_reply(reply: Any) -> float:
@@ -301,14 +331,20 @@ def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
     return [
         worker.number
         for worker in scheduler.workers.values()
-        if worker.ready and not (worker.under_way or worker.retiring) and (limit is None or worker.calls_done < limit)
+        if worker.ready
+        and not (worker.under_way or worker.retiring)
+        and (limit is None or worker.calls_done < limit)
     ]
 
 
 def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
     """Those that are to be ended if they do not answer in time."""
     chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}
-    return {number for number, chunk in chunks.items() if chunk is not None and chunk.timeout is not None}
+    return {
+        number
+        for number, chunk in chunks.items()
+        if chunk is not None and chunk.timeout is not None
+    }
 
 
 def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
@@ -334,6 +370,8 @@ def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
     return {
         "inbox": len(scheduler.inbox),
         "unfinished operations": len(scheduler.admissions.unfinished),
-        "backlogs of stranded workers": sum(len(worker.backlog) for worker in scheduler.staff.stranded),
+        "backlogs of stranded workers": sum(
+            len(worker.backlog) for worker in scheduler.staff.stranded
+        ),
         "queued calls": has_queued_calls(scheduler),
     }

@@ -17,13 +17,17 @@ QUICK, ALL = range(2_000), range(2_000, 10_000)
 
 
 def first_fault(seeds: Iterable[int]) -> Fault | None:
-    return next((fault for seed in seeds if (fault := fault_in(program_of(seed))) is not None), None)
+    return next(
+        (fault for seed in seeds if (fault := fault_in(program_of(seed))) is not None), None
+    )
 
 
 def check_all(seeds: Iterable[int]) -> None:
     fault = first_fault(seeds)
     if fault is not None:
-        pytest.fail(f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay {fault.program.seed}")
+        pytest.fail(
+            f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay {fault.program.seed}"
+        )
 
 
 def test_histories() -> None:

@@ -70,24 +70,41 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "method": (lambda: numpy.random.default_rng(0).normal, lambda g: g()),
     "spawns": (lambda: numpy.random.default_rng(0), lambda g: g.spawn(1)[0].normal()),
     "BitGenerator": (lambda: numpy.random.Philox(0), lambda g: g.random_raw()),
-    "SeedSequence": (lambda: numpy.random.SeedSequence(0), lambda g: g.spawn(1)[0].generate_state(1)[0]),
+    "SeedSequence": (
+        lambda: numpy.random.SeedSequence(0),
+        lambda g: g.spawn(1)[0].generate_state(1)[0],
+    ),
     "RandomState": (lambda: numpy.random.RandomState(0), lambda g: g.normal()),
-    "RandomState of another": (lambda: numpy.random.RandomState(numpy.random.PCG64(0)), lambda g: g.normal()),
+    "RandomState of another": (
+        lambda: numpy.random.RandomState(numpy.random.PCG64(0)),
+        lambda g: g.normal(),
+    ),
     "random": (lambda: random.Random(0), lambda g: g.gauss(0, 1)),
     "subclass": (lambda: Dice(0, 6), lambda g: g.roll()),
-    "torch": (lambda: torch.Generator().manual_seed(0), lambda g: torch.rand((), generator=g).item()),
-    "SobolEngine": (lambda: SobolEngine(2, scramble=True, seed=0), lambda g: g.draw(1).sum().item()),
+    "torch": (
+        lambda: torch.Generator().manual_seed(0),
+        lambda g: torch.rand((), generator=g).item(),
+    ),
+    "SobolEngine": (
+        lambda: SobolEngine(2, scramble=True, seed=0),
+        lambda g: g.draw(1).sum().item(),
+    ),
     "plain Sobol": (lambda: SobolEngine(1), lambda g: g.draw(1).sum().item()),
 }
 OF_SCIPY = {
-    name: (functools.partial(scipy_engine, name), lambda g: g.random(1).sum()) for name in ("Sobol", "Halton", "LatinHypercube")
+    name: (functools.partial(scipy_engine, name), lambda g: g.random(1).sum())
+    for name in ("Sobol", "Halton", "LatinHypercube")
 }
 # it takes seconds to import
-each_kind = pytest.mark.parametrize("name", [*GENERATORS, *[pytest.param(name, marks=pytest.mark.slow) for name in OF_SCIPY]])
+each_kind = pytest.mark.parametrize(
+    "name", [*GENERATORS, *[pytest.param(name, marks=pytest.mark.slow) for name in OF_SCIPY]]
+)
 GENERATORS.update(OF_SCIPY)
 
 
-def held_in_several_ways(pool: mpgrad.Pool, name: str, chunksize: int | None) -> tuple[list[Any], list[Any]]:
+def held_in_several_ways(
+    pool: mpgrad.Pool, name: str, chunksize: int | None
+) -> tuple[list[Any], list[Any]]:
     """What items draw from a generator that the function captures, in two maps, and from one that all items hold."""
     make, draw = GENERATORS[name]
     generator, another = make(), make()
@@ -97,7 +114,10 @@ def held_in_several_ways(pool: mpgrad.Pool, name: str, chunksize: int | None) ->
 
     captured = [pool.map(draw_two, range(6), chunksize) for _ in range(2)]
     items = [(another, number) for number in range(6)]
-    held = [pool.starmap(lambda g, _: [float(draw(g)), float(draw(g))], items, chunksize) for _ in range(2)]
+    held = [
+        pool.starmap(lambda g, _: [float(draw(g)), float(draw(g))], items, chunksize)
+        for _ in range(2)
+    ]
     return captured, held
 
 
@@ -149,7 +169,11 @@ def test_of_one_item_as_it_is(pool: mpgrad.Pool, name: str) -> None:
 def test_items_of_an_iterator(pool: mpgrad.Pool) -> None:
     """That others have the generator too is known when the second one comes; later, beforehand."""
     rng = numpy.random.default_rng(0)
-    drawn = [number for _ in range(2) for number in pool.imap(lambda g: g.normal(), (rng for _ in range(6)))]
+    drawn = [
+        number
+        for _ in range(2)
+        for number in pool.imap(lambda g: g.normal(), (rng for _ in range(6)))
+    ]
     drawn += pool.starmap(lambda g, _: g.normal(), zip([rng] * 6, range(6), strict=True))
     assert len(set(drawn)) == 18
 
@@ -173,7 +197,11 @@ def test_an_object_holds_it(pool: mpgrad.Pool) -> None:
 def test_in_a_cache(pool: mpgrad.Pool) -> None:
     # symptom: each worker made its own again, and items drew the same numbers
     cached(3)
-    drawn = [number for _ in range(2) for number in pool.map(lambda _: cached(3)[0].normal(), range(6), 1)]
+    drawn = [
+        number
+        for _ in range(2)
+        for number in pool.map(lambda _: cached(3)[0].normal(), range(6), 1)
+    ]
     assert len(set(drawn)) == 12
 
 
@@ -186,7 +214,9 @@ def test_submitted_calls(pool: mpgrad.Pool) -> None:
 def test_reductions(pool: mpgrad.Pool) -> None:
     rng, noise = random.Random(0), list[float]()
     for _ in range(2):
-        total = pool.map_reduce(lambda _: torch.tensor([rng.random()], dtype=torch.float64), range(6), "cat")
+        total = pool.map_reduce(
+            lambda _: torch.tensor([rng.random()], dtype=torch.float64), range(6), "cat"
+        )
         noise += total.tolist()
     assert len(set(noise)) == 12
 
@@ -197,7 +227,9 @@ def test_rows_and_columns_of_one_function(pool2: mpgrad.Pool, mode: str) -> None
     x = torch.ones(4, dtype=torch.float64)
     rng = numpy.random.default_rng(0)
     stream = numpy.random.default_rng(0).spawn(1)[0].spawn(1)[0]
-    found = mpgrad.jacobian(lambda x: x * torch.as_tensor(rng.normal(size=4)), x, mode=mode, pool=pool2)
+    found = mpgrad.jacobian(
+        lambda x: x * torch.as_tensor(rng.normal(size=4)), x, mode=mode, pool=pool2
+    )
     assert found.diagonal().tolist() == stream.normal(size=4).tolist()
 
 
@@ -231,7 +263,11 @@ def test_the_process_s_own(pool2: mpgrad.Pool) -> None:
     seeded = []
     for _ in range(2):
         torch.manual_seed(0)
-        seeded.append(pool2.map(lambda draw: [draw(0, 1), draw(0, 1)], [random.gauss, numpy.random.normal] * 3))
+        seeded.append(
+            pool2.map(
+                lambda draw: [draw(0, 1), draw(0, 1)], [random.gauss, numpy.random.normal] * 3
+            )
+        )
     gauss, normal = random.gauss, numpy.random.normal
     drawn = pool2.map(lambda _: (gauss(0, 1), normal(0, 1)), range(4))
     assert seeded[0] == seeded[1]

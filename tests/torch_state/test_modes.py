@@ -20,9 +20,13 @@ pytestmark = pytest.mark.quick
 
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
-    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())  # of tests before, being released
+    before = sum(
+        len(worker.graphs) for worker in pool._scheduler.workers.values()
+    )  # of tests before, being released
     with torch.no_grad():
-        ((enabled, needs_grad, y),) = pool.map(lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x])
+        ((enabled, needs_grad, y),) = pool.map(
+            lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x]
+        )
     assert not enabled and needs_grad and not y.requires_grad
     assert sum(len(worker.graphs) for worker in pool._scheduler.workers.values()) <= before
 
@@ -71,7 +75,11 @@ def test_a_task_does_not_change_the_default_dtype_of_others(pool2: mpgrad.Pool) 
         torch.autograd.set_detect_anomaly(True, check_nan=False)
 
     def found(k: int) -> tuple[torch.dtype, bool, bool]:
-        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+        return (
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(),
+        )
 
     pool2.map(leaves_others, range(8), chunksize=1)
     assert set(pool2.map(found, range(8), chunksize=1)) == {(torch.float32, False, False)}
@@ -94,10 +102,16 @@ def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any
 
     torch.set_default_dtype(torch.float64)
     try:
-        assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float64, [torch.float64], torch.float64)] * 4
+        assert (
+            pool2.map(nested, [0, 1, 2, 3], chunksize=1)
+            == [(torch.float64, [torch.float64], torch.float64)] * 4
+        )
     finally:
         torch.set_default_dtype(torch.float32)
-    assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float32, [torch.float32], torch.float32)] * 4
+    assert (
+        pool2.map(nested, [0, 1, 2, 3], chunksize=1)
+        == [(torch.float32, [torch.float32], torch.float32)] * 4
+    )
 
 
 def test_autocast(pool: mpgrad.Pool) -> None:
@@ -135,7 +149,9 @@ def noise(k: int) -> tuple[torch.Tensor, float, float]:
     return torch.randn(3), random.random(), float(numpy.random.rand())
 
 
-def test_random_numbers_follow_the_parents_seed(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+def test_random_numbers_follow_the_parents_seed(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
     drawn: list[list[Any]] = []
     for engine in SEEDED:
         for chunksize in (1, 3):
@@ -175,7 +191,9 @@ def test_two_maps_differ_and_another_seed_differs(pool2: mpgrad.Pool) -> None:
     assert not torch.equal(first, second) and not torch.equal(first, third)
 
 
-def test_the_callers_generators_are_left_alone_inline(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+def test_the_callers_generators_are_left_alone_inline(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
     pool = shared_pools("inline", 1)
     torch.manual_seed(0)
     torch.randint(0, 1 << 62, ())  # what an operation draws
@@ -190,7 +208,9 @@ def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
     try:
         assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
     finally:
-        torch.set_float32_matmul_precision("highest")  # which leaves newer settings at "ieee": they would travel from now on
+        torch.set_float32_matmul_precision(
+            "highest"
+        )  # which leaves newer settings at "ieee": they would travel from now on
         for backend in (torch.backends.mkldnn, torch.backends.cuda):
             if hasattr(backend.matmul, "fp32_precision"):
                 backend.matmul.fp32_precision = "none"

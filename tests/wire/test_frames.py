@@ -61,7 +61,9 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
             assert worker.stdout.readline() == b"here\n"
             state = psutil.Process(worker.pid)
             while len(received) < 1_000_000:
-                while state.status() == psutil.STATUS_RUNNING:  # until there is no room in the pipe, and it sleeps
+                while (
+                    state.status() == psutil.STATUS_RUNNING
+                ):  # until there is no room in the pipe, and it sleeps
                     pass
                 os.kill(worker.pid, signal.SIGSTOP)
                 while state.status() != psutil.STATUS_STOPPED:
@@ -86,7 +88,9 @@ def test_descriptors_arrive_with_their_frames(tmp_path: Path) -> None:
             frame = theirs.receive()
         assert frame is not None and frame.messages == [NewSlab(number, 1)]
         descriptor = theirs.take_descriptor()
-        assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(tmp_path / f"file{number}"))
+        assert descriptor is not None and os.path.samestat(
+            os.fstat(descriptor), os.stat(tmp_path / f"file{number}")
+        )
         assert not os.get_inheritable(descriptor)
         os.close(descriptor)
     ours.close()

@@ -73,8 +73,12 @@ def test_strides_with_holes(pool: mpgrad.Pool) -> None:
     # symptom: last bits differed. cause: a strided item came densely packed, and torch adds it up in another order.
     torch.manual_seed(0)
     items = [torch.randn(63, 130, dtype=torch.float64)[:, ::2].requires_grad_() for _ in range(6)]
-    items += [torch.randn(40, 50, 6, dtype=torch.float64).transpose(0, 2)[1:5, ::3] for _ in range(6)]
-    for item, result in zip(items, pool.map(lambda x: (x.sum(), x.norm(), x.mean(0), x.stride()), items), strict=True):
+    items += [
+        torch.randn(40, 50, 6, dtype=torch.float64).transpose(0, 2)[1:5, ::3] for _ in range(6)
+    ]
+    for item, result in zip(
+        items, pool.map(lambda x: (x.sum(), x.norm(), x.mean(0), x.stride()), items), strict=True
+    ):
         serial = item.sum(), item.norm(), item.mean(0)
         assert all(torch.equal(mine, other) for mine, other in zip(result, serial, strict=False))
         assert result[3] == item.stride()
@@ -91,6 +95,8 @@ def test_one_tensor_as_two_arguments_or_results_stays_one(pool: mpgrad.Pool) -> 
 
 def test_tensors_without_memory(pool2: mpgrad.Pool) -> None:
     """Symptom: random numbers, or a crash. Cause: PyTorch's efficient zeros, which forward mode makes, have no bytes."""
-    assert torch.equal(pool2.map(lambda n: torch._efficientzerotensor((n,)), [3])[0] + 0, torch.zeros(3))
+    assert torch.equal(
+        pool2.map(lambda n: torch._efficientzerotensor((n,)), [3])[0] + 0, torch.zeros(3)
+    )
     zeros = torch._efficientzerotensor((2,))
     assert torch.equal(pool2.map(lambda x: x + zeros, [torch.ones(2)])[0], torch.ones(2))

@@ -34,8 +34,21 @@ def built() -> Path | None:
     folder = Path(torch.__file__).parent / "lib"
     unfinished = library.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in include_paths()]
-    command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", "-w", *includes, str(SOURCE), "-o", str(unfinished)]
-    subprocess.run([*command, f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch"], check=True, timeout=300)
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O0",
+        "-std=c++20",
+        "-w",
+        *includes,
+        str(SOURCE),
+        "-o",
+        str(unfinished),
+    ]
+    subprocess.run(
+        [*command, f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch"], check=True, timeout=300
+    )
     unfinished.rename(library)
     return library
 
