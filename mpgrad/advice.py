@@ -1,7 +1,9 @@
-"""The question that comes first: does a pool pay? `mpgrad.advise` runs a sample of the items and says so.
+"""The question that comes first: does a pool pay? `mpgrad.advise` runs a sample of the items and
+says so.
 
-A worker runs the loop, because it has copies of the items and of all that the function reaches. So the caller's tensors and
-modules stay as they are. Pools run the same items. Loop and pools take turns, so that noise of the machine meets them alike.
+A worker runs the loop, because it has copies of the items and of all that the function reaches. So
+the caller's tensors and modules stay as they are. Pools run the same items. Loop and pools take
+turns, so that noise of the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ class Advice:
         return statistics.fmean(self.item_seconds) * self.items
 
     def seconds(self, workers: int) -> float:
-        """What all items take in a pool of so many workers that was measured, forward and backward."""
+        """What all items take in a pool of so many workers that was measured, forward and
+        backward."""
         # a small sample may not keep all workers busy
         return (
             self.pool_seconds[workers]
@@ -111,7 +114,8 @@ class Advice:
         )
 
     def _at_best(self, items: int, workers: int) -> float:
-        """What so many items take if nothing is lost: no number of workers is faster than the longest item."""
+        """What so many items take if nothing is lost: no number of workers is faster than the
+        longest item."""
         return max(
             statistics.fmean(self.item_seconds) * items / min(workers, items),
             max(self.item_seconds),
@@ -136,22 +140,32 @@ class Advice:
             size = f"an item and its result have {self.item_bytes / MIB:.3g} MiB"
             yield f"Tensors are large: {size}. Have the function return less (a loss, a sum)."
         elif mean < LONG and pool - at_best > LARGE_SHARE * pool:
-            yield f"Items are small: {length_of(mean)} each. Put several into one: stack them, or use torch.vmap."
+            yield (
+                f"Items are small: {length_of(mean)} each. Put several into one: stack them, or "
+                "use torch.vmap."
+            )
         if self.items > self.processes and longest > self.loop_seconds / max(self.processes, 2):
-            yield f"One item takes {length_of(longest)}, and no pool is faster than that. Divide it."
+            yield (
+                f"One item takes {length_of(longest)}, and no pool is faster than that. Divide it."
+            )
         if self.cpus_of_loop < WAITING and not self.is_doubtful:
             used = f"the loop used {self.cpus_of_loop:.0%} of a CPU"
-            yield f"The function waits: {used}. If it waits for files, say, take more workers than CPUs."
+            yield (
+                f"The function waits: {used}. If it waits for files, say, take more workers than "
+                "CPUs."
+            )
 
     def __str__(self) -> str:
         use = "Use a pool" if self.pays else "Do not use a pool"
         lines = [
-            f"{use}: mpgrad.Pool({self.processes}) is about {self.speed_up:.2g} times as fast as the loop."
+            f"{use}: mpgrad.Pool({self.processes}) is about {self.speed_up:.2g} times as fast as "
+            "the loop."
         ]
         if self.is_doubtful:
             others = f"other programs used {self.cpus_of_others:.1f} of {self.cpus} CPUs"
             lines.append(
-                f"The machine was busy ({others}), so this may be wrong: ask again when they have ended."
+                f"The machine was busy ({others}), so this may be wrong: ask again when they have "
+                "ended."
             )
         median, longest = statistics.median(self.item_seconds), max(self.item_seconds)
         lines += [
@@ -175,18 +189,20 @@ def advise(
     seconds: float = 5.0,
     processes: int | None = None,
 ) -> Advice:
-    """Say whether ``pool.map(fn, items)`` is faster than the loop, and with how many workers: run a sample of the items.
+    """Say whether ``pool.map(fn, items)`` is faster than the loop, and with how many workers: run a
+    sample of the items.
 
-    The sample is run in the loop and in pools, forward and backward. The loop has one intra-op thread, and then as many as your
-    program (`torch.get_num_threads`); the faster one counts. A worker of a pool has one. Copies are run: your tensors,
-    gradients and generators stay as they were. What `fn` does outside of Python (to files, say) it does as often as it is run.
+    The sample is run in the loop and in pools, forward and backward. The loop has one intra-op
+    thread, and then as many as your program (`torch.get_num_threads`); the faster one counts. A
+    worker of a pool has one. Copies are run: your tensors, gradients and generators stay as they
+    were. What `fn` does outside of Python (to files, say) it does as often as it is run.
 
     Args:
         fn: as for `Pool.map`.
         items: as for `Pool.map`; at least one. A generator is used up.
         seconds: for the trial, about. Of long items two are run: once in each loop and pool.
-        processes: the most workers to try, and never more than there are CPUs, which is what None means. A pool of half as
-            many is tried too.
+        processes: the most workers to try, and never more than there are CPUs, which is what None
+            means. A pool of half as many is tried too.
 
     Raises:
         ValueError: there are no items; `seconds` is not above 0; `processes` is less than 1.
@@ -265,7 +281,8 @@ class LoopTimer:
         self.function = function
 
     def __call__(self, items: Sequence[Any]) -> tuple[list[float], float]:
-        """The seconds of each item, forward and backward; and how many CPUs all of them kept busy."""
+        """The seconds of each item, forward and backward; and how many CPUs all of them kept
+        busy."""
         captures = pickled_function(self.function).captures  # the worker's own
         inputs = [inputs_of([item], captures) for item in items]
         seconds = []
@@ -280,7 +297,8 @@ class LoopTimer:
 def first_loop(
     loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float
 ) -> tuple[list[Any], list[float], float]:
-    """Choose the sample, the largest item and others at random, so that it takes a part of these seconds in the loop.
+    """Choose the sample, the largest item and others at random, so that it takes a part of these
+    seconds in the loop.
 
     Returns the sample, the seconds of each item, and how many CPUs they kept busy.
     """
@@ -318,7 +336,8 @@ def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[to
 
 
 def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-    """Run one backward from all results, if there is anything to it, and throw the gradients away."""
+    """Run one backward from all results, if there is anything to it, and throw the gradients
+    away."""
     outputs = differentiable(results)
     if (
         len({(each.shape, each.dtype, each.device) for each in outputs}) == 1

@@ -1,7 +1,9 @@
-"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do about it.
+"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do
+about it.
 
-The page has to come out whatever is broken. So the probes of the machine need no torch. To import torch, to start a pool and to
-look for GPUs may hang or crash: these are steps of a trial, in a process of its own, which writes each finding as it is made.
+The page has to come out whatever is broken. So the probes of the machine need no torch. To import
+torch, to start a pool and to look for GPUs may hang or crash: these are steps of a trial, in a
+process of its own, which writes each finding as it is made.
 
     trial, in a process ──► lines of a file: MARK, and a finding as JSON ──► `tried`
 """
@@ -40,7 +42,8 @@ MOST_TAKEN = 0.25  # share of the usable CPUs that others may take
 LEAST_MEMORY = GIB  # a process with torch takes a third of it
 LEAST_ADDRESSES = 8 * GIB
 LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
-# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
+# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so
+# does the rest of a program
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
 NEEDED = {
@@ -77,7 +80,8 @@ def run() -> int:
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where no pool can work."""
+    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where
+    no pool can work."""
     verdict = "A pool works here."
     if any(finding.fatal for finding in findings):
         verdict = "NO POOL CAN WORK HERE. Look at what is marked X."
@@ -94,7 +98,8 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
-    """What the probes find, up to one without which no pool can work. One that raises is a finding, and others go on."""
+    """What the probes find, up to one without which no pool can work. One that raises is a finding,
+    and others go on."""
     for probe in probes:
         try:
             for finding in probe():
@@ -183,10 +188,12 @@ def memory() -> Iterator[Finding]:
     free = free_memory()
     yield judged(
         "memory",
-        f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of all cgroups",
+        f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of "
+        "all cgroups",
         free >= LEAST_MEMORY,
         "little is left for workers and their tensors; beyond, the kernel kills workers (SIGKILL)",
-        "end other programs, raise the limit (docker run --memory, --mem in a batch system), or use fewer workers",
+        "end other programs, raise the limit (docker run --memory, --mem in a batch system), or "
+        "use fewer workers",
     )
     folder = Path("/dev/shm")
     free = shutil.disk_usage(folder).free if folder.exists() else 0
@@ -216,7 +223,8 @@ def limits() -> Iterator[Finding]:
         f"{used} of at most {soft} (hard limit {hard})",
         soft == resource.RLIM_INFINITY or soft - used >= wanted,
         f"a pool of {workers} workers may need {wanted} more",
-        "ulimit -n 4096 in the shell that starts the program, docker run --ulimit nofile; or use fewer workers",
+        "ulimit -n 4096 in the shell that starts the program, docker run --ulimit nofile; or use "
+        "fewer workers",
     )
     for folder in own_cgroups("pids"):
         most, now = read_words(folder / "pids.max"), read_words(folder / "pids.current")
@@ -268,7 +276,8 @@ def import_torch() -> Iterator[Finding]:
 
 
 def start_pool() -> Iterator[Finding]:
-    """A pool of one worker: whether it starts, gives right results and gradients, and how long that takes."""
+    """A pool of one worker: whether it starts, gives right results and gradients, and how long that
+    takes."""
     import torch
 
     from mpgrad.pool import Pool
@@ -294,7 +303,10 @@ def start_pool() -> Iterator[Finding]:
         "keep one pool open for the whole program; have the packages on a local disk",
     )
     if PORTABLE and sys.platform == "linux" and not os.environ.get("MPGRAD_PORTABLE"):
-        problem = "this system refuses memfd_create or pidfd_open, so each worker imports torch by itself, which takes seconds"
+        problem = (
+            "this system refuses memfd_create or pidfd_open, so each worker imports torch by "
+            "itself, which takes seconds"
+        )
         yield Finding(
             "start",
             "portable mode",
@@ -323,7 +335,8 @@ FAILURES = {
         "torch",
         "",
         "importing torch",
-        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of yours is named torch",
+        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of "
+        "yours is named torch",
         fatal=True,
     ),
     start_pool: Finding(
@@ -358,7 +371,8 @@ def tell(kind: str, finding: Finding) -> None:
 
 
 def tried(command: Sequence[str], limit: float) -> list[Finding]:
-    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
+    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed,
+    and its workers end."""
     failure, findings = NO_PYTHON, list[Finding]()
     with contextlib.ExitStack() as stack:
         try:

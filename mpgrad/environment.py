@@ -1,22 +1,25 @@
 """What a process has of the one that started it. Both sides.
 
-The environment of the caller's process, which its workers follow: variables, directory, arguments, paths, time zone.
+The environment of the caller's process, which its workers follow: variables, directory, arguments,
+paths, time zone.
 
-A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a worker would find what was
-there when its pool began. So each operation carries what the caller has changed since then, and each backward does.
+A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a
+worker would find what was there when its pool began. So each operation carries what the caller has
+changed since then, and each backward does.
 
     caller   Since: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
-Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the caller compares and the worker
-    does nothing.
-Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does nothing.
+Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the
+    caller compares and the worker does nothing.
+Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
+nothing.
 
 What it inherits: who it is, what it may, and where it stands. (Linux only.) Whoever starts a worker
-would have it be what a child would be at that moment. A fork server passes on what it was given when
-it began, which may be another user, other limits or another root. So it is compared with what its
-user is now. A fork takes over what a process can change of itself; where more differs, or it may
-not, another fork server is needed. A program that root starts has all rights again, whatever root
-had given up: so each fork compares itself with what the caller is.
+would have it be what a child would be at that moment. A fork server passes on what it was given
+when it began, which may be another user, other limits or another root. So it is compared with what
+its user is now. A fork takes over what a process can change of itself; where more differs, or it
+may not, another fork server is needed. A program that root starts has all rights again, whatever
+root had given up: so each fork compares itself with what the caller is.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class Environment(NamedTuple):
     zone: tuple[Any, ...]  # what `time.tzset` has made of the variable TZ
 
     def changes(self, begin: Environment) -> dict[str, Any]:
-        """The fields that differ; of the variables only those that do, None for one that was deleted."""
+        """The fields that differ; of the variables only those that do, None for one that was
+        deleted."""
         changes = {
             name: value for name, value in self._asdict().items() if value != getattr(begin, name)
         }
@@ -89,8 +93,8 @@ class Environment(NamedTuple):
 
 
 def in_use() -> tuple[Any, ...]:
-    """The fields as the process has them now: objects that others may change. `os.environ` stores its variables in a
-    dictionary, which C compares in a microsecond.
+    """The fields as the process has them now: objects that others may change. `os.environ` stores
+    its variables in a dictionary, which C compares in a microsecond.
     """
     variables = getattr(os.environ, "_data", os.environ)
     return variables, working_directory(), sys.argv, sys.path, zone_in_use()
@@ -126,7 +130,8 @@ class Since:
         )  # the fields at the last look, and what had changed
 
     def changes(self) -> bytes:
-        """A pickle, the same object until something changes; no bytes where all is as at the beginning."""
+        """A pickle, the same object until something changes; no bytes where all is as at the
+        beginning."""
         now = in_use()
         seen, pickled = self._seen  # read once: another thread may put others there
         if seen != now:
@@ -148,7 +153,8 @@ class Follower:
         self._target: Environment  # the caller's, as it was followed
 
     def take_over(self, begin: Environment) -> None:
-        """Be like the caller when its pool began; the caller may have changed things before this process started."""
+        """Be like the caller when its pool began; the caller may have changed things before this
+        process started."""
         self._begin = self._target = begin
         self._followed = b""
         for name in os.environ.keys() - begin.variables.keys() - set(THREAD_VARIABLES):
@@ -171,7 +177,8 @@ class Follower:
             self._own = current_environment()
 
     def follow(self, changes: bytes | None) -> None:
-        """Be like the caller at that time. None: this process is no worker, or not on the caller's machine."""
+        """Be like the caller at that time. None: this process is no worker, or not on the caller's
+        machine."""
         if changes is None or self._begin is None or changes == self._followed:
             return
         begin, own, taken, before = self._begin, self._own, self._taken, self._target
@@ -208,7 +215,8 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def go_to(directory: str | None) -> None:
-    """The caller may still be in a directory that was deleted: nothing is found there, and it has no name."""
+    """The caller may still be in a directory that was deleted: nothing is found there, and it has
+    no name."""
     try:
         os.chdir(directory or "")
     except OSError:
@@ -238,7 +246,8 @@ def working_directory() -> str | None:
 
 
 def preparation() -> dict[str, Any]:
-    """What multiprocessing tells its children of itself, as in `multiprocessing.spawn.get_preparation_data`."""
+    """What multiprocessing tells its children of itself, as in
+    `multiprocessing.spawn.get_preparation_data`."""
     logger = logging.getLogger("multiprocessing")
     return {
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -282,7 +291,8 @@ CAPABILITY_VERSION = 0x20080522
 PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
 ASKS = 0xFFFFFFFF  # for the personality
 KEEPS_CAPABILITIES = 1 << 4  # of the secure bits, the one that no program passes on
-# variables that have been read when torch is loaded: by the loader, the C library, Python, and the libraries that compute
+# variables that have been read when torch is loaded: by the loader, the C library, Python, and the
+# libraries that compute
 READ_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG|LC_|PYTHON|TORCH|PYTORCH_|ATEN_|CUDA|CUBLAS|CUDNN|NVIDIA_|HIP_|ROC|HSA_|ZE_|XPU|SYCL"
     "|OMP_|GOMP_|KMP_|LIBOMP|MKL|OPENBLAS_|GOTO|BLIS_|VECLIB_|NUMEXPR_|NPY_|NUMPY|DNNL_|ONEDNN_"
@@ -376,7 +386,8 @@ class Inherited(NamedTuple):
 
 
 def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
-    """What a process that this thread starts now would be; `variables`: those that it is given besides.
+    """What a process that this thread starts now would be; `variables`: those that it is given
+    besides.
 
     Raises:
         OSError: no descriptor is free to look with.

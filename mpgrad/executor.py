@@ -1,8 +1,10 @@
-"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by changing one name.
+"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by
+changing one name.
 
-A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history. Here calls are run again
-elsewhere, and only one that kills its workers every time fails, with an exception that is a `BrokenProcessPool` too. Results
-keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more. Caller only.
+A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history.
+Here calls are run again elsewhere, and only one that kills its workers every time fails, with an
+exception that is a `BrokenProcessPool` too. Results keep their gradients after a `shutdown`: a
+worker ends when no graph is kept there any more. Caller only.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ POOL_OPTIONS = [
 class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
 
-    A `with` block waits at its end until all that was submitted is done. But an interrupt that leaves it (KeyboardInterrupt,
-    SystemExit) cancels all of that: also calls that run, unless they end within 0.2 s.
+    A `with` block waits at its end until all that was submitted is done. But an interrupt that
+    leaves it (KeyboardInterrupt, SystemExit) cancels all of that: also calls that run, unless they
+    end within 0.2 s.
 
     Args:
         max_workers: number of workers; None for as many CPUs as this process may use.
@@ -65,7 +68,8 @@ class Executor(concurrent.futures.Executor):
         **options: see `mpgrad.Pool`.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
+            value.
 
     Example:
         >>> import torch, mpgrad
@@ -154,14 +158,17 @@ class Executor(concurrent.futures.Executor):
             fn: takes as many arguments as there are iterables.
             iterables: are taken from at once, unless there is a `buffersize`.
             timeout: seconds from now, after which `next` raises.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a
+                call.
             buffersize: as in Python 3.14: the number of chunks (of items, if there is no
                 `chunksize`) that are taken ahead of the results; the iterables may be endless.
                 None: all items are taken at once.
 
         Raises:
-            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
-            Exception: what the first failing call raised, or what was raised where one could not be sent.
+            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that
+                is `TimeoutError`).
+            Exception: what the first failing call raised, or what was raised where one could not be
+                sent.
             RuntimeError: after `shutdown`. With a `buffersize` also by `next`, once the results of
                 the items that were taken before have been given.
             ValueError: `chunksize` or `buffersize` is less than 1.
@@ -200,7 +207,8 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, deadline)
 
     def stats(self) -> PoolStats:
-        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many died.
+        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many
+        died.
 
         Example:
             >>> import mpgrad
@@ -262,7 +270,8 @@ class Executor(concurrent.futures.Executor):
     def shutdown(
         self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False
     ) -> None:
-        """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
+        """Take no new calls. Workers end when all is done, and the graphs that they keep are not
+        needed any more.
 
         Args:
             wait: until all that was submitted has ended; with `kill_workers`, until workers have.
@@ -300,7 +309,8 @@ class Executor(concurrent.futures.Executor):
             self._pool._scheduler.await_all()
 
     def terminate_workers(self) -> None:
-        """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does in Python 3.14.
+        """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does
+        in Python 3.14.
 
         Calls that have not begun are cancelled. Calls that run fail with a `BrokenProcessPool`.
         Results that have come stay valid, but their graphs are gone: a backward raises the same.
@@ -363,7 +373,8 @@ class Executor(concurrent.futures.Executor):
 
 
 def without_frames(error: Exception) -> Exception:
-    """`error` with its traceback as text only: frames would keep the arguments for as long as the future."""
+    """`error` with its traceback as text only: frames would keep the arguments for as long as the
+    future."""
     write(error, "__cause__", RemoteTraceback(traceback_of(error)))
     write(error, "__context__", None)
     return BaseException.with_traceback(error, None)  # the class may have another one

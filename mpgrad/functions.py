@@ -1,20 +1,25 @@
-"""Custom `autograd.Function`s by hand: emulated contexts, and parallel calls in threads of whoever asks. Caller only.
+"""Custom `autograd.Function`s by hand: emulated contexts, and parallel calls in threads of whoever
+asks. Caller only.
 
-PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its engine comes to the node.
-Whoever wants to run them elsewhere, in a thread or at another time, needs a stand-in for the context that keeps what forward
-and `setup_context` put there, and the checks that the engine does on what comes back.
+PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its
+engine comes to the node. Whoever wants to run them elsewhere, in a thread or at another time, needs
+a stand-in for the context that keeps what forward and `setup_context` put there, and the checks
+that the engine does on what comes back.
 
 A parallel call: several calls of one Function as a single node that runs them side by side.
-PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a simulator, another library) wait
-in turn. Here the calls run in threads, with stand-ins for their contexts, and one Function around them all keeps the books:
+PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a
+simulator, another library) wait in turn. Here the calls run in threads, with stand-ins for their
+contexts, and one Function around them all keeps the books:
 
     arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1] every call's forward in a thread of its own
                                     │ saved tensors                        [2] the stand-ins' books become the node's
     their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3] every call's backward in a thread of its own
 
-Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on one call waits for all;
-    saved tensors are the node's: checked for in-place writes, freed after a backward, connected in a differentiable one.
-Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is refused.
+Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on
+    one call waits for all; saved tensors are the node's: checked for in-place writes, freed after a
+    backward, connected in a differentiable one.
+Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is
+refused.
 """
 
 from __future__ import annotations
@@ -75,8 +80,9 @@ class EmulatedAutogradContext(FunctionCtx):
     Args:
         args: the arguments of the forward, for `needs_input_grad`.
 
-    Attributes of the Function's own may be set and read as on the real one. What belongs to a node of the engine
-    (`next_functions`, hooks) is missing, and nobody checks whether saved tensors have been written to since.
+    Attributes of the Function's own may be set and read as on the real one. What belongs to a node
+    of the engine (`next_functions`, hooks) is missing, and nobody checks whether saved tensors have
+    been written to since.
 
     Example:
         >>> import torch, mpgrad
@@ -108,7 +114,8 @@ class EmulatedAutogradContext(FunctionCtx):
         return self.to_save if self._unpacked is None else self._unpacked
 
     def _with_saved(self, tensors: Values) -> EmulatedAutogradContext:
-        """The same attributes, for one `backward` or `jvp` with saved tensors of its own: another may run beside it."""
+        """The same attributes, for one `backward` or `jvp` with saved tensors of its own: another
+        may run beside it."""
         twin = EmulatedAutogradContext.__new__(EmulatedAutogradContext)
         twin.__dict__ = self.__dict__
         twin._unpacked = tensors
@@ -123,7 +130,8 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         args: the forward's arguments, as `func.apply` would get them.
 
     Returns:
-        The context for `run_isolated_backward`, and the outputs as forward returned them, without history.
+        The context for `run_isolated_backward`, and the outputs as forward returned them, without
+        history.
 
     Raises:
         TypeError: `func` is no such class. Otherwise what the forward raises.
@@ -159,14 +167,16 @@ def run_isolated_backward(
     Args:
         func: the Function whose forward made `ctx`.
         ctx: from `run_isolated_forward`.
-        grad_outputs: one gradient per output, or None; zeros take the place of None unless the Function declined them.
+        grad_outputs: one gradient per output, or None; zeros take the place of None unless the
+            Function declined them.
 
     Returns:
         One gradient, or None, per argument of the forward.
 
     Raises:
         TypeError, ValueError: no context, or gradients that do not fit the outputs.
-        RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it raises.
+        RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it
+            raises.
 
     Example:
         >>> import torch, mpgrad
@@ -199,11 +209,13 @@ def check_gradients(ctx: object, grads: Values) -> None:
     for number, (grad, output) in enumerate(zip(grads, ctx._outputs, strict=True)):
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise TypeError(
-                f"the gradient of output {number} must be a tensor or None (given: {type(grad).__name__})"
+                f"the gradient of output {number} must be a tensor or None (given: "
+                f"{type(grad).__name__})"
             )
         if grad is not None and output is not None and grad.shape != output.shape:
             raise ValueError(
-                f"the gradient of output {number} must have its shape ({tuple(output.shape)}; given: {tuple(grad.shape)})"
+                f"the gradient of output {number} must have its shape ({tuple(output.shape)}; "
+                f"given: {tuple(grad.shape)})"
             )
 
 
@@ -216,7 +228,8 @@ def check_function(func: object) -> None:
 
 
 def with_defaults(func: type[Function], args: Values) -> Values:
-    """The arguments that `func.apply` would use: with `setup_context` it fills in the forward's defaults."""
+    """The arguments that `func.apply` would use: with `setup_context` it fills in the forward's
+    defaults."""
     if func.setup_context is Function.setup_context:
         return args
     try:
@@ -242,7 +255,8 @@ def forward_of(func: type[Function], ctx: EmulatedAutogradContext, args: Values)
 
 
 def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Values) -> Values:
-    """One gradient per argument. The engine would find mistakes too, but not know whose they are: the messages are its own."""
+    """One gradient per argument. The engine would find mistakes too, but not know whose they are:
+    the messages are its own."""
     backward: Callable[..., Any] = func.backward if func.vjp is Function.vjp else func.vjp
     given = filled(grads, ctx._outputs) if ctx.materialize_grads else grads
     found = as_tuple(
@@ -253,7 +267,8 @@ def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Value
     node, expected = f"{func.__name__}Backward", len(ctx._inputs)
     if len(found) < expected or any(grad is not None for grad in found[expected:]):
         raise RuntimeError(
-            f"function {node} returned an incorrect number of gradients (expected {expected}, got {len(found)})"
+            f"function {node} returned an incorrect number of gradients (expected {expected}, got "
+            f"{len(found)})"
         )
     for position, (grad, like) in enumerate(zip(found, ctx._inputs, strict=False)):
         if grad is None:
@@ -262,12 +277,14 @@ def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Value
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__}) from {node}")
         if like is None:
             raise RuntimeError(
-                f"function {node} returned a gradient different than None at position {position + 1}, "
+                f"function {node} returned a gradient different than None at position "
+                f"{position + 1}, "
                 "but the corresponding forward input was not a Variable"
             )
         if ctx.needs_input_grad[position] and not sums_to(grad.shape, like.shape):
             raise RuntimeError(
-                f"Function {node} returned an invalid gradient at index {position} - got {list(grad.shape)} "
+                f"Function {node} returned an invalid gradient at index {position} - got "
+                f"{list(grad.shape)} "
                 f"but expected shape compatible with {list(like.shape)}"
             )
     return found[:expected]
@@ -292,16 +309,19 @@ T = TypeVar("T")
 def map_with_parallel_backward(
     func: type[Function], *args_per_call: Sequence[Any], pool: Pool | None = None
 ) -> Values:
-    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and backward.
+    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and
+    backward.
 
-    Whatever depends on one call waits for all of them: no output before the last forward has ended, no gradient before
-    the last backward. Of calls that fail the first one's exception is raised when all have ended.
+    Whatever depends on one call waits for all of them: no output before the last forward has ended,
+    no gradient before the last backward. Of calls that fail the first one's exception is raised
+    when all have ended.
 
     Args:
         func: a subclass of `torch.autograd.Function`, in either style.
         args_per_call: the arguments of each call, a sequence per call; their number may differ.
-        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has; None for a thread per call.
-            In a pool's processes, writes to arguments (`mark_dirty`) stay on a copy.
+        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has;
+            None for a thread per call. In a pool's processes, writes to arguments (`mark_dirty`)
+            stay on a copy.
 
     Returns:
         The output of each call, which is a tensor, or a tuple, as `func.apply` returns it.
@@ -311,7 +331,8 @@ def map_with_parallel_backward(
         ValueError: a call wrote to a tensor that another call takes too.
         NotImplementedError: an argument belongs to a `torch.func` transform.
         UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
-        Exception: what the first failing call raised, with a note that names it, and the others that failed.
+        Exception: what the first failing call raised, with a note that names it, and the others
+            that failed.
 
     Example:
         >>> import torch, mpgrad
@@ -433,10 +454,12 @@ def settled(
     constant: list[torch.Tensor],
     dual: bool,
 ) -> Values:
-    """A call's outputs. Those without a gradient, which all are where no argument has one, are added to `constant`.
+    """A call's outputs. Those without a gradient, which all are where no argument has one, are
+    added to `constant`.
 
-    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that another call makes necessary is
-    zero, and must not come to a view of an argument, because it would be the argument's too.
+    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that
+    another call makes necessary is zero, and must not come to a view of an argument, because it
+    would be the argument's too.
     """
     fixed = ctx.non_differentiable if any(ctx.needs_input_grad) or ctx._has_tangents else outputs
     settled, smooth = list(outputs), list(ctx._outputs)
@@ -463,7 +486,8 @@ WATCH = Watch()
 
 
 def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
-    """What each call's task returns: a thread each, under this thread's modes. All have ended when one's error is raised."""
+    """What each call's task returns: a thread each, under this thread's modes. All have ended when
+    one's error is raised."""
     WATCH.look()
     modes = current_modes()
 
@@ -477,7 +501,8 @@ def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, 
         call: error for call, future in futures.items() if (error := future.exception()) is not None
     }
     if errors:
-        futures.clear()  # else the error would hold itself through its traceback, and the tensors too
+        # else the error would hold itself through its traceback, and the tensors too
+        futures.clear()
         raise_first(phase, errors)
     return {call: future.result() for call, future in futures.items()}
 
@@ -507,11 +532,13 @@ class BackwardGraph(NamedTuple):
 def behind_one_node(
     backward: Callable[..., Values], inputs: Mapping[int, Values]
 ) -> dict[int, Values]:
-    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own backwards run side by side too.
+    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own
+    backwards run side by side too.
 
-    The engine would go through the calls' graphs one after another. So each graph begins at gates, views of its inputs, and
-    one node stands for them all, whose backward goes through the graphs in threads. That is right only where a graph leads to
-    its gates and nowhere else. Others (a tensor kept as an attribute of ctx, `once_differentiable`) are left to the engine.
+    The engine would go through the calls' graphs one after another. So each graph begins at gates,
+    views of its inputs, and one node stands for them all, whose backward goes through the graphs in
+    threads. That is right only where a graph leads to its gates and nowhere else. Others (a tensor
+    kept as an attribute of ctx, `once_differentiable`) are left to the engine.
     """
     create = torch.is_grad_enabled()
 
@@ -554,7 +581,8 @@ def behind_one_node(
 
 
 class ParallelGraphs(Function):
-    """The graphs of all calls as one node: its backward goes through each of them in a thread of its own."""
+    """The graphs of all calls as one node: its backward goes through each of them in a thread of
+    its own."""
 
     @staticmethod
     def forward(
@@ -670,7 +698,8 @@ def check_arguments(call: int, args: object) -> None:
     if not isinstance(args, Sequence):
         kind = type(args).__name__
         raise TypeError(
-            f"the arguments of call {call} must be a sequence (given: a {kind}); for one argument pass (argument,)"
+            f"the arguments of call {call} must be a sequence (given: a {kind}); for one argument "
+            "pass (argument,)"
         )
     refuse_transforms(f"an argument of call {call}", args)
 
@@ -678,7 +707,8 @@ def check_arguments(call: int, args: object) -> None:
 def refuse_transforms(subject: str, values: Iterable[Any]) -> None:
     if any(isinstance(each, torch.Tensor) and is_functorch_wrapped(each) for each in values):
         raise NotImplementedError(
-            f"{subject} belongs to a torch.func transform, unknown to other threads; call outside of it"
+            f"{subject} belongs to a torch.func transform, unknown to other threads; call outside "
+            "of it"
         )
 
 
@@ -688,13 +718,15 @@ def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]
         for written, read in itertools.product(ctx.dirty_tensors, args):
             if isinstance(read, torch.Tensor) and overlap(written, read):
                 raise ValueError(
-                    f"call {writer} wrote in place to memory that call {reader} may have read, while both were running; "
+                    f"call {writer} wrote in place to memory that call {reader} may have read, "
+                    "while both were running; "
                     "give each call a tensor of its own (tensor.clone())"
                 )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory from first to last element have a byte in common; sparse tensors have none."""
+    """Whether the stretches of memory from first to last element have a byte in common; sparse
+    tensors have none."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     (start, end), (other_start, other_end) = stretch(a), stretch(b)
@@ -743,13 +775,15 @@ def requires_grad(value: object) -> bool:
 
 
 def sums_to(shape: torch.Size, smaller: torch.Size) -> bool:
-    """Whether the engine can sum a gradient of `shape` to the `smaller` shape of the argument, which had been expanded."""
+    """Whether the engine can sum a gradient of `shape` to the `smaller` shape of the argument,
+    which had been expanded."""
     pairs = zip(reversed(smaller), reversed(shape), strict=False)
     return len(smaller) <= len(shape) and all(own in (1, other) for own, other in pairs)
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """All parts in one, the last call's first: in this order a serial loop adds up what calls give to a tensor they share."""
+    """All parts in one, the last call's first: in this order a serial loop adds up what calls give
+    to a tensor they share."""
     return tuple(itertools.chain.from_iterable(reversed(parts)))
 
 

@@ -1,16 +1,19 @@
 """A pool as a backend of joblib: `joblib.Parallel` with gradients.
 
-joblib's own backends return copies whose history ended at the process border. With this one, code that is written for joblib
-gets results that are connected to the arguments and captures of its functions.
+joblib's own backends return copies whose history ended at the process border. With this one, code
+that is written for joblib gets results that are connected to the arguments and captures of its
+functions.
 
     [1] Parallel takes a batch of calls from its iterable            caller's thread, later [4]'s
     [2] submit: an operation of the pool, like a `starmap_async`
     [3] it is done                                                   the pool's thread for callbacks
     [4] joblib's callback, which has the next batch submitted        a thread of our own
-    [5] results, and the nodes of their graphs, are made             whoever iterates over what Parallel gives
+    [5] results, and the nodes of their graphs, are made             whoever iterates over what
+    Parallel gives
 
-[4] has a thread because it takes from the caller's iterable, whose code may take long; other callbacks of the pool would wait.
-It runs under the modes of the thread that called Parallel. Caller only; the package that it imports is joblib's.
+[4] has a thread because it takes from the caller's iterable, whose code may take long; other
+callbacks of the pool would wait. It runs under the modes of the thread that called Parallel. Caller
+only; the package that it imports is joblib's.
 """
 
 from __future__ import annotations
@@ -67,14 +70,16 @@ MODES_OF_A_THREAD = "grad", "inference", "autocast", "device", "thread_settings"
 def register(make_default: bool = False) -> None:
     """Have joblib know the backend "mpgrad".
 
-    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
-    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs (on a cluster, as it has room for),
-    None for 1, which is the serial loop. PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker.
-    Without it they have this machine's CPUs divided by the number of workers, if no variable such as OMP_NUM_THREADS says
-    otherwise (one, on a cluster that says how many workers there are). All that runs under one
-    `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
-    they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
-    travel with it; seed each task to fix them. A generator that several tasks are given has another stream in each.
+    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too,
+    such as `deterministic` or `graphs`. `n_jobs` means what it means to joblib: -1 for as many
+    workers as CPUs (on a cluster, as it has room for), None for 1, which is the serial loop.
+    PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker. Without it they
+    have this machine's CPUs divided by the number of workers, if no variable such as
+    OMP_NUM_THREADS says otherwise (one, on a cluster that says how many workers there are). All
+    that runs under one `parallel_config`, or in one ``with Parallel(...)``, is run by the same
+    workers. They end with it, and when no graph that they keep is needed any more. A `Parallel`
+    inside of a task runs serially. Random numbers of a task depend on which tasks travel with it;
+    seed each task to fix them. A generator that several tasks are given has another stream in each.
 
     Args:
         make_default: use it wherever no backend is named.
@@ -131,7 +136,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         """How many workers joblib's `n_jobs` asks for."""
         if n_jobs == 0:
             raise ValueError(
-                "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)"
+                "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 "
+                "(n_jobs: 0)"
             )
         if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
             return 1
@@ -173,7 +179,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return self._pool.processes
 
     def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:
-        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""  # [2]
+        # [2]
+        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
         calls = [
@@ -218,7 +225,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return self._batch_size
 
     def batch_completed(self, batch_size: int, duration: float) -> None:
-        """Double the size of batches that are short, halve that of long ones. `duration`: seconds from sending to the end."""
+        """Double the size of batches that are short, halve that of long ones. `duration`: seconds
+        from sending to the end."""
         if batch_size == self._batch_size:  # not of one that was sent when the size was another
             if duration < SHORTEST:
                 self._batch_size *= 2
@@ -226,7 +234,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                 self._batch_size = max(1, self._batch_size // 2)
 
     def terminate(self) -> None:
-        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards the graphs that they keep."""
+        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards
+        the graphs that they keep."""
         self._batch_size = 1
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
@@ -245,7 +254,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
 
 
 class Job:
-    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the thread that sent it."""
+    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the
+    thread that sent it."""
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
@@ -274,7 +284,8 @@ class Job:
 
 
 def results(operation: Operation) -> Iterator[Any]:
-    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to it."""
+    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to
+    it."""
     yield from operation.values()  # [5]
 
 

@@ -1,12 +1,15 @@
-"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA devices.
+"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA
+devices.
 
-PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be a worker: parameters lie in
-shared memory once, captured by the function that the workers run, and their gradients are added up as those of captures are.
+PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be
+a worker: parameters lie in shared memory once, captured by the function that the workers run, and
+their gradients are added up as those of captures are.
 
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run `tasks/wrappers.py`.
+For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run
+`tasks/wrappers.py`.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ class ReduceAdd:
         """The sum of `inputs`, on the device of the first.
 
         Raises:
-            ValueError: there are none; they have different sizes or dtypes; or one requires grad, because ReduceAdd has no
-                derivative of its own.
+            ValueError: there are none; they have different sizes or dtypes; or one requires grad,
+                because ReduceAdd has no derivative of its own.
         """
         if not inputs:
             raise ValueError("ReduceAdd needs at least one input (inputs: 0)")
@@ -66,11 +69,13 @@ class ReduceAdd:
                 raise ValueError("ReduceAdd can only be used in a backward: an input requires grad")
             if each.shape != first.shape:
                 raise ValueError(
-                    f"all inputs of ReduceAdd must have the same sizes, but got {tuple(each.shape)} and {tuple(first.shape)}"
+                    "all inputs of ReduceAdd must have the same sizes, but got "
+                    f"{tuple(each.shape)} and {tuple(first.shape)}"
                 )
             if each.dtype != first.dtype:
                 raise ValueError(
-                    f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}"
+                    f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and "
+                    f"{first.dtype}"
                 )
         return summed(inputs)
 
@@ -103,8 +108,9 @@ def replicate(
 ) -> list[nn.Module]:
     """Replicas of a module, one for each device, whose parameters are connected to the original's.
 
-    On workers all replicas look at the memory of the original's parameters. Replica 0 has the original's own buffers, so that
-    what its forward writes there (running statistics) is seen in the original; others have copies.
+    On workers all replicas look at the memory of the original's parameters. Replica 0 has the
+    original's own buffers, so that what its forward writes there (running statistics) is seen in
+    the original; others have copies.
 
     Args:
         network: the module; tied parameters stay tied.
@@ -151,15 +157,17 @@ def replicate(
 def scatter(
     inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
 ) -> list[Any]:
-    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor goes to all of them.
+    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor
+    goes to all of them.
 
     Args:
         inputs: a tensor of any shape, or a structure of tuples, lists and dicts.
-        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes them, which may be fewer.
+        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes
+            them, which may be fewer.
 
     Raises:
-        ValueError: no devices, or not one chunk size for each; tensors would be cut into different numbers of chunks; as
-            PyTorch's `split`, where sizes do not add up.
+        ValueError: no devices, or not one chunk size for each; tensors would be cut into different
+            numbers of chunks; as PyTorch's `split`, where sizes do not add up.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -178,7 +186,8 @@ def scatter(
 
 
 class Scatter(NamedTuple):
-    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where to."""
+    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where
+    to."""
 
     shares: int
     chunk_sizes: Sequence[int] | None
@@ -197,13 +206,15 @@ class Scatter(NamedTuple):
             and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1
         ):
             raise ValueError(
-                f"tensors would be cut into different numbers of chunks (sizes of dimension {self.dim}: {sizes}; devices: "
+                "tensors would be cut into different numbers of chunks (sizes of dimension "
+                f"{self.dim}: {sizes}; devices: "
                 f"{self.shares}); expand the smaller ones"
             )
         return self.chunks(inputs)
 
     def chunks(self, inputs: Any) -> list[Any]:
-        """For each share its part of `inputs`, all of them the same where they hold no tensor; perhaps fewer than `shares`."""
+        """For each share its part of `inputs`, all of them the same where they hold no tensor;
+        perhaps fewer than `shares`."""
         if isinstance(inputs, Tensor):
             sizes = self.chunk_sizes
             cut = (
@@ -242,17 +253,19 @@ def parallel_apply(
     """``[module(*inputs) for module, inputs in zip(modules, inputs)]``, side by side.
 
     Args:
-        modules: on workers, any modules; what the first one writes to its buffers is written to them here too.
+        modules: on workers, any modules; what the first one writes to its buffers is written to
+            them here too.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which have to be CUDA devices.
+        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which
+            have to be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:
         The outputs, in order.
 
     Raises:
-        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is None, and a module has no
-            parameters.
+        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is
+            None, and a module has no parameters.
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.parallel_apply`.
@@ -302,11 +315,12 @@ def applied(
 
 
 def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int = 0) -> Any:
-    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the first one is).
+    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the
+    first one is).
 
     Args:
-        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named tuples) of them. Numbers without
-            dimensions are stacked, with a warning.
+        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named
+            tuples) of them. Numbers without dimensions are stacked, with a warning.
 
     Raises:
         ValueError: no outputs; dicts with different keys; tensors beside something else.
@@ -332,7 +346,8 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
         there = [each.to(target) for each in outputs]
         if dim == 0 and all(each.dim() == 0 for each in there):
             warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+                "instead unsqueeze and return "
                 "a vector."
             )
             return torch.stack(there)
@@ -350,12 +365,14 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
     if isinstance(first, (tuple, list)):
         if any(len(each) != len(first) for each in outputs):
             raise ValueError(
-                f"all sequences must have the same length (lengths: {[len(each) for each in outputs]})"
+                "all sequences must have the same length (lengths: "
+                f"{[len(each) for each in outputs]})"
             )
         parts = [gather(each, output_device, dim) for each in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise ValueError(
-        f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})"
+        "outputs must be tensors, None, or tuples, lists and dicts of them (types: "
+        f"{kinds(outputs)})"
     )
 
 
@@ -372,15 +389,16 @@ def data_parallel(
 
     Args:
         module: on workers it may have any captures, hooks and buffers.
-        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their tensors is the batch.
-        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that
-            is smaller than their number uses fewer.
+        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their
+            tensors is the batch.
+        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA
+            devices there are. An input that is smaller than their number uses fewer.
         output_device: where outputs are gathered; None for the first device.
         module_kwargs: keyword arguments, cut likewise.
 
     Raises:
-        ValueError: there are no devices, or they are of different kinds; tensors would be cut into different numbers of chunks
-            (`torch.nn.parallel` drops rows then).
+        ValueError: there are no devices, or they are of different kinds; tensors would be cut into
+            different numbers of chunks (`torch.nn.parallel` drops rows then).
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.data_parallel`, libtorch's `torch::nn::parallel::data_parallel`.
@@ -471,7 +489,8 @@ def pool_of(devices: Sequence[Device]) -> Pool | None:
         return None
     if len(pools) > 1 or not all(isinstance(device, PoolWorker) for device in devices):
         raise ValueError(
-            f"devices must all be workers of one pool, or all be CUDA devices (devices: {list(devices)})"
+            "devices must all be workers of one pool, or all be CUDA devices (devices: "
+            f"{list(devices)})"
         )
     return next(iter(pools.values()))
 
@@ -481,7 +500,8 @@ def cuda_name(device: Device) -> torch.device:
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
         raise ValueError(
-            f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})"
+            "a device must be a worker of a pool (pool.workers) or a CUDA device (device: "
+            f"{device!r})"
         )
     return found
 

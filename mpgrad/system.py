@@ -65,12 +65,14 @@ REFUSED = (
     errno.EPERM,
     errno.EACCES,
 )  # how a call fails that an older kernel, or a sandbox, does not have
-# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker; macOS has no such flag
+# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker;
+# macOS has no such flag
 NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
-        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
+        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
+        "system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
 
@@ -106,8 +108,9 @@ if PORTABLE:
 def anonymous_memory() -> int:
     """The descriptor of a file in memory that has no name, and as yet no size.
 
-    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process is killed meanwhile, the
-    name stays, and on macOS the memory with it, until the next start of the machine.
+    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process
+    is killed meanwhile, the name stays, and on macOS the memory with it, until the next start of
+    the machine.
     """
     if not PORTABLE:
         try:
@@ -125,7 +128,9 @@ def anonymous_memory() -> int:
             descriptor = _posixshmem.shm_open(
                 name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600
             )
-        except FileExistsError:  # another thread's, which is about to remove it, or a dead process's that had this number
+        except FileExistsError:
+            # another thread's, which is about to remove it, or a dead process's that had this
+            # number
             remove_name(os.getpid())
         else:
             remove_name(os.getpid())
@@ -133,7 +138,8 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    return f"/mpgrad-{os.getuid()}-{pid}"  # macOS allows 31 characters; what another user has left cannot be removed
+    # macOS allows 31 characters; what another user has left cannot be removed
+    return f"/mpgrad-{os.getuid()}-{pid}"
 
 
 def remove_name(pid: int) -> None:
@@ -144,7 +150,8 @@ def remove_name(pid: int) -> None:
 
 
 def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its flags out.)"""
+    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its
+    flags out.)"""
     found = array.array("i")
     data, ancillary, _, _ = end.recvmsg(
         nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC
@@ -157,9 +164,11 @@ def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[byt
 
 
 def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
-    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in the middle of a copy.
+    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in
+    the middle of a copy.
 
-    Where the call itself is denied, by a container's profile for example, pages come when they are first written, as on macOS.
+    Where the call itself is denied, by a container's profile for example, pages come when they are
+    first written, as on macOS.
 
     Raises:
         OSError: there are none; or a limit forbids it.
@@ -174,7 +183,8 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `system`)."""
+    """Bytes that programs can still have without swapping, if nothing but the machine limits them
+    (see `system`)."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(
@@ -237,7 +247,10 @@ class Kept:
 
     @property
     def lost(self) -> OSError:
-        why = f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); close only what you open"
+        why = (
+            f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); "
+            "close only what you open"
+        )
         return OSError(errno.EBADF, why)
 
     def close(self) -> None:
@@ -250,12 +263,17 @@ class Kept:
 
 
 MEMBERSHIP = PROC / "self/cgroup"
-SPARED = 0.05  # of a group's limit: for what is taken without asking. At the limit the kernel kills, and says nothing before
-KNOWN_FOR = 0.5  # seconds, at most, for which the groups that limit memory are those that were found, which takes 0.7 ms
+# of a group's limit: for what is taken without asking. At the limit the kernel kills, and says
+# nothing before
+SPARED = 0.05
+# seconds, at most, for which the groups that limit memory are those that were found, which takes
+# 0.7 ms
+KNOWN_FOR = 0.5
 
 
 def own_cgroups(controller: str) -> list[Path]:
-    """Where limits of `controller` for this process may be; nowhere on other systems, and where that cannot be read."""
+    """Where limits of `controller` for this process may be; nowhere on other systems, and where
+    that cannot be read."""
     try:
         return [] if PORTABLE else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
     except (OSError, ValueError):
@@ -287,12 +305,14 @@ def limiting(folders: Sequence[Path]) -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
-    """Of this process's groups. Looked for once in each moment, since groups and their limits may change."""
+    """Of this process's groups. Looked for once in each moment, since groups and their limits may
+    change."""
     return limiting(own_cgroups("memory"))
 
 
 def free_memory() -> int:
-    """Bytes that this process can still have: of the machine's, and within the limits of all groups that it is in.
+    """Bytes that this process can still have: of the machine's, and within the limits of all groups
+    that it is in.
 
     What other processes of the groups take meanwhile, they take from the same.
     """
@@ -363,7 +383,8 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 
 def kills_for_memory() -> int:
-    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0 where it does not say."""
+    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0
+    where it does not say."""
     if PORTABLE:
         return 0
     with contextlib.suppress(OSError):
@@ -388,12 +409,14 @@ THREAD_VARIABLES = (  # of libraries that compute, which read them when they are
 
 
 def thread_variables(threads: int | None) -> dict[str, str]:
-    """What has these libraries use as many threads; None: as many as the variables say that are there."""
+    """What has these libraries use as many threads; None: as many as the variables say that are
+    there."""
     return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 def usable_cpus() -> int:
-    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
+    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less
+    time than that."""
     if PORTABLE:
         return os.cpu_count() or 1
     return max(1, math.ceil(min(len(own_cpus()), cgroup_quota(own_cgroups("cpu")))))

@@ -1,11 +1,13 @@
-"""The oracle that mpgrad itself is tested with: whatever the pool does must be what the serial loop does.
+"""The oracle that mpgrad itself is tested with: whatever the pool does must be what the serial loop
+does.
 
-`torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the loop run by the caller is
-the reference, so values and the gradients of items must agree bit for bit, and no tolerance can hide a mistake.
+`torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the
+loop run by the caller is the reference, so values and the gradients of items must agree bit for
+bit, and no tolerance can hide a mistake.
 
     loop ──► loop again, last item first ──► the pool ──► the pool, last item first, one call at a time
-A function that the pool cannot run as the loop does (it counts its calls, remembers what it was given, writes to what it
-captures) may agree by chance in any one of these, but not in all.
+A function that the pool cannot run as the loop does (it counts its calls, remembers what it was
+given, writes to what it captures) may agree by chance in any one of these, but not in all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["assert_same_as_serial"]
 
 Function = Callable[[Any], Any]
 RANDOM = (
-    "the function draws random numbers, which are others in a pool, where each item has a stream of its own; to compare, give "
+    "the function draws random numbers, which are others in a pool, where each item has a stream "
+    "of its own; to compare, give "
     "each item its numbers, a seed, or a torch.Generator"
 )
 
@@ -45,28 +48,34 @@ def assert_same_as_serial(
     run: Callable[[Pool, Function, list[Any]], Sequence[Any]] | None = None,
     rtol: float | None = None,
 ) -> None:
-    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and derivatives.
+    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and
+    derivatives.
 
-    The loop is run a second time, with the last item first, and must give the same. The pool is asked twice: as it is asked
-    anywhere, and with the last item first, each item a call of its own.
+    The loop is run a second time, with the last item first, and must give the same. The pool is
+    asked twice: as it is asked anywhere, and with the last item first, each item a call of its own.
 
-    Objects, in items and results, are taken apart as the pool does it: their tensors are compared like others. The rest is
-    alike if its pickle is the same, or if there are no tensors and its equality says so.
+    Objects, in items and results, are taken apart as the pool does it: their tensors are compared
+    like others. The rest is alike if its pickle is the same, or if there are no tensors and its
+    equality says so.
 
     Args:
-        fn: the function; gradients of the tensors that it captures are compared too. It must not write to these.
-        items: tensors, structures or objects; each run gets copies of its own, leaves where these are leaves. Views in the same
-            storage are such views in the copies.
+        fn: the function; gradients of the tensors that it captures are compared too. It must not
+            write to these.
+        items: tensors, structures or objects; each run gets copies of its own, leaves where these
+            are leaves. Views in the same storage are such views in the copies.
         pool: the pool to test; None for a new one of two processes.
-        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first ones, weighted at random,
-            as `torch.autograd.gradgradcheck` does it. Only of the pool's first run those beyond the first order.
+        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first
+            ones, weighted at random, as `torch.autograd.gradgradcheck` does it. Only of the pool's
+            first run those beyond the first order.
         run: how the pool is asked; None for `map`.
-        rtol: relative tolerance for what the pool adds up in another order: the gradients of captures, and all from order 2
-            on; None for 4096 times the precision of the dtype. All else is compared bit for bit.
+        rtol: relative tolerance for what the pool adds up in another order: the gradients of
+            captures, and all from order 2 on; None for 4096 times the precision of the dtype. All
+            else is compared bit for bit.
 
     Raises:
-        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does that no pool can follow:
-            it keeps something from call to call, writes to a capture, or draws random numbers, which are others in a pool.
+        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does
+            that no pool can follow: it keeps something from call to call, writes to a capture, or
+            draws random numbers, which are others in a pool.
         ValueError: `order` is negative.
 
     Example:
@@ -114,7 +123,8 @@ class Loop:
                 tensor.detach().cpu().to_dense(), value.cpu().to_dense()
             ):
                 raise AssertionError(
-                    f"the function writes to a tensor or array that it captures ({describe(value)}): in a pool that stays in a "
+                    "the function writes to a tensor or array that it captures "
+                    f"({describe(value)}): in a pool that stays in a "
                     "worker; return what is new instead"
                 )
         self._captures = [tensor for tensor in reached if tensor.requires_grad]
@@ -136,7 +146,8 @@ class Loop:
         )
 
     def assert_repeatable(self) -> None:
-        """Run the loop again, with the last item first unless random numbers are drawn one after another."""
+        """Run the loop again, with the last item first unless random numbers are drawn one after
+        another."""
         again = copies(self._items)
         if self._draws:
             with kept_random_state():
@@ -149,15 +160,18 @@ class Loop:
                 compare_values(f"item {index}", *pair)
             except AssertionError as error:
                 raise AssertionError(
-                    f"item {index}: the function gives something else when it is called again, or in another order: it counts "
-                    "its calls, draws from a generator that it captures, or keeps something from one to the next. A pool calls "
+                    f"item {index}: the function gives something else when it is called again, or "
+                    "in another order: it counts "
+                    "its calls, draws from a generator that it captures, or keeps something from "
+                    "one to the next. A pool calls "
                     "it in any order, in several processes; give each item what it depends on"
                 ) from error
 
     def compare(
         self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = ""
     ) -> None:
-        """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool was asked, for the error."""
+        """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool
+        was asked, for the error."""
         try:
             self._compare(results, inputs, order)
         except AssertionError as error:
@@ -198,7 +212,8 @@ class OwnersPickler(structure.TensorPickler):
 
 
 def left_out(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that need gradients and that an object's own pickling leaves out, and its class."""
+    """The tensors that need gradients and that an object's own pickling leaves out, and its
+    class."""
     pickler = OwnersPickler(io.BytesIO())
     pickler.dump(value)
     sent = set(map(id, pickler.tensors))
@@ -213,7 +228,8 @@ def left_out(value: Any) -> list[tuple[str, torch.Tensor]]:
 def check_none_is_lost(index: int, lost: Iterable[tuple[str, torch.Tensor]]) -> None:
     for owner, tensor in lost:
         raise AssertionError(
-            f"item {index}: a gradient would be lost: the pickling of {owner} leaves out {describe(tensor)} that requires "
+            f"item {index}: a gradient would be lost: the pickling of {owner} leaves out "
+            f"{describe(tensor)} that requires "
             "grad; have __getstate__ or __reduce__ give the tensor"
         )
 
@@ -232,7 +248,8 @@ def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
 def others_reached(
     results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The leaves, of those that lived before, to which gradients of the results come besides the `known` ones."""
+    """The leaves, of those that lived before, to which gradients of the results come besides the
+    `known` ones."""
     outputs, given, old = differentiable(results), set(map(id, known)), set(map(id, lived))
     reached = [node.variable for node in held_leaves(outputs, given)]
     reached += [each for each in outputs if each.is_leaf and id(each) not in given]
@@ -255,7 +272,8 @@ class Alias(torch.autograd.Function):
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
-    """Items that share nothing with these: what is one tensor, or one storage, is one in the copies; leaves are leaves."""
+    """Items that share nothing with these: what is one tensor, or one storage, is one in the
+    copies; leaves are leaves."""
     known: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     kept: list[torch.Tensor] = []  # as long as they are known by id
@@ -319,7 +337,8 @@ def derivatives(
 def gradients_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], seed: int, create_graph: bool
 ) -> list[torch.Tensor | None]:
-    """Gradients of the outputs times random numbers, the same each time; None where nothing depends on an input."""
+    """Gradients of the outputs times random numbers, the same each time; None where nothing depends
+    on an input."""
     if not outputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
@@ -371,8 +390,9 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
 
 
 class RestPickler(structure.TensorPickler):
-    """For comparing: of functions what they do (the pickle of one by value says also where it was loaded, and how often), of
-    sets what is in them (their order depends on how often they were copied)."""
+    """For comparing: of functions what they do (the pickle of one by value says also where it was
+    loaded, and how often), of sets what is in them (their order depends on how often they were
+    copied)."""
 
     def persistent_id(self, value: object) -> Any:
         if type(value) is set or type(value) is frozenset:
@@ -391,7 +411,8 @@ class RestPickler(structure.TensorPickler):
 
 
 def rest_of(value: Any) -> bytes:
-    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings between its parts."""
+    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings
+    between its parts."""
     for _ in range(2):
         value = structure.loads(*structure.dumps(value))
     buffer = io.BytesIO()
@@ -410,7 +431,8 @@ def are_equal(mine: Any, other: Any) -> bool:
 def compare_tensors(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
 ) -> None:
-    """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the dtype's epsilon."""
+    """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the
+    dtype's epsilon."""
     kinds = [
         each
         if each is None

@@ -1,8 +1,10 @@
-"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad between them.
+"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad
+between them.
 
-A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own frames on both sides: they
-say nothing about the mistake. So they are left out, also of the text that comes from a worker. Where mpgrad itself raises
-something unexpected they stay, and `MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
+A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own
+frames on both sides: they say nothing about the mistake. So they are left out, also of the text
+that comes from a worker. Where mpgrad itself raises something unexpected they stay, and
+`MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
 
     worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
     caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
@@ -86,13 +88,15 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within Python's own folder."""
+    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within
+    Python's own folder."""
     in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
     return not (in_python or file.startswith((OWN_FOLDER, *library_folders(), "<frozen ")))
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:
-    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that is C code, which raised."""
+    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that
+    is C code, which raised."""
     return (os.path.basename(frame["file"]), frame["function"]) in CALLS_OF_TASKS
 
 
@@ -104,9 +108,11 @@ def wants_all() -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a bare `raise` has to follow.
+    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a
+    bare `raise` has to follow.
 
-    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
+    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the
+    frame of who calls this stays.
     """
     entries = list(entries_of(read(error, "__traceback__")))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
@@ -150,7 +156,8 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def shown(text: str) -> str:
-    """A worker's traceback without mpgrad's frames, and with those lines of source that only the caller has (notebooks)."""
+    """A worker's traceback without mpgrad's frames, and with those lines of source that only the
+    caller has (notebooks)."""
     if not wants_all():
         text = "\n".join(without_own(text.split("\n")))
     lines = text.split("\n")
@@ -171,7 +178,8 @@ def is_source(line: str, frame: re.Match[str]) -> bool:
 
 
 def without_own(lines: list[str]) -> Iterator[str]:
-    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad itself has raised."""
+    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad
+    itself has raised."""
     frames: list[
         tuple[re.Match[str], list[str]]
     ] = []  # of the traceback that we are in, with their lines
@@ -200,7 +208,8 @@ def lines_of(frames: list[tuple[re.Match[str], list[str]]]) -> Iterator[str]:
 
 
 def shown_stack(text: str) -> str:
-    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a task, or all."""
+    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a
+    task, or all."""
     threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
     found: list[str] = []
     for title, *lines in threads:

@@ -1,10 +1,12 @@
-"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual tensors.
+"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual
+tensors.
 
-Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another process. So a map becomes one
-`autograd.Function` of the kind that transforms understand: told what the map's derivative or batched form is, they wrap and
-unwrap around it. That derivative is a map again, of the function's derivative (`tasks.transform_programs`), so transforms
-may be nested as deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same seeds
-and modes. Caller only; workers run the programs.
+Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another
+process. So a map becomes one `autograd.Function` of the kind that transforms understand: told what
+the map's derivative or batched form is, they wrap and unwrap around it. That derivative is a map
+again, of the function's derivative (`tasks.transform_programs`), so transforms may be nested as
+deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same
+seeds and modes. Caller only; workers run the programs.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ __all__ = ["may_be_followed", "run_followed"]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
-# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of its own
+# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of
+# its own
 Run = Callable[..., list[Any]]
 
 
@@ -74,7 +77,8 @@ def run_followed(
     draw_seed: Callable[[], int | None],
     run: Run,
 ) -> list[Any] | None:
-    """The results of `calls`, followed by the transforms that are running; None where none of them follows any tensor here.
+    """The results of `calls`, followed by the transforms that are running; None where none of them
+    follows any tensor here.
 
     `items`: what each call is given, where it can be looked at beforehand.
 
@@ -98,12 +102,15 @@ def run_followed(
         return None
     if any(map(has_ended, itertools.chain(common, *own))):
         raise TypeError(
-            "the function or an item holds a tensor of a torch.func transform that has ended, as a function that "
-            "torch.func.vjp returned does; its graph stays here: call it here, or take the derivative within the function"
+            "the function or an item holds a tensor of a torch.func transform that has ended, as a "
+            "function that "
+            "torch.func.vjp returned does; its graph stays here: call it here, or take the "
+            "derivative within the function"
         )
     if older_levels():
         raise TypeError(
-            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with strategy='forward-mode', "
+            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with "
+            "strategy='forward-mode', "
             "check_batched_forward_grad=True); use torch.func.jacfwd"
         )
     counts = [len(tensors) for tensors in own]
@@ -194,7 +201,8 @@ class Plan:
         calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]],
         common: Sequence[torch.Tensor],
     ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
-        """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
+        """The outputs of other programs for some of the calls, each with its own tensors, followed;
+        and their structures."""
         programs, own = (
             [program for program, _ in calls.values()],
             [tensors for _, tensors in calls.values()],
@@ -303,7 +311,8 @@ class Mapped(torch.autograd.Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
-        # a derivative under a vmap that did not run around the map itself: its random numbers were drawn once
+        # a derivative under a vmap that did not run around the map itself: its random numbers were
+        # drawn once
         randomness = info.randomness if 1 + level_count() in plan.origin.vmaps else "same"
         programs: list[Program] = [
             Batched(program, dims, common_dims, info.batch_size, randomness)
@@ -343,7 +352,8 @@ class Led(torch.autograd.Function):
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may share memory."""
+    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may
+    share memory."""
     return tensor.contiguous() if tensor.layout is torch.strided and overlaps(tensor) else tensor
 
 

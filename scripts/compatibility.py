@@ -1,7 +1,9 @@
-"""Runs the tests with other versions of Python, torch and the dependencies, and says in docs/compatibility.md what came of it.
+"""Runs the tests with other versions of Python, torch and the dependencies, and says in
+docs/compatibility.md what came of it.
 
-MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean. Environments are made, used and removed
-one at a time: torch with its CUDA packages takes 5 GB. Tests that failed are run once more, by themselves.
+MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean.
+Environments are made, used and removed one at a time: torch with its CUDA packages takes 5 GB.
+Tests that failed are run once more, by themselves.
 
     python scripts/compatibility.py
     python scripts/compatibility.py --only py312-torch29-core
@@ -24,7 +26,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-EPILOG = "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, "
+    "2 for wrong arguments"
+)
 
 MATRIX = (
     # the whole suite; the first has the oldest versions of everything
@@ -33,7 +38,8 @@ MATRIX = (
     "py311-cpu213-portable",
     "py312-torch211",
     "py313-torch215",
-    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
+    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no
+    # wheel for Python 3.10.
     "py310-torch29-core",
     "py311-torch210-core",
     "py311-torch212-core",
@@ -51,6 +57,8 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- table: scripts/compatibility.py writes it -->\n", "<!-- end of the table -->\n"
 
+# torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring
+# NumPy
 ASK_VERSIONS = """
 import importlib.util, json, pathlib, platform, runpy
 from importlib.metadata import version
@@ -58,7 +66,7 @@ torch = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("versio
 there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if importlib.util.find_spec(name)]
 versions = {name: version(name) for name in there}
 print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
-"""  # torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring NumPy
+"""
 SHOWN = {
     "python": "Python",
     "torch": "torch",
@@ -131,7 +139,8 @@ def kind(name: str) -> str:
 
 
 def commit() -> str:
-    """That of the checkout, with "+" where files differ from it; but for the record, which this script changes itself."""
+    """That of the checkout, with "+" where files differ from it; but for the record, which this
+    script changes itself."""
     try:
         head, changed = (
             git("rev-parse", "--short", "HEAD"),
@@ -211,7 +220,8 @@ def outcome(report: Path, status: int) -> Entry:
 
 
 def after_second_run(entry: Entry, report: Path) -> Entry:
-    """What becomes of an entry whose failed tests were run once more, by themselves: on a busy machine some come too late."""
+    """What becomes of an entry whose failed tests were run once more, by themselves: on a busy
+    machine some come too late."""
     if not report.exists():
         return {}
     second = counts_in(report.read_text())
@@ -223,7 +233,8 @@ def after_second_run(entry: Entry, report: Path) -> Entry:
 
 
 def counts_in(junit: str) -> Entry:
-    """From pytest's report: how many passed, which failed, how many were skipped for each reason, seconds."""
+    """From pytest's report: how many passed, which failed, how many were skipped for each reason,
+    seconds."""
     suites = ElementTree.fromstring(junit)
     outcomes: dict[str, set[str]] = collections.defaultdict(
         set
@@ -252,7 +263,8 @@ def by_number(version: str) -> list[int]:
 
 
 def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
-    """For each minor version of torch with which core or whole tests passed, those of Python: as `behaviours.TRIED`."""
+    """For each minor version of torch with which core or whole tests passed, those of Python: as
+    `behaviours.TRIED`."""
     pythons: dict[str, set[str]] = collections.defaultdict(set)
     for entry in entries.values():
         if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):
@@ -359,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def environment(name: str) -> str:
-    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make something else of it, or nothing."""
+    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make
+    something else of it, or nothing."""
     python, *factors = name.split("-")
     if not re.fullmatch(r"py3\d+", python):
         raise argparse.ArgumentTypeError(

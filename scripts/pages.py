@@ -1,12 +1,14 @@
-"""The pages of the documentation as programs: runs the code of each page, and keeps the pictures that it draws.
+"""The pages of the documentation as programs: runs the code of each page, and keeps the pictures
+that it draws.
 
-A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what the program prints, with
-"..." for what differs from run to run. What cannot run everywhere is a ``{code-block} python`` whose caption begins with
-"Not run here:" and says what it needs.
+A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what
+the program prints, with "..." for what differs from run to run. What cannot run everywhere is a
+``{code-block} python`` whose caption begins with "Not run here:" and says what it needs.
 
     pip install '.[docs]'
     python scripts/pages.py                                      # all pages
-    python scripts/pages.py docs/tutorials/*.md --pictures       # put what they draw into docs/pictures
+    python scripts/pages.py docs/tutorials/*.md --pictures       # put what they draw into
+    docs/pictures
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ legend.frameon: False
 
 
 class Block(NamedTuple):
-    """A fenced block: `kind` is what stands behind the fence; `first` the number of its first line, from 1."""
+    """A fenced block: `kind` is what stands behind the fence; `first` the number of its first line,
+    from 1."""
 
     kind: str
     first: int
@@ -81,7 +84,8 @@ def blocks(path: Path) -> Iterator[Block]:
                 line.startswith("    ") and not before.strip()
             ):
                 raise MistakeError(
-                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody would run it"
+                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody "
+                    "would run it"
                 )
             before = line
         elif line.rstrip() == "```":
@@ -94,7 +98,8 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def program(path: Path) -> str:
-    """The page's code, each line where it stands in the page, so that tracebacks name the page's lines."""
+    """The page's code, each line where it stands in the page, so that tracebacks name the page's
+    lines."""
     lines: list[str] = []
     for block in blocks(path):
         if block.kind == "python":
@@ -160,7 +165,8 @@ def run(path: Path, folder: Path) -> None:
     drawn = {picture.name for picture in folder.glob("*.png")}
     if drawn != pictures_shown(path):
         raise MistakeError(
-            f"{path}: its program draws {sorted(drawn)}, the page shows {sorted(pictures_shown(path))}"
+            f"{path}: its program draws {sorted(drawn)}, the page shows "
+            f"{sorted(pictures_shown(path))}"
         )
 
 
@@ -191,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed += 1
             else:
                 print(
-                    f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} s",
+                    f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} "
+                    "s",
                     flush=True,
                 )
                 for picture in Path(name).glob("*.png") if options.pictures else ():

@@ -1,8 +1,10 @@
-"""Finds everything in PyTorch's public modules that changes a state of the process or a thread; says what becomes of each.
+"""Finds everything in PyTorch's public modules that changes a state of the process or a thread;
+says what becomes of each.
 
-PyTorch has no list of its modes and settings. This looks through its public modules for context managers, for functions that
-set globals or call PyTorch's own setters, for names like `set_...`, and for flags. torch_inventory.txt has what becomes of
-each in calls of a pool; a test fails where PyTorch has one that is not in it.
+PyTorch has no list of its modes and settings. This looks through its public modules for context
+managers, for functions that set globals or call PyTorch's own setters, for names like `set_...`,
+and for flags. torch_inventory.txt has what becomes of each in calls of a pool; a test fails where
+PyTorch has one that is not in it.
 
     python scripts/torch_inventory.py          # what the list lacks, and what this PyTorch has not
     python scripts/torch_inventory.py --all    # everything that is found
@@ -26,7 +28,10 @@ from typing import Any
 import torch
 
 LIST = Path(__file__).with_suffix(".txt")
-EPILOG = "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for "
+    "wrong arguments"
+)
 SKIPPED = {
     "bin",
     "contrib",
@@ -88,7 +93,8 @@ def changes_state(name: str, value: Any) -> bool:
 
 
 def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
-    """Flags: attributes of a module, or of an object in it, whose class sees to what is assigned."""
+    """Flags: attributes of a module, or of an object in it, whose class sees to what is
+    assigned."""
     if type(module) is types.ModuleType and not name.startswith("torch.backends."):
         for attribute in names_in(module):
             kind = type(getattr(module, attribute, None))
@@ -120,7 +126,8 @@ def names_in(module: types.ModuleType) -> set[str]:
 
 
 def name_of(value: Any, where: str, name: str) -> str:
-    """What users call it; where that is no more than an import of another module, where it comes from."""
+    """What users call it; where that is no more than an import of another module, where it comes
+    from."""
     home = getattr(value, "__module__", None)
     public = where.count(".") <= 1 or name in getattr(sys.modules[where], "__all__", ())
     if (

@@ -1,7 +1,8 @@
 """What every test shares: pools, and the guard that nothing is left behind.
 
-A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further pools then share its
-nursery and start in milliseconds. The guard compares with what was there when a test began.
+A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further
+pools then share its nursery and start in milliseconds. The guard compares with what was there when
+a test began.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ collect_ignore = (
 os.environ.setdefault(
     "TORCHINDUCTOR_COMPILE_THREADS", "1"
 )  # else inductor keeps processes, on torch 2.8 from its import on
-# torch's compiler and joblib set these when they are imported: then no worker would come from the session's nursery any more
+# torch's compiler and joblib set these when they are imported: then no worker would come from the
+# session's nursery any more
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 )
@@ -53,7 +55,8 @@ PATIENCE = 20.0  # seconds for the system to take away what has been ended
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
-    multiprocessing.resource_tracker.ensure_running()  # once for the session, where a context of multiprocessing is used
+    # once for the session, where a context of multiprocessing is used
+    multiprocessing.resource_tracker.ensure_running()
     with mpgrad.Pool(processes=1) as pool:
         pool.apply(abs, (-1,))
         yield pool
@@ -111,7 +114,9 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[None]:
     """No process, thread, descriptor or name in /dev/shm more than before."""
     gc.collect()
-    gc.freeze()  # what is still there stays: no collection of this test, or of a later one, need walk through it (80 ms each)
+    # what is still there stays: no collection of this test, or of a later one, need walk through it
+    # (80 ms each)
+    gc.freeze()
     before = footprint()
     yield
     deadline = time.monotonic() + PATIENCE
@@ -135,7 +140,8 @@ def footprint() -> dict[str, set[str]]:
 
 
 def names_of_shared_memory() -> Iterator[str]:
-    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go with any of them."""
+    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go
+    with any of them."""
     if Path("/dev/shm").exists():
         yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
@@ -152,7 +158,8 @@ def children_among(pids: set[str]) -> Iterator[str]:
 
 
 def numbers_of_files() -> Iterator[str]:
-    """Descriptors, each with the numbers of its file, which take less time to ask for than its name."""
+    """Descriptors, each with the numbers of its file, which take less time to ask for than its
+    name."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.fstat(int(name))
@@ -160,7 +167,8 @@ def numbers_of_files() -> Iterator[str]:
 
 
 def files_among(descriptors: set[str]) -> Iterator[str]:
-    """Those that are not shared memory: warm pools may keep more of it than when the test began; its own tests look at that."""
+    """Those that are not shared memory: warm pools may keep more of it than when the test began;
+    its own tests look at that."""
     names = {each.partition(" ")[0] for each in descriptors}
     return (
         f"{name} {target}"
@@ -176,7 +184,8 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 
 def is_shared_memory(target: str) -> bool:
-    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed."""
+    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been
+    removed."""
     return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
 
 
@@ -197,12 +206,14 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What has joined a cluster of Ray must not fork any more, as the standard library's executors do: its children die."""
+    """What has joined a cluster of Ray must not fork any more, as the standard library's executors
+    do: its children die."""
     items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
 
 
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
-    """For parameters of which all are tried before a change lands, and the first ones whenever tests run: the rest is slow."""
+    """For parameters of which all are tried before a change lands, and the first ones whenever
+    tests run: the rest is slow."""
     return [
         *params[:count],
         *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:]),
@@ -219,9 +230,11 @@ def linux_only(mechanism: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterator[None]:
-    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing is.
+    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing
+    is.
 
-    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not confirmed.
+    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not
+    confirmed.
     """
     predicted = None if gradient is None else Predicted(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +246,8 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
 
 
 def passes_with(plugin: Path, *names: str) -> None:
-    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines in the caller's process.
+    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines
+    in the caller's process.
 
     In one process, because its warm pools take longer to start than most tests.
     """

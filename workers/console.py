@@ -91,7 +91,9 @@ class Outlet:
         self._send()
 
     def _send(self) -> None:
-        if self._is_sending:  # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was added
+        # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was
+        # added
+        if self._is_sending:
             return
         try:
             self._is_sending = True
@@ -107,7 +109,8 @@ class Outlet:
 
 
 class OutputStream(io.TextIOBase):
-    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at once."""
+    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at
+    once."""
 
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
         self._outlet = outlet
@@ -164,7 +167,8 @@ class LogHandler(logging.Handler):
 
 
 def take_levels(given: LogLevels, handler: logging.Handler) -> None:
-    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not reach the root are."""
+    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not
+    reach the root are."""
     for level, name in given.names.items():
         logging.addLevelName(level, name)
     for name, each in given.loggers.items():
@@ -180,7 +184,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 def dumps_record(record: logging.LogRecord) -> bytes:
-    """A record may hold anything: it goes without what cannot be carried, and its text is made here, unless that is plain."""
+    """A record may hold anything: it goes without what cannot be carried, and its text is made
+    here, unless that is plain."""
     attributes = dict(vars(record))
     values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
     if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
@@ -336,7 +341,8 @@ def promise_last_words(link: Link) -> None:
     end = [Kept(ours)]
 
     def leave() -> None:
-        """A process that a task forks has nothing to say; nor has one that such a process forks, of which the end is not."""
+        """A process that a task forks has nothing to say; nor has one that such a process forks, of
+        which the end is not."""
         if end:
             faulthandler.disable()
             faulthandler.unregister(FAREWELL)

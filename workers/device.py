@@ -1,9 +1,10 @@
-"""The device that a worker stands at: its set-up, its lane to the caller, and where tensors are to lie there.
+"""The device that a worker stands at: its set-up, its lane to the caller, and where tensors are to
+lie there.
 
     frame comes ──► `arrive`: wait on the device for the caller's copies ──► call ──► `finish`: wait here for the device
-Results are reported when the device is done with them, which costs a few microseconds a call. In return an error on the
-device is the error of the call that made it, times and timeouts are those of the work, and a worker that dies has said
-nothing that is not there.
+Results are reported when the device is done with them, which costs a few microseconds a call. In
+return an error on the device is the error of the call that made it, times and timeouts are those of
+the work, and a worker that dies has said nothing that is not there.
 
 In a pool without devices a `Station` has no post, and graphs have no `DeviceMap`.
 """
@@ -40,7 +41,8 @@ class DeviceMap(NamedTuple):
     captures: Sequence[int]
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
-        """Gradients of the outputs, as they are to be here; of each output as many as `parts` says."""
+        """Gradients of the outputs, as they are to be here; of each output as many as `parts`
+        says."""
         codes = [
             code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)
         ]
@@ -111,7 +113,8 @@ class Station:
         lenders.attach_elsewhere(message.number, functools.partial(self._open, message))
 
     def _open(self, message: NewSlab) -> DeviceSlab:
-        """A slab of the caller's, mapped; the first on its device brings the caller's events there."""
+        """A slab of the caller's, mapped; the first on its device brings the caller's events
+        there."""
         assert message.handle is not None
         code = message.code
         if code not in self._lanes:
@@ -213,8 +216,9 @@ def station(pickled: bytes, number: int) -> Iterator[Station]:
     stream = (
         accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext()
     )
-    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait in it, for us, so in the
-    # caller's process ours would wait for them; in any, to run where we are saves the way there and back.
+    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait
+    # in it, for us, so in the caller's process ours would wait for them; in any, to run where we
+    # are saves the way there and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
         try:
             yield Station(post, lane)

@@ -6,17 +6,21 @@ them; and what comes of them.
     a result ──► Strays: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
-Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients would be lost.
+Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients
+would be lost.
 
-A worker has leaves of its own: what an installed package keeps in its modules, and what an object made when it was loaded,
-because its own pickling went by way of arrays, a state dict or torch.save. In the loop a backward would come to the caller's.
-Here it would end at one that nobody looks at. So the caller is told which results lead there, and its backward raises.
+A worker has leaves of its own: what an installed package keeps in its modules, and what an object
+made when it was loaded, because its own pickling went by way of arrays, a state dict or torch.save.
+In the loop a backward would come to the caller's. Here it would end at one that nobody looks at. So
+the caller is told which results lead there, and its backward raises.
 
     loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
     the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
-Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one that the initializer made.
-Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled; packages put no
-    methods of theirs into PyTorch's classes. A reentrant checkpoint shows nothing of what is in it.
+Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one
+that the initializer made.
+Assumes: a function that reaches a package has its name in its pickle, or is given something that
+    was pickled; packages put no methods of theirs into PyTorch's classes. A reentrant checkpoint
+    shows nothing of what is in it.
 """
 
 from __future__ import annotations
@@ -160,7 +164,8 @@ class Function(NamedTuple):
     strays: Strays
 
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """In which it and its backward are to run: with the caller's hooks, and among the caller's modules."""
+        """In which it and its backward are to run: with the caller's hooks, and among the caller's
+        modules."""
         if not isinstance(self.target, UnderGlobalHooks):
             return self.modules
         stack = contextlib.ExitStack()
@@ -177,7 +182,8 @@ class Function(NamedTuple):
 
 
 class FunctionTable(dict[int, Function | Failure]):
-    """By number. In the place of one that could not be loaded is the failure that each of its calls gets."""
+    """By number. In the place of one that could not be loaded is the failure that each of its calls
+    gets."""
 
     def __init__(self, loans: Loans, station: Station) -> None:
         self._loans = loans
@@ -349,15 +355,18 @@ Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 WAYS_TO_MODULES = frozenset(
     {b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"}
 )
-# modules in whose names such a name occurs: of what each function of a script is made by, and of PyTorch's layers
+# modules in whose names such a name occurs: of what each function of a script is made by, and of
+# PyTorch's layers
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
 class Strays:
-    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that was."""
+    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that
+    was."""
 
     def __init__(self, pickles: Sequence[bytes], copied: Copies, again: bool) -> None:
-        """`pickles`: of all that the function consists of; `again`: another operation had it before."""
+        """`pickles`: of all that the function consists of; `again`: another operation had it
+        before."""
         self._pickles = pickles
         # one that is another each time would be read each time
         self._most_read = MOST_READ_AGAIN if again else MOST_READ
@@ -378,7 +387,8 @@ class Strays:
     def behind(
         self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies
     ) -> dict[int, str]:
-        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or is itself."""
+        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or
+        is itself."""
         nodes = held_leaves(outputs, known, (ENTRY_NODE,))
         given = {
             number: each
@@ -416,14 +426,18 @@ class Strays:
     def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
         if owner := self._owner_of(leaf, copied):
             return (
-                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its own pickling does "
-                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
+                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its "
+                "own pickling does "
+                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or "
+                "pass it to the function "
                 "as an argument"
             )
         if place := PLACES.get(leaf):
             return (
-                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to the "
-                f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
+                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to "
+                "the "
+                "function as an argument, or call "
+                f"cloudpickle.register_pickle_by_value({place.package}), so that it "
                 "travels with the function"
             )
         return ""
@@ -445,7 +459,8 @@ def described(leaf: torch.Tensor) -> str:
 
 
 def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
-    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling they came of."""
+    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling
+    they came of."""
     if not pickled.endswith(RUNS_CODE):
         return {}
     found, objects = leaves_in([value], set())
@@ -467,7 +482,8 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
-    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules, nor of what was `seen`."""
+    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules,
+    nor of what was `seen`."""
     found: dict[int, torch.Tensor] = {}
     passed: list[Any] = []
     level = list(values)
@@ -538,7 +554,8 @@ OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
-    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made one, or nobody keeps it."""
+    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made
+    one, or nobody keeps it."""
     unknown = [each for each in given if each not in PLACES]
     unplaced = [node for node in nodes if node.variable not in PLACES]
     if not (unknown or unplaced) or not SEARCHES.may_begin():
@@ -557,8 +574,8 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
 
 
 class Searches:
-    """How long they take: a function that keeps a new leaf in each call does not pay for one each time. What was not
-    searched for is not noted, so it is met again."""
+    """How long they take: a function that keeps a new leaf in each call does not pay for one each
+    time. What was not searched for is not noted, so it is met again."""
 
     def __init__(self) -> None:
         self._began = self._rest_until = 0.0
@@ -581,7 +598,8 @@ SEARCHES = Searches()
 
 
 def look_through_modules() -> None:
-    """Note all leaves that the modules of packages, or of the user's own that were imported here, lead to."""
+    """Note all leaves that the modules of packages, or of the user's own that were imported here,
+    lead to."""
     seen: set[int] = set()
     for module, found in list(sys.modules.items()):
         if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):

@@ -1,7 +1,8 @@
 """The graph table: the autograd graph of every call that ran here and whose backward may come.
 
-The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything between is PyTorch's own, with
-its own rules: `retain_graph`, and the RuntimeError of a second backward, are not imitated, they happen.
+The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything
+between is PyTorch's own, with its own rules: `retain_graph`, and the RuntimeError of a second
+backward, are not imitated, they happen.
 
 The life of a graph, by call. Each arrow is a method of `GraphTable`:
 
@@ -14,10 +15,11 @@ The life of a graph, by call. Each arrow is a method of `GraphTable`:
                   take_dropped                           any ── release ──► (none)
                         ▼
                      (none)
-keep: a call has run, for the first time or again; or a backward whose gradients are to be differentiated. spend: a backward
-ran through it that was not to keep it. release: the caller's node has died, or the backward was the last one. trim: graphs
-take too much memory. find: a backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
-sends the call once more with the next backward that needs it.
+keep: a call has run, for the first time or again; or a backward whose gradients are to be
+differentiated. spend: a backward ran through it that was not to keep it. release: the caller's node
+has died, or the backward was the last one. trim: graphs take too much memory. find: a backward
+wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller sends the
+call once more with the next backward that needs it.
 
 Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
 
@@ -92,17 +94,19 @@ def edge_of(tensor: torch.Tensor) -> Edge:
 
 
 class GraphEntry(torch.autograd.Function):
-    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place writes to it are legal."""
+    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place
+    writes to it are legal."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        return alone[
-            0
-        ]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
+        # hidden in a list: as an argument it would come back as a view, which forbids in-place
+        # writes
+        return alone[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before it comes here
+        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before
+        # it comes here
         held = vars(ctx).get("received")
         ctx.received = grad if held is None else held if grad is None else plus(held, grad)
         return None, None
@@ -110,15 +114,17 @@ class GraphEntry(torch.autograd.Function):
 
 ENTRY_NODE = node_type(GraphEntry)
 ROOT = torch.zeros((), device="cpu", requires_grad=True)
-# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
-# which waits for that lock, holding the interpreter's, would wait for ever.
+# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so
+# that another worker thread which waits for that lock, holding the interpreter's, would wait for
+# ever.
 ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 def dress(
     tensors: Sequence[torch.Tensor], flags: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[Entrance]]:
-    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
+    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a
+    gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
     for k, own in enumerate(flags):
         if own & PARAMETER:
@@ -135,10 +141,11 @@ def dress(
 
 
 def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
-    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
+    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend
+    on has been kept by them.
 
-    None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
-    Where the tensors are still held there is an edge to each.
+    None where they do not. The caller has a history behind it then which is not theirs, and no
+    backward of theirs may run it. Where the tensors are still held there is an edge to each.
     """
     return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
 
@@ -172,7 +179,8 @@ def leaves_behind(
 
 
 class CaptureSearch:
-    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on."""
+    """For the captures of a function behind which the caller has a history, or hooks: which of them
+    results depend on."""
 
     def __init__(self, captures: dict[int, int]) -> None:
         self._all = captures  # their numbers among those that need gradients, by id
@@ -180,7 +188,8 @@ class CaptureSearch:
         self._found: list[int] = []
 
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
-        """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
+        """In the graphs of all calls, until each has been found once; so one that never is costs a
+        walk through every graph."""
         self._found += [
             self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)
         ]
@@ -235,12 +244,14 @@ def run_whole(
     keep: bool,
     create: bool,
 ) -> list[torch.Tensor | None]:
-    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
+    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from
+    there."""
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
     for leaf in leaves:
         leaf.grad = None
     try:
-        torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
+        # edges and tensors may be mixed
+        torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]
     finally:
         found = [taken(edge) for edge in edges]
     return found
@@ -285,7 +296,8 @@ class GraphEdges(NamedTuple):
         create: bool,
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
-        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
+        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was
+        not used."""
         # a part that nobody took of what is run as a whole would be added to what comes next
         numbers = range(len(self.inputs)) if self.reentrant else wanted
         edges = [still_there(self.inputs[k]) for k in numbers]
@@ -313,17 +325,19 @@ class GraphEdges(NamedTuple):
         entered: Sequence[Edge | None],
         grads: Sequence[TensorRef],
     ) -> GraphEdges:
-        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered` it."""
+        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered`
+        it."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
         return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
 
 
 class GraphTable:
-    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted;
-    and, while the `watch` finds memory short, the older half.
+    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made
+    again when they are wanted; and, while the `watch` finds memory short, the older half.
 
-    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is kept, and nothing is measured.
+    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is
+    kept, and nothing is measured.
     """
 
     def __init__(self, limit: int | None, watch: MemoryWatch | None = None) -> None:

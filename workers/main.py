@@ -1,14 +1,17 @@
-"""A worker: its entry points, for each place where it can live (a process of its own, or a thread of the parent), and its loop.
+"""A worker: its entry points, for each place where it can live (a process of its own, or a thread
+of the parent), and its loop.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
     timelines  Record ─► Recorded, with each answer
-Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
-Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again. In a process this is
-    the only thread, and it dies with whoever made it: by the kernel's word, or, where the kernel has none (`PORTABLE`), by the
-    end of the pipe, the next time that it reads.
+Guarantees: every request is answered once, whatever the task raises; a task's exception ends the
+task, not the worker.
+Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool
+    again. In a process this is the only thread, and it dies with whoever made it: by the kernel's
+    word, or, where the kernel has none (`PORTABLE`), by the end of the pipe, the next time that it
+    reads.
 """
 
 from __future__ import annotations
@@ -126,7 +129,8 @@ class Worker:
         }
 
     def take_warnings(self) -> None:
-        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
+        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they
+        do for a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
@@ -189,7 +193,8 @@ class Worker:
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
-    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the socket."""
+    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the
+    socket."""
     link = Channel(end, blocking=True)
     outlet = None
     setting = contextlib.ExitStack()
@@ -229,7 +234,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
 def begin(
     number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
 ) -> Worker | None:
-    """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
+    """Run the initializer and make the worker; says over the link whether that went well.
+    `setting`: the worker works in it."""
     device, phase = Station(), "initializer"
     try:
         if setting is not None:
@@ -258,7 +264,8 @@ def serve_in_process(
 ) -> None:
     """`serve` in a process of its own, made by `parent_pid` where that is known.
 
-    It asks the caller through `tracker` for a resource tracker, and ends with the other end of `life`.
+    It asks the caller through `tracker` for a resource tracker, and ends with the other end of
+    `life`.
     """
     die_with(parent_pid)
     if life is not None:
@@ -335,12 +342,14 @@ def settle(start: Start, number: int) -> None:
 
 
 def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Where this machine's modules are, and behind that what there is here of the caller's folders."""
+    """Where this machine's modules are, and behind that what there is here of the caller's
+    folders."""
     return [*ours, *(each for each in theirs if each not in ours and os.path.exists(each))]
 
 
 def die_with(parent_pid: int | None) -> None:
-    """Have the kernel kill this process when the one that made it dies, however busy this one is then."""
+    """Have the kernel kill this process when the one that made it dies, however busy this one is
+    then."""
     if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -351,7 +360,8 @@ def die_with(parent_pid: int | None) -> None:
 
 
 def die_with_end(life: socket.socket) -> None:
-    """Have the kernel kill this process when the other end of `life`, on which nothing is ever said, is closed."""
+    """Have the kernel kill this process when the other end of `life`, on which nothing is ever
+    said, is closed."""
     if PORTABLE:
         return
     LIVES.append(life)

@@ -3,8 +3,8 @@ end.
 
     caller's slots ──► views: tensors that look at them ──► nothing looks any more ──► take_returns: the caller is told
     results ──► lend: slots of ours ──► the caller sends them back: take_back ──► free for the next result
-Guarantees: each address that came is returned once for each time that it came, also for calls that did not run. What is lent
-    stays until it is returned.
+Guarantees: each address that came is returned once for each time that it came, also for calls that
+    did not run. What is lent stays until it is returned.
 
 What a call's graph takes is the rise of the allocator's count over the call. Graphs that are kept
 are what a worker can do without: the calls are run again when their backwards come. So a
@@ -81,7 +81,8 @@ class Loans:
     # --- what we borrow
 
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
-        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots are given back."""
+        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots
+        are given back."""
         if isinstance(refs, Bucket):
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
@@ -127,7 +128,8 @@ class Loans:
         self, tensors: Sequence[torch.Tensor | None], homes: Sequence[int] | None, payload: Payload
     ) -> Sequence[TensorRef | None]:
         """Gradients; `homes`: where they are to be in the caller, in a pool with devices."""
-        # all are placed before the first is lent: where memory ends half-way, nothing has been given away
+        # all are placed before the first is lent: where memory ends half-way, nothing has been
+        # given away
         flags = [
             REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
         ]
@@ -210,15 +212,20 @@ class Loans:
 # --- whether memory is about to end
 
 
-NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
-AHEAD = 2  # times what was taken between two looks, which may be taken until the next one: a call's graph, in each worker
+# of a limit, which caller and workers share; the file cache has been left out. A call takes more
+# while it runs
+NEAR = 0.85
+# times what was taken between two looks, which may be taken until the next one: a call's graph, in
+# each worker
+AHEAD = 2
 FAR = 0.6  # up to here, that included
 SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
 
 
 class MemoryWatch:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
-        """`folders`: of the control groups; None for this process's own. Those that limit nothing now are left out."""
+        """`folders`: of the control groups; None for this process's own. Those that limit nothing
+        now are left out."""
         self._given = folders
         self._next = 0.0  # when to look again, on the clock of time.monotonic
         self._used = 1.0  # of the limit that is nearest
@@ -226,7 +233,8 @@ class MemoryWatch:
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would wait."""
+        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would
+        wait."""
         return limiting(own_cgroups("memory") if self._given is None else self._given)
 
     def is_short(self) -> bool:
@@ -296,7 +304,8 @@ def give_back() -> None:
 def memory_in_use() -> int:
     """Bytes that the allocator has given out: their rise over a call is what stays.
 
-    Where it does not say, those that the process has resident, which memory that is used again does not add to.
+    Where it does not say, those that the process has resident, which memory that is used again does
+    not add to.
     """
     if MALLINFO is not None:
         state = MALLINFO()

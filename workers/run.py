@@ -1,4 +1,5 @@
-"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed over.
+"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed
+over.
 
     Forward ──► each call: views ──► dress ──► the function ──► result_structure ──► CallRun: tensors, shapes, graph
                     results: lend ──► Results
@@ -7,10 +8,10 @@
                                                             captures' gradients: added up ──┘
     Collect ──► the sum ──► lend ──► Collected
 
-An eager backward is run for a loss right after its forward, while the graph is hot in the cache, for
-the gradient that is predicted. Gradients of inputs travel with the result; those of captures too, or
-they are added up here until the caller collects them. Unless the graph is kept, it goes, and a
-caller whose backward turns out to be another one has it made again.
+An eager backward is run for a loss right after its forward, while the graph is hot in the cache,
+for the gradient that is predicted. Gradients of inputs travel with the result; those of captures
+too, or they are added up here until the caller collects them. Unless the graph is kept, it goes,
+and a caller whose backward turns out to be another one has it made again.
 
 Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
 `Whereabouts`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
@@ -190,7 +191,8 @@ class CallRun:
         station: Station,
         eager: Eager | None,
     ) -> None:
-        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that need gradients."""
+        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
+        need gradients."""
         self.shapes: list[
             tuple[Structure, int]
         ] = []  # of each item: how its tensors go together, and how many there are
@@ -248,7 +250,8 @@ class CallRun:
                 self._kept_leaves.append(found[number])
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
-        """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
+        """An item gave these tensors, or all items did. Returns those behind which there is a
+        graph: see `enter`."""
         flags = [
             flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves)
             for tensor in found
@@ -261,7 +264,8 @@ class CallRun:
         ]
         alone = not self._call.bundle
         if alone:
-            self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
+            # now only what was made of an input, if that is no leaf, still holds it
+            self._given.clear()
             self.inputs = edges_at(self._entrances)
         if not outputs or torch.is_inference_mode_enabled():
             return []
@@ -304,7 +308,9 @@ class CallRun:
         if HOOKS.count and any(
             isinstance(each, torch.Tensor) and each._backward_hooks for each in captures
         ):
-            return False  # items to come may add to the hooks of a capture, and the caller's backward is to see them all
+            # items to come may add to the hooks of a capture, and the caller's backward is to see
+            # them all
+            return False
         self.has_begun = True
         started = time.perf_counter()
         # the caller does not ask for those of unused inputs
@@ -355,7 +361,8 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
+    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results
+    last."""
     shape = structure_of(call, offset)
     own, claimed = len(tensors), list[Any]()
     if call.claimed:
@@ -382,7 +389,8 @@ def has_objects(call: ForwardCall, shape: Structure) -> bool:
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh
+    leaf in the parent too."""
     if type(tensor) is torch.Tensor:  # most are
         if not tensor.requires_grad:
             return LEAF
@@ -404,7 +412,8 @@ def unused_inputs(
     outputs: Sequence[torch.Tensor],
     reentrant: bool,
 ) -> list[int]:
-    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what `edges_at` found no edge for."""
+    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what
+    `edges_at` found no edge for."""
     looked_for = {
         id(edge): number
         for number in with_more_behind(refs)
@@ -417,7 +426,8 @@ def unused_inputs(
 
 
 def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
-    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if it has some.
+    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if
+    it has some.
 
     Raises:
         UncarriedResultError: it cannot be carried.
@@ -515,7 +525,8 @@ class Runner:
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
-                # noted before the look: the caller may have what was not, some time after it said that it is skipped
+                # noted before the look: the caller may have what was not, some time after it said
+                # that it is skipped
                 self._tracker.begin(chunk, position)
                 if self._tracker.is_skipped(chunk):
                     break
@@ -527,7 +538,8 @@ class Runner:
                     else found
                 )
                 outcomes.append(outcome)
-                self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
+                # raises where the device cannot go on after an error, which ends the worker
+                self._station.finish()
                 if function is None:
                     self._loans.give_back_unread(call)
                 if isinstance(outcome, Result):
@@ -565,7 +577,8 @@ class Runner:
         payload: Payload,
         stage: Stage,
     ) -> Result | Failure:
-        """The outcome of a call. What was lent for it, and its graph where that is kept, are noted."""
+        """The outcome of a call. What was lent for it, and its graph where that is kept, are
+        noted."""
         before = self._graphs.memory_in_use()
         try:
             eager = None if function.code.is_cut_short else message.eager
@@ -603,7 +616,8 @@ class Runner:
         stage: Stage,
         eager: Eager | None = None,
     ) -> CallRun:
-        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it came."""
+        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it
+        came."""
         station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
         refs = station.named(call.tensors, function.gathers)
         given, entrances = (
@@ -726,7 +740,8 @@ class Runner:
     def _step(
         self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage
     ) -> Differentiated | None:
-        """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
+        """A backward, or a step to the graph that it needs; None where one that it starts from is
+        not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
         with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
@@ -770,7 +785,8 @@ class Runner:
             self._loans.give_back_unread(call)
             found, expected = len(graph.outputs), len(call.parts)
             raise RuntimeError(
-                f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}"
+                f"{found} outputs of the function needed gradients, not {expected} as before, "
+                f"{WHEN_RUN_AGAIN}"
             )
         before = self._graphs.memory_in_use()
         create = call.graph is not None
@@ -811,7 +827,8 @@ class Runner:
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
-        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
+        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there
+        was none."""
         payload = Payload()
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
@@ -830,7 +847,8 @@ class Runner:
 
 
 def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """One gradient for each output, of each the sum of as many as `parts` says; None where there is none."""
+    """One gradient for each output, of each the sum of as many as `parts` says; None where there is
+    none."""
     if set(parts) == {1}:
         return given
     rest = iter(given)
@@ -841,9 +859,11 @@ def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.
 
 
 def run_through(run: CallRun, graph: GraphEdges) -> None:
-    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter.
+    """Run through a graph that was run through before, and dropped: what a second backward finds is
+    PyTorch's own matter.
 
-    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is of no interest to anybody.
+    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is
+    of no interest to anybody.
     """
     pairs = zip(run.tensors, run.flags, strict=True)
     grads = [

@@ -81,7 +81,8 @@ class Call(torch.autograd.Function):
         token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads to.
+        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads
+        to.
 
         `root` is given where some depend on leaves of the worker's own: see `check_strays`.
         """
@@ -92,7 +93,8 @@ class Call(torch.autograd.Function):
         ctx.has_token = token is not None
         ctx.graph_task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
-        ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
+        # only for what may be differentiated again; no hooks for saved tensors have to see them
+        ctx.inputs = inputs
         graph.placeholders = tuple(
             [
                 placeholder(each.dtype, each.shape, None if each.is_cpu else each.device)
@@ -160,7 +162,8 @@ def check_strays(
     grads: Sequence[torch.Tensor | None],
     promises: Sequence[tuple[int, Promise]],
 ) -> None:
-    """Where nobody has said which gradients are wanted, those of leaves that only the worker has are too.
+    """Where nobody has said which gradients are wanted, those of leaves that only the worker has
+    are too.
 
     Raises:
         LostGradientError: names one of them.
@@ -194,7 +197,8 @@ def are_all_given(
 def wanted_of_bundle(
     graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
 ) -> tuple[int, ...]:
-    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
+    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs
+    are left alone."""
     if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
     given = graph.members.given(grads)
@@ -206,7 +210,8 @@ def wanted_of_bundle(
 
 
 def relatives_will_run(node: Any) -> bool:
-    """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
+    """Whether this backward still comes to a graph that shares its nodes in the worker: the last
+    one may free them."""
     relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
     return any(
         each is not node and each.graph_task != node.graph_task and will_run(each)
@@ -215,9 +220,11 @@ def relatives_will_run(node: Any) -> bool:
 
 
 class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
-    """The hooks of a result that shares its node with those of other items: called only where a gradient has come for it.
+    """The hooks of a result that shares its node with those of other items: called only where a
+    gradient has come for it.
 
-    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its own hooks expect that.
+    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its
+    own hooks expect that.
     """
 
     def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -232,7 +239,8 @@ def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor
 
 
 def keep_hooks_apart(node_type: Any) -> None:
-    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on the node are refused."""
+    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on
+    the node are refused."""
     register_hooks = (
         node_type._register_hook_dict
     )  # what `Tensor.register_hook` calls, of the result's node, at the first hook
@@ -256,8 +264,10 @@ def refusing(
     def register_or_refuse(node: Any, hook: Callable[..., Any]) -> Any:
         if node.graph.members is not None:
             raise RuntimeError(
-                "a hook on this node would be called for other items too: the results of cheap items, which travel together, "
-                "share it; put the hook on the result (result.register_hook), or make each item a call of its own (chunksize=1)"
+                "a hook on this node would be called for other items too: the results of cheap "
+                "items, which travel together, "
+                "share it; put the hook on the result (result.register_hook), or make each item a "
+                "call of its own (chunksize=1)"
             )
         return register(node, hook)
 
@@ -289,7 +299,8 @@ def item_of(node: Any, output: int) -> Member:
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
-    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its results do not depend on."""
+    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its
+    results do not depend on."""
     gates, _ = edges_of(node)
     if node.graph.members is not None:
         return edges_of_leaves(gates[0][0]) if gates else ()
@@ -316,12 +327,13 @@ def differentiate(
 ) -> None:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
 
-    Captures' gradients come apart where they cannot be added up. `promises` are parts of the gradients of outputs, besides
-    `grads`.
+    Captures' gradients come apart where they cannot be added up. `promises` are parts of the
+    gradients of outputs, besides `grads`.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
-            "a gradient that came to a pool's result has a tangent, which would be lost; for forward over reverse, "
+            "a gradient that came to a pool's result has a tangent, which would be lost; for "
+            "forward over reverse, "
             "let the dual tensors go into the pool's map, or use torch.func.jvp of torch.func.grad"
         )
     levels = levels_of(grads)
@@ -367,13 +379,15 @@ def attach(
     gated: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
+    """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the
+    captures.
 
     Of a bundle, whose gate is one for all, `leaves` are the inputs.
 
-    What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
-    gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
-    one, so that all backwards of the one before can be sent before any of them is waited for.
+    What was attached last is waited for first. Of one operation this is the last item, as in the
+    serial loop, so that the gradients of a tensor that several items share are added up in the same
+    order. Of a chain of operations it is the last one, so that all backwards of the one before can
+    be sent before any of them is waited for.
     """
     graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
@@ -427,7 +441,8 @@ class FurtherCall(NamedTuple):
 def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
     """The inputs of a `Call`, for one whose outputs are its gradients.
 
-    In a bundle these are the inputs of all items: what a derivative of some has to do with others ends here.
+    In a bundle these are the inputs of all items: what a derivative of some has to do with others
+    ends here.
     """
     if node.graph.members is None:
         return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]

@@ -1,8 +1,10 @@
-"""The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes one to the gates.
+"""The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes
+one to the gates.
 
     Call.backward ──► Backward ──► home.send ──► a worker ──► settle ──► gates of inputs: take; of captures: take_captures
-Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers; `settle` is called once for
-each time that a backward is sent, or by who drops it, in any thread. Nothing here makes autograd nodes.
+Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers;
+`settle` is called once for each time that a backward is sent, or by who drops it, in any thread.
+Nothing here makes autograd nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ __all__ = [
     "note_failure",
 ]
 
-# Priorities, with the number of the graph added. Other nodes are numbered as they are made, and there are more of them.
+# Priorities, with the number of the graph added. Other nodes are numbered as they are made, and
+# there are more of them.
 SEND = 1 << 40
 WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
@@ -71,7 +74,8 @@ Grads = Sequence[
 
 
 class Settled:
-    """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for whoever asks.
+    """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for
+    whoever asks.
 
     An exception that is kept would keep, in its traceback, what keeps it.
     """
@@ -109,7 +113,8 @@ class Member(NamedTuple):
 
 
 class Members:
-    """The items of a bundle, as numbers: an object for each of them would be more than all else that is kept of it."""
+    """The items of a bundle, as numbers: an object for each of them would be more than all else
+    that is kept of it."""
 
     def __init__(self, of_output: Sequence[int], of_input: Sequence[int]) -> None:
         """The items of all outputs and inputs of the graph: each has its own in a row."""
@@ -132,7 +137,8 @@ class Members:
 
 
 class Reach:
-    """What the tokens of an operation have in common, as long as there is a result. Of the captures it keeps none alive."""
+    """What the tokens of an operation have in common, as long as there is a result. Of the captures
+    it keeps none alive."""
 
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
         self.more_behind = (
@@ -159,14 +165,17 @@ class Reach:
         capture = ref()
         if capture is None or not capture.requires_grad or capture._version != version:
             raise RuntimeError(
-                "a derivative of higher order depends on a tensor that the function captures and only its backward uses, and "
-                "that the caller has dropped or changed since; keep it as it was, or use it in the function's result"
+                "a derivative of higher order depends on a tensor that the function captures and "
+                "only its backward uses, and "
+                "that the caller has dropped or changed since; keep it as it was, or use it in the "
+                "function's result"
             )
         return capture
 
 
 class RemoteGraph:
-    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
+    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released
+    with the last of them."""
 
     __slots__ = (
         "__weakref__",
@@ -199,7 +208,8 @@ class RemoteGraph:
     ) -> None:
         self.home = home
         self.worker = worker
-        self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
+        # from which the graph can be made again, by another worker; None where it cannot
+        self.recipe = recipe
         self.eager: Any = (
             None  # gradients that came with the result, for a gradient that was predicted
         )
@@ -213,8 +223,9 @@ class RemoteGraph:
         self.inputs_lent: Sequence[
             tuple[torch.Tensor, int]
         ] = ()  # read in place by the worker, with their versions then
-        # There is one of these for every call that is kept, so containers come when something is to be put into them: what
-        # the collector of cycles has to walk through, again and again, costs more than all the rest.
+        # There is one of these for every call that is kept, so containers come when something is to
+        # be put into them: what the collector of cycles has to walk through, again and again, costs
+        # more than all the rest.
         self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
         self.family: list[weakref.ref[Any]] | None = (
@@ -256,7 +267,8 @@ class RemoteGraph:
         return [found.get(number) for number in range(count)]
 
     def given(self, grads: Sequence[object]) -> int | range:
-        """The item, or the items, to whose results gradients have come; `grads` has nothing for the others."""
+        """The item, or the items, to whose results gradients have come; `grads` has nothing for the
+        others."""
         if not isinstance(self.index, range) or self.members is None:
             return self.index
         items = self.members.given(grads)
@@ -299,7 +311,8 @@ class RemoteGraph:
         forget_oldest(self.promises)
 
     def reveal(self) -> None:
-        """The caller may see the outputs now, and their gradients: those that come have to be waited for, after all is sent."""
+        """The caller may see the outputs now, and their gradients: those that come have to be
+        waited for, after all is sent."""
         self.hidden = False
         for ref in self.gates_behind or ():
             if (node := ref()) is not None and node.graph is not None:
@@ -311,7 +324,8 @@ class RemoteGraph:
             self.home.release(self)
 
 
-# gives gradients (`outputs`), which are to be differentiated again, their history: a graph that depends on captures
+# gives gradients (`outputs`), which are to be differentiated again, their history: a graph that
+# depends on captures
 Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch.Tensor, ...]]
 
 
@@ -319,8 +333,8 @@ Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch
 class Backward(Settled):
     """What it has to compute, how far it has come, and what came of it.
 
-    It holds the graph until it is settled, and longer only as the recipe of the graph of its gradients: one that fails may be
-    held by that graph.
+    It holds the graph until it is settled, and longer only as the recipe of the graph of its
+    gradients: one that fails may be held by that graph.
     """
 
     __slots__ = (
@@ -375,7 +389,8 @@ class Backward(Settled):
         Args:
             graph_task: the number of the engine's backward that it is a part of.
             keep: the graph, for another backward.
-            whole: from all outputs to all inputs and captures; none of the graph is left then, unless it is kept.
+            whole: from all outputs to all inputs and captures; none of the graph is left then,
+                unless it is kept.
             create: a graph of the gradients.
             wanted: inputs whose gradients are needed.
             captures: their gradients are needed.
@@ -395,11 +410,13 @@ class Backward(Settled):
         self.wanted = wanted
         self.captures = captures
         self.apart = captures and apart
-        # unless it fails nothing is left of the graph, which could be made again: so what is dead of it need not be kept
+        # unless it fails nothing is left of the graph, which could be made again: so what is dead
+        # of it need not be kept
         could_be_made = graph.recipe is not None and not isinstance(graph.recipe, Backward)
         self.is_last = whole and could_be_made and not (keep or create)
         # on its way
-        self.grads: Any = ()  # of the outputs: tensors and promises; then as they are packed, one after another
+        # of the outputs: tensors and promises; then as they are packed, one after another
+        self.grads: Any = ()
         self.parts: list[int] = []  # how many each of them has
         self.waits = False  # for what other backwards compute
         self.levels: tuple[Level, ...] = ()  # gradients are batches with these dimensions in front
@@ -410,7 +427,8 @@ class Backward(Settled):
             None  # in whose sum the captures' gradients are, unless they are apart
         )
         self.was_eager = False  # that sum is the one of eager backwards
-        self.again = False  # it was sent before, and may have freed its graph; that is no mistake of the caller's
+        # it was sent before, and may have freed its graph; that is no mistake of the caller's
+        self.again = False
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
         # what came
@@ -463,7 +481,8 @@ class Backward(Settled):
         super().settle(outcome)
 
     def once_more(self, apart: bool) -> Backward:
-        """For the captures' gradients alone: the sum that these were a part of is lost, or is another one."""
+        """For the captures' gradients alone: the sum that these were a part of is lost, or is
+        another one."""
         more = Backward(
             self.graph,
             self.graph_task,
@@ -485,7 +504,8 @@ class Backward(Settled):
         return more
 
     def forget(self) -> None:
-        """Nobody takes what came any more. Its history leads to the graph of the gradients, which keeps this as its recipe."""
+        """Nobody takes what came any more. Its history leads to the graph of the gradients, which
+        keeps this as its recipe."""
         self.derived, self._found, self._of_captures = None, {}, ()
 
     # --- the gates
@@ -522,7 +542,8 @@ class Backward(Settled):
         return self._left == 0
 
     def _results(self) -> dict[int, torch.Tensor | None]:
-        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking` is held."""
+        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking`
+        is held."""
         if self._found is None:
             if transforms_are_active():  # they would wrap all that is made here
                 with outside_transforms():
@@ -548,7 +569,8 @@ class Backward(Settled):
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
     """PyTorch's own words for it."""
     return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        "operation: "
         f"[{tensor.type()} {list(tensor.shape)}], which a call of the pool has read, "
         f"is at version {tensor._version}; expected version {version} instead"
     )
@@ -569,10 +591,12 @@ CancelBackward = Callable[[int], None]
 
 
 class Running:
-    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it fails or is interrupted.
+    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it
+    fails or is interrupted.
 
-    What it leaves behind then is work that nobody waits for; and, of one that is differentiable, gradients with a history
-    that leads back to the graph which keeps them: Python's collector does not see a cycle through the engine's nodes.
+    What it leaves behind then is work that nobody waits for; and, of one that is differentiable,
+    gradients with a history that leads back to the graph which keeps them: Python's collector does
+    not see a cycle through the engine's nodes.
     """
 
     def __init__(self, graph_task: int) -> None:
@@ -635,7 +659,8 @@ def backward_without_engine(graph_task: int) -> Iterator[None]:
 
 
 def note_failure(graph_task: int) -> None:
-    """The backward of a call has raised, which ends the one with this number: nobody has interrupted that."""
+    """The backward of a call has raised, which ends the one with this number: nobody has
+    interrupted that."""
     backward = RUNNING.get(graph_task)
     if backward is not None:
         backward.was_interrupted = False

@@ -97,7 +97,8 @@ class Arrived(NamedTuple):
         ]
 
     def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
-        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory only."""
+        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory
+        only."""
         ref = self.refs[place]
         if ref is None:
             return None
@@ -174,7 +175,8 @@ class OperationHome:
         )  # backwards that are still looked at, for the next map's sake
         self._seen: float | None = None  # the gradient of those before
         self._was_wrong = False
-        # what is to be added up for captures, by graph task: backwards, and gradients that a node has put aside
+        # what is to be added up for captures, by graph task: backwards, and gradients that a node
+        # has put aside
         self._sums: dict[int, list[Backward | list[torch.Tensor | None]]] = {}
 
     @property
@@ -197,7 +199,8 @@ class OperationHome:
             self.sender.send(backward)
 
     def _is_settled(self, backward: Backward, gradients: set[float]) -> bool:
-        """Whether this is the backward that was run with the call: of all of the graph, which is not kept."""
+        """Whether this is the backward that was run with the call: of all of the graph, which is
+        not kept."""
         graph, eager = backward.graph, self._eager
         if eager is None or graph.eager is None:
             return False
@@ -278,7 +281,8 @@ class OperationHome:
                 each.forget()
 
     def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
-        """Wait for the captures' gradients: what is to be added up, of all calls in this backward."""
+        """Wait for the captures' gradients: what is to be added up, of all calls in this
+        backward."""
         parts = self._sums.pop(graph_task, [])
         backwards = [each for each in parts if isinstance(each, Backward)]
         for each in backwards:
@@ -286,11 +290,13 @@ class OperationHome:
                 self.wait(
                     each
                 )  # only now it has gone to its worker; the others go there before a request does
-        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets gradients of its own (`apart`).
+        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets
+        # gradients of its own (`apart`).
         apart, added_up = list[Backward](), list[Backward]()
         for each in backwards:
             (apart if each.apart else added_up).append(each)
-        # the last first: the order in which the engine adds up what the serial loop's items contribute
+        # the last first: the order in which the engine adds up what the serial loop's items
+        # contribute
         for each in sorted(apart, key=lambda each: -each.number):
             yield each.take_captures()
         eager = [each for each in added_up if each.was_eager]
@@ -363,7 +369,8 @@ class OperationHome:
 
 
 def loss_gradients(backward: Backward) -> set[float]:
-    """What came for losses whose backward runs once, and through all of the graph; nothing where one is otherwise."""
+    """What came for losses whose backward runs once, and through all of the graph; nothing where
+    one is otherwise."""
     if backward.keep or backward.create or backward.levels or backward.waits or not backward.whole:
         return set()
     parts: list[torch.Tensor] = list(itertools.chain.from_iterable(backward.grads))
@@ -403,7 +410,8 @@ class Predictor:
         )
 
     def predict(self) -> Predicted | None:
-        """The gradient that the losses of a map will get, which begins; None where nobody can say."""
+        """The gradient that the losses of a map will get, which begins; None where nobody can
+        say."""
         if self._gradient is None or self._in_a_row < LEAST or self._credit < PRICE:
             return None
         self._credit -= PRICE
@@ -423,7 +431,8 @@ class Predictor:
         self._in_a_row = 0
 
     def note_wrong(self, was_right: bool) -> None:
-        """Backwards of a map were run in vain. `was_right`: the gradient came, but not for all that was run."""
+        """Backwards of a map were run in vain. `was_right`: the gradient came, but not for all that
+        was run."""
         self._right = 0
         if was_right:
             self._credit -= PRICE

@@ -73,8 +73,9 @@ __all__ = [
 class Listener:
     """The results of an operation, as somebody holds them: an `AsyncResult`, a future, an iterator.
 
-    It makes the operation, which refers to it weakly. One that has to be told of the end though nobody holds it (`_is_told`)
-    is kept by the operation, until it has been told, or somebody who waited for it was interrupted.
+    It makes the operation, which refers to it weakly. One that has to be told of the end though
+    nobody holds it (`_is_told`) is kept by the operation, until it has been told, or somebody who
+    waited for it was interrupted.
     """
 
     _is_told = True
@@ -88,7 +89,8 @@ class Listener:
         return True
 
     def _on_finished(self) -> None:
-        """The operation has finished, and was not cancelled. Called once, by who calls `Operation.deliver`."""
+        """The operation has finished, and was not cancelled. Called once, by who calls
+        `Operation.deliver`."""
 
 
 NOBODY = Listener()
@@ -148,13 +150,15 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
-        """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
+        """To the queue, or to those that wait for other calls; raises ValueError where it has a
+        future of another pool."""
         call.options = self.options
         if call.claims and any(
             claim.source.home.sender is not self.home.sender for claim in call.claims
         ):
             raise ValueError(
-                f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())"
+                f"{self.names.words(call.item)} has a future of another pool; pass its value "
+                "(future.result())"
             )
         call.item = self.items
         self.added += 1
@@ -172,21 +176,25 @@ class Operation:
 
     @property
     def has_failed(self) -> bool:
-        """A call raised, or nobody waits any more: calls that are added from now on do not matter."""
+        """A call raised, or nobody waits any more: calls that are added from now on do not
+        matter."""
         return self.limit < math.inf
 
     @property
     def items_left(self) -> int:
-        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about so many."""
+        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about
+        so many."""
         left = min(self.added, self.limit) - self.delivered
         return round(left * self.items / self.added) if left > 0 else 0
 
     def first_failure(self) -> Failed | None:
-        """What is to be raised, as the serial loop would have: the exception of the first failing item."""
+        """What is to be raised, as the serial loop would have: the exception of the first failing
+        item."""
         return None if self.options.return_errors else self._failed
 
     def value(self, index: int) -> Any:
-        """The result of item `index`, which has come, as tensors with gradients; raises where the call raised.
+        """The result of item `index`, which has come, as tensors with gradients; raises where the
+        call raised.
 
         Only once: its outcome is gone then, but not where an interrupt came before.
         """
@@ -210,7 +218,8 @@ class Operation:
         return value
 
     def values(self) -> list[Any]:
-        """All results in the items' order; raises the first failing item's exception, or has all exceptions in their places."""
+        """All results in the items' order; raises the first failing item's exception, or has all
+        exceptions in their places."""
         self._warn()
         failed = self.first_failure()
         if failed is not None:
@@ -238,12 +247,15 @@ class Operation:
         if self.mutated:
             self.mutated = False
             warn(
-                "the function wrote into a tensor that it captures, or into its .grad (for example running statistics, or a "
-                "backward of its own); the change stays in the worker: return the new value, and store it in the caller"
+                "the function wrote into a tensor that it captures, or into its .grad (for example "
+                "running statistics, or a "
+                "backward of its own); the change stays in the worker: return the new value, and "
+                "store it in the caller"
             )
 
     def modes_of_caller(self) -> contextlib.AbstractContextManager[object]:
-        """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
+        """Those under which the operation was asked for; its results may be fetched under others,
+        or in another thread."""
         grad, inference = self.options.modes[:2]
         if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad, inference):
             return outside_transforms()
@@ -265,7 +277,8 @@ class Operation:
         return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were.
+        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the
+        leaves they were.
 
         Until `let_go` it can be done again, where nobody has seen these tensors.
         """
@@ -305,7 +318,8 @@ class Operation:
 
     @torch.enable_grad()
     def _let_in(self, call: PackedCall) -> None:
-        """Gates for a call that was made without gradients, whose function turned them on by itself."""
+        """Gates for a call that was made without gradients, whose function turned them on by
+        itself."""
         for tensor, version in call.ungated:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
@@ -319,9 +333,11 @@ class Operation:
     # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
-        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit.
+        """What came of a call, unless it is past the limit. A failure that counts makes its call
+        the limit.
 
-        As soon as that makes the operation `finished`, another thread may take the outcomes. So that is written last.
+        As soon as that makes the operation `finished`, another thread may take the outcomes. So
+        that is written last.
         """
         if isinstance(outcome, BaseException):
             outcome = Failed.with_error(outcome)
@@ -359,7 +375,8 @@ class Operation:
                 listener._on_finished()
 
     def note_interrupt(self, cancel: Callable[[Operation], None]) -> None:
-        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds them, or is to be told."""
+        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds
+        them, or is to be told."""
         listener = self._listener()
         if listener is None:
             cancel(self)
@@ -397,7 +414,8 @@ def under_others(grad: bool, inference: bool) -> Iterator[None]:
 
 
 def let_go(outcome: Outcome) -> None:
-    """The result has been put down. What leads from its call to its graph would keep both, as the graph may keep the call."""
+    """The result has been put down. What leads from its call to its graph would keep both, as the
+    graph may keep the call."""
     if isinstance(outcome, Delivered) and outcome.graph is not None:
         call = outcome.call
         call.leaves = call.leaf_items = ()
@@ -440,7 +458,8 @@ class Claim:
 
 
 def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
-    """Gates to the results that a call was given; the calls that gave them get their nodes first, the oldest first of all."""
+    """Gates to the results that a call was given; the calls that gave them get their nodes first,
+    the oldest first of all."""
     stack = [claim.source for claim in claims if not claim.is_settled]
     while stack:  # no recursion: a chain may be long
         earlier = stack[-1].unconnected()
@@ -454,10 +473,12 @@ def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
 class Submitted(Operation):
     """A chain of calls that may be under way, or done, before anybody asks for a value.
 
-        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as soon as it comes
-        b.result()                               gives both calls their nodes, a's first
-    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which get their memory when
-    somebody does. Its graph is hidden so long, and gradients go to it from worker to worker.
+        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as
+        soon as it comes b.result()                               gives both calls their nodes, a's
+        first
+    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which
+    get their memory when somebody does. Its graph is hidden so long, and gradients go to it from
+    worker to worker.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -483,7 +504,8 @@ class Submitted(Operation):
         return any(ref() is not None for ref in self._claims)
 
     def claim(self) -> Claim | None:
-        """To the result as it comes from the worker; None where the caller has it, and may have changed it."""
+        """To the result as it comes from the worker; None where the caller has it, and may have
+        changed it."""
         with self._making:
             if self._taken:
                 return None
@@ -510,7 +532,8 @@ class Submitted(Operation):
                                 tensor.data = memory
                         tensors = self._tensors
                     value = structure.loads_result(outcome.result.structure, tensors)
-                # whoever is interrupted takes it again; a handler of a signal may have come here, and taken it in between
+                # whoever is interrupted takes it again; a handler of a signal may have come here,
+                # and taken it in between
                 if not self._taken:
                     if outcome.graph is not None:
                         outcome.graph.reveal()
@@ -563,7 +586,8 @@ class Submitted(Operation):
 
     def cancel(self) -> None:
         if self.finished:
-            return  # the result may have been given to other calls, which are to be connected with it
+            # the result may have been given to other calls, which are to be connected with it
+            return
         super().cancel()
         self._tell_dependents()
 
@@ -576,7 +600,8 @@ class Submitted(Operation):
 
 
 class Delivered(NamedTuple):
-    """A result as it came: not yet tensors, because those are made in the thread, and under the modes, of the caller."""
+    """A result as it came: not yet tensors, because those are made in the thread, and under the
+    modes, of the caller."""
 
     result: Result
     payload: memoryview
@@ -586,7 +611,8 @@ class Delivered(NamedTuple):
     worker: object  # that gave it
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
-        """Its tensors, without a history; `private`: not in memory where workers may still read them."""
+        """Its tensors, without a history; `private`: not in memory where workers may still read
+        them."""
         payload, memories = (
             self.payload,
             {place: holder.memory for place, holder in self.memories.items()},
@@ -603,7 +629,8 @@ class Delivered(NamedTuple):
         return views(self.result.tensors, payload, borrow)
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be given their memory later."""
+        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be
+        given their memory later."""
         refs = self.result.tensors
         if not any(isinstance(ref.form, Sparse) for ref in refs):
             return list(map(stand_in, refs))
@@ -615,10 +642,12 @@ class Delivered(NamedTuple):
 
 
 class Failed:
-    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more.
+    """An exception in the place of a result, made by who asks for it: its class is the caller's
+    code, which may import more.
 
-    One that is raised keeps the frames that it came through, and what these hold. So what many calls fail with, which may
-    live for as long as the pool, is made anew for each who asks; that of one call is kept, and ends with its result.
+    One that is raised keeps the frames that it came through, and what these hold. So what many
+    calls fail with, which may live for as long as the pool, is made anew for each who asks; that of
+    one call is kept, and ends with its result.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What tasks printed, logged and warned of, given again where the caller's streams, handlers and filters decide."""
+"""What tasks printed, logged and warned of, given again where the caller's streams, handlers and
+filters decide."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def exception_again(pickled: bytes, text: str) -> BaseException:
 
 
 class NoImports(ClassUnpickler):
-    """The thread that gives records may not wait for an import, as the importing thread may wait for the pool's end."""
+    """The thread that gives records may not wait for an import, as the importing thread may wait
+    for the pool's end."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
@@ -123,7 +125,8 @@ def taken(warned: Warnings) -> Iterator[Warned]:
 
 
 def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error.
+    """Give a task's warning here, where the caller's filters decide about it; raises it where they
+    make it an error.
 
     One that is said of who called the task (by `stacklevel`) is said of the caller's line.
     """

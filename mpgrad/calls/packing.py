@@ -95,7 +95,8 @@ class PickledFunction(NamedTuple):
 def pickled_function(
     function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()
 ) -> PickledFunction:
-    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others will be like them.
+    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others
+    will be like them.
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
@@ -117,7 +118,8 @@ def pickled_function(
 
 
 class SharedFunction:
-    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
+    """A function as it is during one operation: its pickle, and its captures in one slot of shared
+    memory."""
 
     numbers = itertools.count(1)
 
@@ -133,7 +135,8 @@ class SharedFunction:
         self.names = names
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle
-        # some worker got the pickle in this operation: its first call took longer (asked by `cheap_calls`)
+        # some worker got the pickle in this operation: its first call took longer (asked by
+        # `cheap_calls`)
         self.is_new = False
         self.gathers = request is not None and request.gathers
         staged = request is not None and request.staged
@@ -154,7 +157,8 @@ class SharedFunction:
 
 
 class OperationOptions(NamedTuple):
-    """What is asked of all calls of an operation, and what they run with: again, too, where a graph is lost."""
+    """What is asked of all calls of an operation, and what they run with: again, too, where a graph
+    is lost."""
 
     function: SharedFunction
     modes: Modes
@@ -174,7 +178,8 @@ class OperationOptions(NamedTuple):
 class PackedCall:
     """One call, ready to send; while its graph may be needed, also the recipe of that.
 
-    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take longer than they do.
+    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take
+    longer than they do.
     """
 
     __slots__ = (
@@ -263,8 +268,9 @@ class PackedCall:
 class Packing(NamedTuple):
     """How the calls of an operation are packed.
 
-    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared` remembers what was placed, by
-    the tensor's id, for operations whose calls have tensors in common.
+    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared`
+    remembers what was placed, by the tensor's id, for operations whose calls have tensors in
+    common.
     """
 
     packer: Packer
@@ -282,7 +288,8 @@ def pack_call(
     kwargs: dict[str, Any],
     item: int | None = None,
 ) -> PackedCall:
-    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
+    """Copy the arguments' tensors to where a worker can read them, and let those that need
+    gradients through a gate.
 
     `item` is the number that errors name, where that is not `index`.
 
@@ -330,10 +337,12 @@ def pack_call(
 def pack_bundle(
     packing: Packing, index: int, calls: Sequence[Arguments], item: int
 ) -> PackedCall | None:
-    """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
+    """`calls` as one call; None where they have to go one by one. `item` is the number of the
+    first, for errors.
 
-    They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
-    leaves: a history would be walked, and freed, by a backward for another item.
+    They share a message, a graph and a node. So their tensors must not be large; and those that
+    need gradients have to be leaves: a history would be walked, and freed, by a backward for
+    another item.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -383,7 +392,8 @@ def have_more_behind(items: Items) -> bool:
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """The arguments; None where a call has more than a tensor, or none; or where they have attributes, or may have tangents."""
+    """The arguments; None where a call has more than a tensor, or none; or where they have
+    attributes, or may have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None
@@ -397,7 +407,8 @@ def each_item(
     known: State | None,
     streams: ItemStreams,
 ) -> Items | None:
-    """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
+    """None where one of the tensors, or what holds them, is not for a bundle; raises as
+    `pack_bundle`."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
         shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
@@ -442,7 +453,8 @@ class Futures:
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
-        """The number of a claim to its result; None where it is no future, or its value is in the caller."""
+        """The number of a claim to its result; None where it is no future, or its value is in the
+        caller."""
         if not issubclass(type(value), structure.Deferred):
             return None
         if id(value) not in self._marks:
@@ -461,7 +473,8 @@ def arguments_structure(
     known: State | None,
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
-    """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
+    """The arguments' structure, tensors and claims; raises with the item's number where they cannot
+    be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()
@@ -495,7 +508,8 @@ def device_count(asked: object) -> int:
     count = INSTALLED.accelerator.count()
     if not count:
         raise ValueError(
-            f"no {INSTALLED.accelerator.type.upper()} device is available here (devices: {asked!r}); install a driver and a "
+            f"no {INSTALLED.accelerator.type.upper()} device is available here (devices: "
+            f"{asked!r}); install a driver and a "
             "PyTorch that was built for it, or leave devices out"
         )
     return count
@@ -524,7 +538,8 @@ def device_code_named(device: object, name: str) -> int:
 
 
 class Request:
-    """Where the calls of one operation are to run: on `wanted` devices, with all they are given; if None, where that lies."""
+    """Where the calls of one operation are to run: on `wanted` devices, with all they are given; if
+    None, where that lies."""
 
     def __init__(self, codes: Sequence[int], wanted: frozenset[int] | None) -> None:
         self._codes = frozenset(codes)
@@ -543,7 +558,8 @@ class Request:
         return self.of_codes([device_code(tensor) for tensor in tensors])
 
     def of_codes(self, codes: Sequence[int]) -> tuple[frozenset[int] | None, int]:
-        """For a call whose tensors lie there: the devices whose workers may run it (None: all), and the one it comes from.
+        """For a call whose tensors lie there: the devices whose workers may run it (None: all), and
+        the one it comes from.
 
         Raises:
             ValueError: there is no such worker.
@@ -553,9 +569,9 @@ class Request:
         origin = next(filter(None, codes), self._captured)
         if origin in self._codes:
             return self._but_all(frozenset({origin})), origin
-        if (
-            origin == 0
-        ):  # as they are: what the function makes on a GPU of its own accord, it makes on the current one
+        # as they are: what the function makes on a GPU of its own accord, it makes on the current
+        # one
+        if origin == 0:
             return None, INSTALLED.accelerator.current() + 1
         others = self._codes - {0}
         if not others:
@@ -574,7 +590,8 @@ class Request:
 
 
 def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request | None:
-    """What `device=` of a call means to a pool whose workers have the devices `codes`; None where nothing need be decided.
+    """What `device=` of a call means to a pool whose workers have the devices `codes`; None where
+    nothing need be decided.
 
     Raises:
         ValueError, TypeError: no such device, or no worker there.
@@ -597,7 +614,10 @@ def no_worker(device: str, codes: Sequence[int]) -> str:
     there = ", ".join(
         f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items())
     )
-    return f"no worker of this pool is on device {device} (workers: {there}); make the pool with devices=[...]"
+    return (
+        f"no worker of this pool is on device {device} (workers: {there}); make the pool with "
+        "devices=[...]"
+    )
 
 
 def next_for(queue: deque[Any], device: int) -> Any:
@@ -611,7 +631,8 @@ def next_for(queue: deque[Any], device: int) -> Any:
 
 
 def missing_device(codes: Sequence[int], there: Iterable[int]) -> int:
-    """The device that the next worker is to have: of `codes` the first that no worker has who is `there`."""
+    """The device that the next worker is to have: of `codes` the first that no worker has who is
+    `there`."""
     left = Counter(there)
     for code in codes:
         if left[code] == 0:

@@ -59,17 +59,20 @@ class Carrier(Protocol):
         """
 
     def start_site(self, options: SiteOptions) -> Any:
-        """What the other two know the site by; returns at once. What is sent before it has started waits for it.
+        """What the other two know the site by; returns at once. What is sent before it has started
+        waits for it.
 
         Raises:
             OSError: it cannot be started now.
         """
 
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why there will be nothing."""
+        """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why
+        there will be nothing."""
 
     def kill_site(self, site: Any) -> None:
-        """End it and its workers, whatever they do; it may have ended already. Its replies are errors."""
+        """End it and its workers, whatever they do; it may have ended already. Its replies are
+        errors."""
 
     def close(self) -> None:
         """End what the carrier itself has started."""

@@ -1,12 +1,15 @@
-"""The engine of workers on other machines: places them on sites, one for each node, and notices which are gone. Caller's side.
+"""The engine of workers on other machines: places them on sites, one for each node, and notices
+which are gone. Caller's side.
 
     start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
     SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
-Where no number of workers was asked for, there are as many as the nodes have room for, and nodes that join or leave change it.
-Two threads of its own ask for the nodes, and keep the sites from taking us for dead.
+Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
+that join or leave change it. Two threads of its own ask for the nodes, and keep the sites from
+taking us for dead.
 
-What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
-workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.frames.Mirror`).
+What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that
+names it, however many workers of the site are lent it. What a worker lends has its bytes in the
+frame, and a mirror here (`wire.frames.Mirror`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
     carrier gives.
@@ -52,7 +55,8 @@ NODES_EVERY = 2.0  # seconds
 IDLE = 2.0  # seconds for which a site without workers stays, where their number is given
 WAITING = 10.0  # seconds for a site to come, until it is said that it does not
 CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
-# for which a node is left alone after its site was lost: one that had worked, and one that never said a word
+# for which a node is left alone after its site was lost: one that had worked, and one that never
+# said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
 SAME = (
     "Python",
@@ -93,7 +97,8 @@ class ClusterEngine:
             if workers is None:
                 if not any(node.slots for node in self._nodes):
                     raise RuntimeError(
-                        "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"
+                        "no node of the cluster has room for a worker; free some CPUs, or ask for "
+                        "`processes`"
                     )
                 self._follow()
                 self.room = self._room()
@@ -108,7 +113,8 @@ class ClusterEngine:
     def start(self, number: int) -> SiteLink:
         """
         Raises:
-            OSError: nodes are followed, and those that are there have no room; or one could start no worker a moment ago.
+            OSError: nodes are followed, and those that are there have no room; or one could start
+                no worker a moment ago.
         """
         sites = [site for site in self._sites if site.free > 0]
         if not sites:
@@ -155,9 +161,11 @@ class ClusterEngine:
         return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
-        """Nodes, with the room that our sites and others have left there; `avoiding` those whose sites were lost just now.
+        """Nodes, with the room that our sites and others have left there; `avoiding` those whose
+        sites were lost just now.
 
-        Where it is not avoided, what others hold is not counted either: it may be our own, that was lost.
+        Where it is not avoided, what others hold is not counted either: it may be our own, that was
+        lost.
         """
         taken, found = self._taken(), []
         for node in self._nodes:
@@ -220,8 +228,10 @@ class ClusterEngine:
             site.is_missed = True
             report(
                 logging.WARNING,
-                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; workers_per_node or "
+                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
+                "that it needs, or an "
+                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; "
+                "workers_per_node or "
                 "cpus_per_worker of mpgrad.Ray)",
                 site.slots,
                 f"on node {site.name}" if site.name else "wherever there is room",
@@ -286,7 +296,8 @@ class ClusterEngine:
             self._avoided[site.node.id] = math.inf
 
     def _follow(self) -> None:
-        """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
+        """Nodes have joined or left: have a site on each, and as many workers as they have room
+        for."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
                 self._new_handle(node, node.slots)
@@ -339,7 +350,8 @@ AFTER_REFUSAL, AFTER_REFUSALS = (
 
 
 class SiteHandle:
-    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
+    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its
+    workers."""
 
     def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
         self.engine = engine
@@ -418,7 +430,8 @@ class SiteHandle:
             self._exchange(b"")
 
     def beat(self) -> None:
-        """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
+        """Be heard, though the thread that uses the engine may be busy with something else. Any
+        thread."""
         if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
             self._exchange(b"")
 
@@ -542,7 +555,8 @@ class SiteHandle:
 
 
 class SlabThere(NamedTuple):
-    """A slab of the caller's that is mirrored at a site, which can forget it when both are empty."""
+    """A slab of the caller's that is mirrored at a site, which can forget it when both are
+    empty."""
 
     workers: set[int]  # that know it
     lent: Counter[int]  # address -> how often it is lent to workers of the site
@@ -691,7 +705,8 @@ class SiteLink:
         self.frames.clear()
 
     def end(self) -> None:
-        """The site says of a worker that it is gone when it knows how it has ended, and sees to the end of others."""
+        """The site says of a worker that it is gone when it knows how it has ended, and sees to the
+        end of others."""
         if not self.ended:
             self.site.tell("end", self.number)
             self.ended = True

@@ -1,10 +1,10 @@
-"""A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says which are dead. Both sides.
-And what a pool is told of the Ray cluster that it is to use. Imports nothing of Ray's before it is
-asked for.
+"""A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says
+which are dead. Both sides. And what a pool is told of the Ray cluster that it is to use. Imports
+nothing of Ray's before it is asked for.
 
-Ray sends what is small within the call of an actor's method, and whatever is larger through its object store, which costs
-more (measured, an echo to another raylet of the same machine: 90 KB 1.6 ms, 110 KB 17 ms). So content goes in pieces up to
-`WITHIN_CALL`, and beyond that as one object.
+Ray sends what is small within the call of an actor's method, and whatever is larger through its
+object store, which costs more (measured, an echo to another raylet of the same machine: 90 KB 1.6
+ms, 110 KB 17 ms). So content goes in pieces up to `WITHIN_CALL`, and beyond that as one object.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ class Ray:
     """Which Ray cluster a pool with ``engine="ray"`` is to use, and how.
 
     Args:
-        address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to start one on this machine,
-            on the loopback interface only, that ends with the pool; or an address such as "10.0.0.1:6379".
+        address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to
+            start one on this machine, on the loopback interface only, that ends with the pool; or
+            an address such as "10.0.0.1:6379".
         workers_per_node: at most so many workers on each node; None for as many as its CPUs allow.
         cpus_per_worker: CPUs that are reserved for each worker.
         memory_per_worker: bytes that are reserved for each worker; None for none.
         resources: custom resources that each worker needs, by name.
-        runtime_env: Ray's description of what the nodes have to have installed; see Ray's documentation.
+        runtime_env: Ray's description of what the nodes have to have installed; see Ray's
+            documentation.
         node_timeout: seconds of silence after which the caller and a node take each other for dead.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
+            value.
 
     Example:
         >>> import mpgrad
@@ -117,7 +120,8 @@ def ray_module() -> Any:
 
 
 def stay_on_loopback() -> None:
-    """Have what Ray starts from now on listen on the loopback interface only, as it does where it knows no clusters."""
+    """Have what Ray starts from now on listen on the loopback interface only, as it does where it
+    knows no clusters."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     constants = sys.modules.get("ray._private.ray_constants")
     if constants is not None:  # it had been imported before, and has read that already
@@ -148,13 +152,16 @@ def check_that_it_is_no_client(address: str) -> None:
     """
     if address.startswith("ray://"):
         raise ConnectionError(
-            "Ray Client (ray://) cannot be used; run the script in the cluster (ray job submit), or on a machine that has "
-            f"joined it without workers (ray start --address=HOST:6379 --num-cpus=0) (address: {address!r})"
+            "Ray Client (ray://) cannot be used; run the script in the cluster (ray job submit), "
+            "or on a machine that has "
+            "joined it without workers (ray start --address=HOST:6379 --num-cpus=0) (address: "
+            f"{address!r})"
         )
 
 
 class OwnCluster:
-    """What was started for pools of this process (`address="local"`): it ends with the last of them. Ray allows one at once."""
+    """What was started for pools of this process (`address="local"`): it ends with the last of
+    them. Ray allows one at once."""
 
     lock = threading.Lock()
     current: OwnCluster | None = None
@@ -169,7 +176,8 @@ class RayCarrier:
 
         Raises:
             ImportError: Ray is not installed.
-            ConnectionError: there is no cluster at the address, or none can be started; or it is one of Ray Client.
+            ConnectionError: there is no cluster at the address, or none can be started; or it is
+                one of Ray Client.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         check_that_it_is_no_client(cluster_address(options))
@@ -237,7 +245,8 @@ class RayCarrier:
         return found
 
     def _free_resources(self) -> Mapping[str, Mapping[str, float]] | None:
-        """Of each node, some moments ago; None where this version of Ray does not say, as it has no public name for it."""
+        """Of each node, some moments ago; None where this version of Ray does not say, as it has no
+        public name for it."""
         state = importlib.import_module("ray._private.state")
         ask: Any = getattr(state, "available_resources_per_node", None)
         return None if ask is None else ask()
@@ -279,7 +288,8 @@ class RayCarrier:
         asked.future().add_done_callback(lambda future: self._take(future, reply))
 
     def _take(self, future: Any, reply: Reply) -> None:
-        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in another."""
+        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in
+        another."""
         if future.exception() is None and is_large(future.result()[1:]):
             reply((future.result()[0], None))
             self._fetching.submit(lambda: reply(replied(future, self._ray.get)))

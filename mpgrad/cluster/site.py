@@ -1,11 +1,12 @@
-"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on the node; needs no torch.
-And what both ends of a site share: records as bytes, and their order.
+"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on
+the node; needs no torch. And what both ends of a site share: records as bytes, and their order.
 
     caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, mirrored here, shared with all workers of the site
-Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the caller's offset, so addresses
-in frames stay valid. What a worker lends the caller travels inside its frames.
+Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the
+caller's offset, so addresses in frames stay valid. What a worker lends the caller travels inside
+its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
@@ -17,13 +18,15 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
                    ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
-An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
-What carries them may do so in any order, late, or twice. So both ends number what they say, and
-`Arriving` puts it into its order, each piece once. Memory stands behind the pickle of the records,
-as it is: it is copied once when it is packed, from where it lies, and not when it is unpacked.
+An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has
+some of them here at a time. What carries them may do so in any order, late, or twice. So both ends
+number what they say, and `Arriving` puts it into its order, each piece once. Memory stands behind
+the pickle of the records, as it is: it is copied once when it is packed, from where it lies, and
+not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
+A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the
+site has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -70,7 +73,9 @@ GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
-AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
+# seconds in which more of a frame has to come that is on its way, or its worker is at a call for
+# too long
+AMID_FRAME = 1.0
 
 
 class Hello(NamedTuple):
@@ -135,7 +140,8 @@ class Arriving:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._coming: set[int] = set()
-        self._since = 0.0  # on the clock of time.monotonic: when the next became the next, or the first came early
+        # on the clock of time.monotonic: when the next became the next, or the first came early
+        self._since = 0.0
         self._heard_at = time.monotonic()
 
     def expect(self, number: int) -> None:
@@ -178,7 +184,8 @@ class Arriving:
 
 
 class MirroredSlab:
-    """Shared memory with the number of one of the caller's slabs, made and taken from the system when it is first written."""
+    """Shared memory with the number of one of the caller's slabs, made and taken from the system
+    when it is first written."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -381,7 +388,8 @@ class Site:
         self._read(worker)  # it may have answered in this moment
 
     def _keep_time(self, worker: SiteWorker) -> None:
-        """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
+        """Say which call of the worker takes too long, by the clock of this machine, or look again
+        when it will have."""
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
@@ -440,7 +448,8 @@ class Site:
         burial.add_done_callback(self._buried)
 
     async def _see_end(self, worker: SiteWorker) -> None:
-        """Say how it has ended; of one that has not after a while, and is killed, that nobody knows it."""
+        """Say how it has ended; of one that has not after a while, and is killed, that nobody knows
+        it."""
         since, is_said = time.monotonic(), False
         while (found := self._launcher.exited(worker.number)) is None:
             if time.monotonic() - since > EXIT_PATIENCE and not is_said:
@@ -503,11 +512,15 @@ def no_room(nbytes: int, error: OSError) -> str:
     elif error.errno == errno.EFBIG:
         remedy = "raise the limit of the size of files there (ulimit -f, before `ray start`)"
     where, why = socket.gethostname(), error.strerror or str(error)
-    return f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; {why}); {remedy}"
+    return (
+        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; "
+        f"{why}); {remedy}"
+    )
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A site that has failed in the middle of something is better lost: the caller notices that, and has all done elsewhere."""
+    """A site that has failed in the middle of something is better lost: the caller notices that,
+    and has all done elsewhere."""
     loop.default_exception_handler(context)
     os._exit(1)
 
@@ -558,7 +571,8 @@ class SiteWorker(Pipe):
                 os.close(descriptor)
 
     def where(self) -> list[int]:
-        """What it has written of where it is; nothing where it goes on in this moment, or nobody could be shown it."""
+        """What it has written of where it is; nothing where it goes on in this moment, or nobody
+        could be shown it."""
         if (numbers := self.whereabouts) is None:
             return []
         at = numbers[Whereabouts.CHUNK]
@@ -568,9 +582,11 @@ class SiteWorker(Pipe):
         return found if at == found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
 
     def next_overrun(self) -> tuple[int, int, float]:
-        """The first chunk with a limit, the call that it is at, and when that will have taken too long.
+        """The first chunk with a limit, the call that it is at, and when that will have taken too
+        long.
 
-        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it has something else to do.
+        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it
+        has something else to do.
         """
         at, position, started = Whereabouts.BETWEEN, -1, 0.0
         if found := self.where():

@@ -1,8 +1,8 @@
 """The gradient of each result by itself, from the graphs that the workers keep.
 
-`torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect to one tensor takes one
-backward after the other. The results of a pool have a graph each: here all their backwards are sent at once, past the engine,
-and nothing is added up. Caller only.
+`torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect
+to one tensor takes one backward after the other. The results of a pool have a graph each: here all
+their backwards are sent at once, past the engine, and nothing is added up. Caller only.
 """
 
 from __future__ import annotations
@@ -46,28 +46,33 @@ def per_item_grad(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> list[Any]:
-    """The gradient of each of a pool's results with respect to its own input, or to a captured tensor: not summed.
+    """The gradient of each of a pool's results with respect to its own input, or to a captured
+    tensor: not summed.
 
     Hooks on results and inputs are not called: nothing goes through autograd's engine here.
 
     Args:
-        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned it.
-        inputs: a tensor, or a tuple or dict of tensors, nested or not, that the function captured or
-            that every item has; or a list with such an entry for each result. So parameters that you
-            keep in a list are passed as `tuple(parameters)`.
-        grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
+        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned
+            it.
+        inputs: a tensor, or a tuple or dict of tensors, nested or not, that the function captured
+            or that every item has; or a list with such an entry for each result. So parameters that
+            you keep in a list are passed as `tuple(parameters)`.
+        grad_outputs: for each result a tensor of its shape; None for results of one element, whose
+            gradient is 1.
         retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
-        create_graph: let the gradients themselves be differentiated. Inside of `jacobian` and its kin they always can be.
+        create_graph: let the gradients themselves be differentiated. Inside of `jacobian` and its
+            kin they always can be.
 
     Returns:
-        For each result a tensor of its input's shape, or the structure of its inputs; zeros if it does
-        not depend on the input.
+        For each result a tensor of its input's shape, or the structure of its inputs; zeros if it
+        does not depend on the input.
 
     Raises:
         TypeError: `results` is no sequence, or an input or a gradient no tensor.
-        ValueError: a result is not as a pool returned it, or has no graph; an input is none of its item's tensors nor a
-            capture (zeros, where the result does not depend on all of these); lists of other lengths; a `grad_outputs` of
-            another shape, or none for a result of several elements. Names the item.
+        ValueError: a result is not as a pool returned it, or has no graph; an input is none of its
+            item's tensors nor a capture (zeros, where the result does not depend on all of these);
+            lists of other lengths; a `grad_outputs` of another shape, or none for a result of
+            several elements. Names the item.
 
     Example:
         >>> import torch, mpgrad
@@ -84,7 +89,8 @@ def per_item_grad(
     """
     if not isinstance(results, Sequence):
         raise TypeError(
-            f"results must be a list of tensors (given: {type(results).__name__}); collect them first, [*results]"
+            f"results must be a list of tensors (given: {type(results).__name__}); collect them "
+            "first, [*results]"
         )
     count = len(results)
     each_inputs = inputs if isinstance(inputs, list) else [inputs] * count
@@ -93,7 +99,8 @@ def per_item_grad(
         if len(values) != count:
             remedy = "; for several inputs of each result pass a tuple" if name == "inputs" else ""
             raise ValueError(
-                f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries){remedy}"
+                f"{name} must have one entry for each of the {count} results ({name}: "
+                f"{len(values)} entries){remedy}"
             )
     trees = [tree_flatten(each) for each in each_inputs]
     for index, (result, (leaves, _)) in enumerate(zip(results, trees, strict=True)):
@@ -172,7 +179,8 @@ def check_graph(index: int, result: object) -> None:
         or not is_call(result.grad_fn)
     ):
         raise ValueError(
-            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {type(result).__name__}); "
+            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: "
+            f"{type(result).__name__}); "
             "take the gradients of the pool's own results"
         )
 
@@ -203,8 +211,10 @@ def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]
             known.setdefault(edge, [])
         if edge not in known:
             raise ValueError(
-                f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
-                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); if an item or a capture was "
+                f"an input for results[{index}] is neither one of its item's tensors nor captured "
+                "by its function, or does not "
+                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); "
+                "if an item or a capture was "
                 "computed from it, ask for that one, or compute it within the function"
             )
         found.append(known[edge])
@@ -216,11 +226,13 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
     if grad is None:
         if result.is_complex():
             raise ValueError(
-                f"results[{index}] is complex, and no grad_outputs says what to take for its gradient"
+                f"results[{index}] is complex, and no grad_outputs says what to take for its "
+                "gradient"
             )
         if result.numel() != 1:
             raise ValueError(
-                f"results[{index}] has several elements, and no grad_outputs says how to weigh them "
+                f"results[{index}] has several elements, and no grad_outputs says how to weigh "
+                "them "
                 f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
             )
         return torch.ones_like(result)
@@ -230,13 +242,15 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
         )
     if grad.shape != result.shape:
         raise ValueError(
-            f"grad_outputs[{index}] must have the shape of its result ({tuple(result.shape)}; given: {tuple(grad.shape)})"
+            f"grad_outputs[{index}] must have the shape of its result ({tuple(result.shape)}; "
+            f"given: {tuple(grad.shape)})"
         )
     return grad
 
 
 def taken(backward: Backward, places: Places, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Wait for the gradients of one result; those of a tensor that enters several times are added up."""
+    """Wait for the gradients of one result; those of a tensor that enters several times are added
+    up."""
     of_captures = backward.take_captures()
     of_inputs = {number: backward.take(number) for number in backward.wanted}
     grads = []

@@ -1,7 +1,9 @@
-"""The inline engine: one worker in the caller's own thread, for debugging. The same messages; no process, thread or pipe.
+"""The inline engine: one worker in the caller's own thread, for debugging. The same messages; no
+process, thread or pipe.
 
-Guarantees: what the process engine does with a call happens here too (private copies, seeds, pickled functions, capture
-    sums), so that a breakpoint in the function sees what a worker would see; the caller's random generators are put back.
+Guarantees: what the process engine does with a call happens here too (private copies, seeds,
+    pickled functions, capture sums), so that a breakpoint in the function sees what a worker would
+    see; the caller's random generators are put back.
 """
 
 from __future__ import annotations

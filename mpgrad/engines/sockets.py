@@ -1,4 +1,5 @@
-"""The engine of processes and threads: a socket pair to each worker, and one selector for all of them. Caller's side."""
+"""The engine of processes and threads: a socket pair to each worker, and one selector for all of
+them. Caller's side."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class SocketLink(LocalLink, Channel):
 
 
 class SocketEngine:
-    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe, its exit soon after."""
+    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its
+    pipe, its exit soon after."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -95,7 +97,8 @@ class SocketEngine:
         ):  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)
             read, write = os.pipe()
-            # as objects they know that they are closed, when somebody wakes us late: the numbers may be other files' then
+            # as objects they know that they are closed, when somebody wakes us late: the numbers
+            # may be other files' then
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
             self._kept = Kept(write)

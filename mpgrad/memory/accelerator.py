@@ -1,19 +1,23 @@
-"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and who waits for whom.
+"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and
+who waits for whom.
 
-PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a process is killed. Here a
-slab of the device's memory is handed over once; from then on a tensor travels as an address, as on the CPU. What is borrowed
-on a device is copied at once, at some TB/s: so no slot waits for the life of a tensor, a task may write into what it got, and
-what a worker gave outlives it.
+PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a
+process is killed. Here a slab of the device's memory is handed over once; from then on a tensor
+travels as an address, as on the CPU. What is borrowed on a device is copied at once, at some TB/s:
+so no slot waits for the life of a tensor, a task may write into what it got, and what a worker gave
+outlives it.
 
     caller                                                       worker
     departures: wait for the current stream, copy    slots ──►   current stream: wait for the event, copy
                 into a slot, record the event
     arrivals:   copy into a slot, record the event   ◄── slots   current stream: copy into a slot; then the worker itself
                                                                  waits until its stream is done, and answers
-Guarantees: nothing is read before it was written, nor written again before it was read. An event is only ever recorded on one
-    stream, so a later record covers all earlier ones, and whoever waits for it when a message has come never waits too
-    little. Nobody's stream ever waits for a worker's, so the death of a worker leaves no stream waiting.
-Assumes: a task's results are ready on its current stream when it returns, as every caller of PyTorch code assumes.
+Guarantees: nothing is read before it was written, nor written again before it was read. An event is
+    only ever recorded on one stream, so a later record covers all earlier ones, and whoever waits
+    for it when a message has come never waits too little. Nobody's stream ever waits for a
+    worker's, so the death of a worker leaves no stream waiting.
+Assumes: a task's results are ready on its current stream when it returns, as every caller of
+PyTorch code assumes.
 """
 
 from __future__ import annotations
@@ -77,7 +81,8 @@ class Cuda:
         return CUDA.device_count() if CUDA.is_available() else 0
 
     def current(self) -> int:
-        """The device that this thread makes tensors on where it names none; asking starts nothing."""
+        """The device that this thread makes tensors on where it names none; asking starts
+        nothing."""
         return CUDA.current_device() if CUDA.is_initialized() else 0
 
     def enter(self, index: int) -> None:
@@ -163,7 +168,8 @@ class IpcHandle(ctypes.Structure):
 
 @functools.cache
 def libcuda() -> Any:
-    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch was built with."""
+    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch
+    was built with."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, IpcHandle, ctypes.c_uint]
     return library
@@ -201,7 +207,8 @@ def in_context(index: int) -> Iterator[None]:
 
 
 class Bytes:
-    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it dies."""
+    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it
+    dies."""
 
     def __init__(self, pointer: int, nbytes: int, index: int, give_back: str) -> None:
         self.__cuda_array_interface__ = {
@@ -236,7 +243,8 @@ INSTALLED = Installed()
 
 
 class Handle(NamedTuple):
-    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's handles cannot be opened."""
+    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's
+    handles cannot be opened."""
 
     pid: int
     key: int
@@ -310,9 +318,11 @@ class DeviceSlab:
 
 
 class Lane:
-    """A way between this process and one of its devices: an arena there, and the stream on which its slots are copied.
+    """A way between this process and one of its devices: an arena there, and the stream on which
+    its slots are copied.
 
-    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each thread's current one.
+    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each
+    thread's current one.
     """
 
     def __init__(
@@ -371,13 +381,14 @@ class Lane:
         return slot
 
     def fetch(self, region: Region) -> torch.Tensor:
-        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else for the current one."""
+        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else
+        for the current one."""
         if self._stream is None:
             return region.bytes.clone()
         with self.accelerator.on(self._stream):
             found = region.bytes.clone()
-        # Complete for every stream and every thread of autograd's, not only for the current one. The copy waits for nothing
-        # but other such copies, so this takes microseconds.
+        # Complete for every stream and every thread of autograd's, not only for the current one.
+        # The copy waits for nothing but other such copies, so this takes microseconds.
         self._stream.synchronize()
         self.accelerator.used_on(found, self.accelerator.current_stream(self.index))
         return found

@@ -70,7 +70,8 @@ COPIES: weakref.WeakKeyDictionary[type, str] = (
     weakref.WeakKeyDictionary()
 )  # of our classes, for tasks in this process
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
-# all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
+# all that they consist of could be carried: but whoever waits for a copy, or gives it something,
+# waits in vain
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
@@ -86,7 +87,8 @@ def loads(pickled: bytes) -> Any:
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Classes by value as cloudpickle has them, with their slots; those that came from the other side by their name there."""
+    """Classes by value as cloudpickle has them, with their slots; those that came from the other
+    side by their name there."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type) and value in COPIES:
@@ -117,7 +119,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def other_name(value: type) -> str | None:
-    """Under which a library has a class that says that its name is another one, such as an enumeration of pybind11's."""
+    """Under which a library has a class that says that its name is another one, such as an
+    enumeration of pybind11's."""
     module = sys.modules.get(value.__module__)
     if module is None or module.__name__ in ("__main__", "builtins") or is_own(module.__name__):
         return None
@@ -131,7 +134,8 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The slots belong to the arguments with which the class is made: later it is too late. The name, too."""
+    """The slots belong to the arguments with which the class is made: later it is too late. The
+    name, too."""
     if reduced[0] is make_class:
         make, (*first, given, tracker_id, extra), *rest = reduced
         reduced = (
@@ -169,7 +173,8 @@ def make_slotted(
 def made_like_own(
     module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]
 ) -> type:
-    """The class; where the worker has imported it too, and it is of the same kind, that one takes the role.
+    """The class; where the worker has imported it too, and it is of the same kind, that one takes
+    the role.
 
     So what the import did with it holds: registered with a library, the base of another class.
     """
@@ -230,7 +235,8 @@ class ClassUnpickler(pickle.Unpickler):
     set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
 
     def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
-        """`copies`: classes by value are to be others than the caller's, which are here: these, by tracker id."""
+        """`copies`: classes by value are to be others than the caller's, which are here: these, by
+        tracker id."""
         super().__init__(*arguments, **more)
         self._copies = copies
 
@@ -296,7 +302,8 @@ def reduce_c_type(value: type) -> Reduced | None:
     """None for other types, and for those of libraries.
 
     Raises:
-        TypeError: nobody can make it again: a script derived it, or it is the type of an open library's functions.
+        TypeError: nobody can make it again: a script derived it, or it is the type of an open
+            library's functions.
     """
     kind: Any = type(value)
     if not any(each.__module__ == "_ctypes" for each in kind.__mro__):
@@ -312,7 +319,8 @@ def reduce_c_type(value: type) -> Reduced | None:
     if importable_as(value) is not None:
         return None
     raise TypeError(
-        f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from one"
+        f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from "
+        "one"
     )
 
 

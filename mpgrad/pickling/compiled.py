@@ -1,13 +1,16 @@
-"""Functions and modules that torch.compile made: compiled again in the worker, once and not for each operation.
+"""Functions and modules that torch.compile made: compiled again in the worker, once and not for
+each operation.
 
-What PyTorch compiles it keeps with a function's code object, and its guards look into the dictionary of globals that it was
-compiled with. But each operation loads its function anew, around tensors of its own. So where a compiled function is among
-what is loaded, equal code objects become one object, and functions of one module share one dictionary of globals, as in the
-caller, from operation to operation.
+What PyTorch compiles it keeps with a function's code object, and its guards look into the
+dictionary of globals that it was compiled with. But each operation loads its function anew, around
+tensors of its own. So where a compiled function is among what is loaded, equal code objects become
+one object, and functions of one module share one dictionary of globals, as in the caller, from
+operation to operation.
 
     caller  compiled ──► (original, options)      worker  load: code and globals as before, values noted ──► Placement
                                                           call, backward: `with placement` puts the values in their places
-Guarantees: a call and its backward see the globals of their own operation, whatever was loaded since.
+Guarantees: a call and its backward see the globals of their own operation, whatever was loaded
+since.
 Assumes: a thread runs one function at a time, or one within another.
 """
 
@@ -100,7 +103,8 @@ class Placement:
                 namespace.update(values)
 
     def _take_over(self) -> None:
-        """Of the one before nothing stays: a name of its own could hide a builtin, and nobody would ever remove it."""
+        """Of the one before nothing stays: a name of its own could hide a builtin, and nobody would
+        ever remove it."""
         if ROOMS.placed is not None:
             ROOMS.placed._withdraw()
         ROOMS.placed = self
@@ -149,7 +153,8 @@ class Placement:
             namespace = ROOMS.namespaces.setdefault(
                 (*module, number), {"__builtins__": __builtins__}
             )
-            # without its name: the compiler would look for its globals in a module that the worker imports by that
+            # without its name: the compiler would look for its globals in a module that the worker
+            # imports by that
             namespace.update({name: value for name, value in came.items() if name != "__name__"})
             self._met[id(came)] = came, namespace
         return namespace
@@ -211,7 +216,8 @@ def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
 
 
 def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those of a function, less what functools.wraps has copied to it from a compiled one: for that it would be taken."""
+    """Those of a function, less what functools.wraps has copied to it from a compiled one: for that
+    it would be taken."""
     return (
         {name: value for name, value in attributes.items() if not name.startswith(MARKS)}
         if attributes
@@ -220,7 +226,8 @@ def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
-    """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state has nothing of that."""
+    """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state
+    has nothing of that."""
     check_compiler()
     create, arguments, state, *_ = reduced
     setter = reduced[5] if len(reduced) > 5 else None
@@ -241,7 +248,8 @@ def set_and_compile(
 
 
 def compiled_again(original: Any, options: bytes) -> Any:
-    """`torch.compile(original, **options)`, under the context that had the same options before, if there was one."""
+    """`torch.compile(original, **options)`, under the context that had the same options before, if
+    there was one."""
     context = ROOMS.contexts.get(options)
     if context is not None:
         return context(original)
@@ -258,8 +266,9 @@ def compiled_again(original: Any, options: bytes) -> Any:
 def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> Any:
     """Disable the compiler for a function, as `torch.compiler.disable` does.
 
-    A plain function, which is no more than code and globals, gets the same object as before. The pickler says whether it is
-    plain, because a recursive function gets its defaults only after this call.
+    A plain function, which is no more than code and globals, gets the same object as before. The
+    pickler says whether it is plain, because a recursive function gets its defaults only after this
+    call.
     """
     disable: Any = torch.compiler.disable
     if not is_plain:

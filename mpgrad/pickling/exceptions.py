@@ -1,10 +1,12 @@
-"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot be pickled.
+"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot
+be pickled.
 
-pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
-failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
+pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is
+searched once more after the failure: of what an object is made of, one part fails by itself, and of
+that one part of it, down to what has no such part.
 
-Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or an object's own code fails
-    when it is asked, the path ends early. The error stays the first one.
+Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or
+    an object's own code fails when it is asked, the path ends early. The error stays the first one.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ def carried(error: BaseException) -> bytes:
 
 
 class ExceptionPickler(classes.ClassPickler):
-    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take gradients without a word."""
+    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take
+    gradients without a word."""
 
     rebuilds_all = False
 
@@ -99,7 +102,8 @@ class RebuildingPickler(ExceptionPickler):
 
 
 def one_more(error: BaseException) -> BaseException:
-    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
+    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows
+    them to all others."""
     copied: BaseException | None = None
     with contextlib.suppress(Exception):  # of its class's code, which may want other arguments
         if not is_rebuilt(type(error)):
@@ -116,7 +120,8 @@ def one_more(error: BaseException) -> BaseException:
 def raised_again(
     pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = ""
 ) -> BaseException:
-    """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
+    """The exception of a task as it is to be raised in the parent: its type, the remote traceback
+    as cause, a note."""
     try:
         error = classes.loads(pickled)
     except (
@@ -126,7 +131,10 @@ def raised_again(
         error = RemoteError(
             f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})"
         )
-    note = f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
+    note = (
+        f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: "
+        f"{phase}{f' ({given})' if given else ''}"
+    )
     if not issubclass(type(error), BaseException):
         error = RemoteError(
             f"an exception that is none when it is loaded here ({type(error).__qualname__})"
@@ -147,9 +155,11 @@ SECONDS = 5.0
 
 
 def not_carried(error: Exception, subject: str, value: object, may_wait: bool = False) -> NoReturn:
-    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled: same type, named subject.
+    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled:
+    same type, named subject.
 
-    What an object's own code raised stays the object that it is, and the subject is a note. `may_wait`: futures may be in it.
+    What an object's own code raised stays the object that it is, and the subject is a note.
+    `may_wait`: futures may be in it.
     """
     if isinstance(error, UnsupportedTorchError):
         raise error
@@ -171,7 +181,10 @@ def why_not(
     path, culprit = find(value, functools.partial(fails, may_wait))
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
     colon, where = ": " if words else "", f" ({path})" if path else ""
-    return f"{subject} cannot be carried to or from a worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
+    return (
+        f"{subject} cannot be carried to or from a "
+        f"worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
+    )
 
 
 def item_not_carried(
@@ -203,7 +216,8 @@ class Part(NamedTuple):
 
 
 def find(value: object, fails: Callable[[object], bool]) -> Found:
-    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries one."""
+    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries
+    one."""
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
@@ -238,7 +252,8 @@ shown = SHORT.repr  # also of what fails to show itself
 
 
 def parts(value: object) -> Iterator[Part]:
-    """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
+    """What pickle would carry along with `value`, by the names that somebody would write who looks
+    for it."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
     elif isinstance(value, torch.Tensor):
@@ -319,7 +334,8 @@ def parts_of_state(value: object) -> Iterator[Part]:
 
 
 def remedy_for(culprit: object) -> str:
-    """What to do about something that means nothing outside of the caller's process; "" where no more is known of it."""
+    """What to do about something that means nothing outside of the caller's process; "" where no
+    more is known of it."""
     names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
     return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
 
@@ -358,7 +374,8 @@ REMEDIES = {
         "multiprocessing.queues.Queue",
         "multiprocessing.queues.SimpleQueue",
     ): "return what "
-    "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
+    "was to be put into it, and pass what was to be taken out; or use a queue of a "
+    "multiprocessing.Manager()",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("torch.jit.Future",): "pass what it gives (wait())",

@@ -1,4 +1,5 @@
-"""The user's own modules: what code uses of them, and how they are put together again where they arrive.
+"""The user's own modules: what code uses of them, and how they are put together again where they
+arrive.
 
 A worker could import them, but would have them as they are on disk: without what the caller has set
 or reloaded since. So what a function uses of them travels by value (`state` makes the pickle). Here
@@ -105,7 +106,8 @@ BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
 def is_own(name: str | None) -> bool:
-    """Whether the module is the user's own: imported from a file of theirs, or made by them, and not the main script.
+    """Whether the module is the user's own: imported from a file of theirs, or made by them, and
+    not the main script.
 
     An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
     """
@@ -116,7 +118,8 @@ def is_own(name: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def stands_outside_libraries(name: str) -> bool:
-    """Whether it was neither installed nor belongs to Python, by its file; an extension module cannot be carried."""
+    """Whether it was neither installed nor belongs to Python, by its file; an extension module
+    cannot be carried."""
     root = name.partition(".")[0]
     files = [
         file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])
@@ -224,7 +227,8 @@ def uses_in(code: types.CodeType) -> Uses:
 
 
 def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
-    """What it uses as attributes of modules of the user's own; `given` are the values of its globals."""
+    """What it uses as attributes of modules of the user's own; `given` are the values of its
+    globals."""
     uses = uses_in(function.__code__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
@@ -325,7 +329,8 @@ def spelled_in(code: types.CodeType) -> set[str]:
 
 
 def looks_up(function: types.FunctionType) -> bool:
-    """Whether it finds names at run time: by a builtin, and not by a method or a function of the script that is called so."""
+    """Whether it finds names at run time: by a builtin, and not by a method or a function of the
+    script that is called so."""
     ways = ways_in(function.__code__)
     if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
         return True
@@ -365,7 +370,8 @@ def mentioned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def stands_alone(namespace: Mapping[str, Any]) -> bool:
-    """Whether the script has it, or `exec` made it: those of other modules are the worker's own, too."""
+    """Whether the script has it, or `exec` made it: those of other modules are the worker's own,
+    too."""
     module = sys.modules.get(str(namespace.get("__name__")))
     return module is None or module is sys.modules["__main__"] or vars(module) is not namespace
 
@@ -374,7 +380,8 @@ class Lookups:
     """The names of one namespace, for the functions in a pickle that may look them up."""
 
     def __init__(self, contents: Mapping[str, Any], size: Callable[[Any, int | None], int]) -> None:
-        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit, or what pickle says."""
+        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit,
+        or what pickle says."""
         self._contents = contents
         self._size = size
         self._left = UNASKED_BYTES
@@ -408,7 +415,8 @@ class Lookups:
             size = self._size(value, limit)
         except OverflowError:
             self.uncarried[name] = (
-                f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
+                f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it "
+                "has more"
             )
         except Exception as error:
             self.uncarried[name] = f"{type(error).__name__}: {error}"
@@ -470,7 +478,8 @@ class CarriedMain(types.ModuleType):
         object.__getattribute__(self, "_contents")[name] = value
 
 
-# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the same
+# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the
+# same
 MAINS: weakref.WeakValueDictionary[int, CarriedMain] = weakref.WeakValueDictionary()
 
 
@@ -527,7 +536,8 @@ def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -
 def add_uncarried(
     given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]
 ) -> None:
-    """Add what stands for names that came neither by themselves nor with a function that uses them."""
+    """Add what stands for names that came neither by themselves nor with a function that uses
+    them."""
     for name, reason in uncarried.items():
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
@@ -594,7 +604,8 @@ class Namespaces:
         return {**vars(builtins), "__import__": self._import}
 
     def begin_again(self, script: Mapping[str, Any]) -> None:
-        """As when a function was loaded, with this `script`: items may have brought more since, and builtins have changed."""
+        """As when a function was loaded, with this `script`: items may have brought more since, and
+        builtins have changed."""
         self.script = dict(script)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)
@@ -623,7 +634,8 @@ class Namespaces:
         return __import__(name, globals, locals, fromlist or (), level)
 
     def __enter__(self) -> None:
-        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees them too."""
+        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees
+        them too."""
         PLACED.enter(self)
         if self.placement is not None:
             self.placement.__enter__()
@@ -671,7 +683,8 @@ def make_function(
 
 
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
-    """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
+    """As cloudpickle does, but with the builtins that it has; what an initializer has set here
+    stays."""
     *own_state, names = state
     uncarried = state[1].pop(UNCARRIED, None)
     if state[1]["__module__"] == "__main__":
@@ -704,7 +717,8 @@ BY_NAME = (
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
-    """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
+    """A function on its way back to the caller, who has it; None for one that is not of a module
+    that came from there."""
     module = value.__globals__.get(CARRIED)
     if module is None or at_path(module, value.__qualname__) is not value:
         return None
@@ -735,7 +749,8 @@ class CarriedModule(types.ModuleType):
             return getattr(own_import(self.__name__), name)
         except ImportError as error:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker cannot import the module"
+                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker "
+                "cannot import the module"
             ) from error
 
 
@@ -745,20 +760,25 @@ def left_here(mark: LeftOf) -> Any:
     try:
         value = getattr(own_import(mark.module), mark.name)
     except (ImportError, AttributeError) as error:
-        message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
+        message = (
+            f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when "
+            "it is needed"
+        )
         raise TypeError(message) from error
     if (
         value is not None and type(value).__qualname__ != mark.type_name
     ):  # None: it is to be made when it is needed
         raise TypeError(
-            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
+            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the "
+            "worker imports a "
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
         )
     return value
 
 
 def left_in_class(mark: LeftOf) -> Any:
-    """The attribute that a class has as the worker imported it: the caller may have set another one since."""
+    """The attribute that a class has as the worker imported it: the caller may have set another one
+    since."""
     path, _, name = mark.name.rpartition(".")
     try:
         kind = attribute_here(mark.module, path)
@@ -768,10 +788,14 @@ def left_in_class(mark: LeftOf) -> Any:
 
 
 class NotHere:
-    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it is told."""
+    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it
+    is told."""
 
     def __init__(self, path: str, reason: str) -> None:
-        self._words = f"{path} cannot be carried to or from a worker, and the worker's own import has none ({reason})"
+        self._words = (
+            f"{path} cannot be carried to or from a worker, and the worker's own import has none "
+            f"({reason})"
+        )
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise TypeError(f"{self._words}; make it where its module defines the class")
@@ -781,14 +805,17 @@ class NotHere:
 
 
 class PlacedModules:
-    """What pickle and the like find in this process's modules while a call runs: what its functions find.
+    """What pickle and the like find in this process's modules while a call runs: what its functions
+    find.
 
-    Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses what is not the same object
-    under its name there. So a module that this process has imported holds for a while what travelled. One that it cannot import
-    is the carried one, and the main module gives what it is asked for of the script. Calls of one operation follow each other:
-    all stays until another operation's begin, or the imports are wanted.
+    Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses
+    what is not the same object under its name there. So a module that this process has imported
+    holds for a while what travelled. One that it cannot import is the carried one, and the main
+    module gives what it is asked for of the script. Calls of one operation follow each other: all
+    stays until another operation's begin, or the imports are wanted.
 
-    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules are the caller's.
+    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules
+    are the caller's.
     """
 
     def __init__(self) -> None:
@@ -819,7 +846,8 @@ class PlacedModules:
                 self._place(self._running[-1])
 
     def take_back(self, names: Namespaces | None = None) -> None:
-        """Have the modules as this process has imported them; `names`: only where these are placed."""
+        """Have the modules as this process has imported them; `names`: only where these are
+        placed."""
         if names is not None and names is not self._current:
             return
         for contents, values in self._replaced:
@@ -871,7 +899,8 @@ class PlacedModules:
             if len(files) == 1 and os.path.isfile(file := files.pop()):
                 return file
         raise AttributeError(
-            f"module '__main__' has no attribute {name!r} (a call has what its functions use of the script)"
+            f"module '__main__' has no attribute {name!r} (a call has what its functions use of "
+            "the script)"
         )
 
     def _place(self, names: Namespaces) -> None:
@@ -906,7 +935,8 @@ INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
 
 
 def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Globals that it sets in a worker process stay as they are there: it was for that, most of the time, that it was given."""
+    """Globals that it sets in a worker process stay as they are there: it was for that, most of the
+    time, that it was given."""
     if not PLACE.in_worker:  # they are the caller's
         initializer(*arguments)
         return
@@ -960,14 +990,16 @@ def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 def imported(name: str) -> types.ModuleType:
-    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the module at a worker's fork."""
+    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the
+    module at a worker's fork."""
     if pickle_finds(name) or name not in sys.modules:
         __import__(name)
     return sys.modules[name]
 
 
 def pickle_finds(module: str) -> bool:
-    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no parent, or `x.py`."""
+    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no
+    parent, or `x.py`."""
     return module.partition(".")[0] in sys.modules and module != ""
 
 
@@ -978,7 +1010,8 @@ def own_import(name: str) -> types.ModuleType:
         ImportError: it cannot.
     """
     from mpgrad.torch_state.private import (
-        outside_transforms,  # late: it imports errors, which are carried like classes, which import us
+        # late: it imports errors, which are carried like classes, which import us
+        outside_transforms,
     )
 
     if name in FAILED:
@@ -1006,7 +1039,8 @@ def attribute_here(module: str, path: str) -> Any:
 
 
 def own_imports(names: Iterable[str]) -> None:
-    """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
+    """For what modules do when they are imported, such as to register something; functions that
+    need none of it go without."""
     for name in names:
         # the error is kept, and raised as soon as something of the import is wanted
         with contextlib.suppress(ImportError):

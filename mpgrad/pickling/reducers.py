@@ -122,7 +122,8 @@ class OfLibrary:
 
 
 def reduce_code(value: types.CodeType) -> Reduced:
-    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from 3.1.3 on."""
+    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from
+    3.1.3 on."""
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](value)
     return make, tuple(
         value.co_filename if isinstance(part, str) and part == NO_FILE else part for part in parts
@@ -132,8 +133,8 @@ def reduce_code(value: types.CodeType) -> Reduced:
 def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
     """What cloudpickle sets at a function that it has made again: its attributes, and the rest.
 
-    cloudpickle's own looks through all modules of the process for those that the function may need, which takes as long as a
-    whole operation; and for names not into the bodies of classes.
+    cloudpickle's own looks through all modules of the process for those that the function may need,
+    which takes as long as a whole operation; and for names not into the bodies of classes.
     """
     code, given = function.__code__, globals_used(function)
     values = (
@@ -179,7 +180,8 @@ def globals_used(function: types.FunctionType) -> dict[str, Any]:
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """What is below the packages among `values` and has names that `code` uses: they are to be imported with the function."""
+    """What is below the packages among `values` and has names that `code` uses: they are to be
+    imported with the function."""
     names = uses_in(code).names
     packages = [
         value
@@ -210,7 +212,8 @@ LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def reduce_cached(value: Any) -> Any:
-    """By its name, where a worker can import it. (cloudpickle asks that of functions and classes only.)"""
+    """By its name, where a worker can import it. (cloudpickle asks that of functions and classes
+    only.)"""
     if importable_as(value) is not None:
         return value.__qualname__
     return reduce_by_value(value)
@@ -220,7 +223,8 @@ def reduce_cached(value: Any) -> Any:
 
 
 def reduce_memoryview(value: memoryview) -> Reduced:
-    """A view of all that an object has, with that object, whose memory it shares there too; any other one with a copy."""
+    """A view of all that an object has, with that object, whose memory it shares there too; any
+    other one with a copy."""
     try:
         seen = value.obj
     except ValueError:
@@ -266,9 +270,11 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
 
 
 def is_rebuilt(kind: type[BaseException]) -> bool:
-    """Whether its class would not get back what it has: pickle calls it with `args`, of which its `__init__` may know nothing.
+    """Whether its class would not get back what it has: pickle calls it with `args`, of which its
+    `__init__` may know nothing.
 
-    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that is sound.
+    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that
+    is sound.
     """
     if not has_sound_pickle(kind):
         return True
@@ -280,7 +286,8 @@ def is_rebuilt(kind: type[BaseException]) -> bool:
 
 
 def are_pythons(kind: type, *names: str) -> bool:
-    """Whether the class has the methods of these names from Python's own classes, which are written in C."""
+    """Whether the class has the methods of these names from Python's own classes, which are written
+    in C."""
     return all(isinstance(getattr(kind, name), IN_C) for name in names)
 
 
@@ -288,9 +295,11 @@ IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFun
 
 
 def has_sound_pickle(kind: type[BaseException]) -> bool:
-    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the `__dict__`, asks no `__getstate__`.
+    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the
+    `__dict__`, asks no `__getstate__`.
 
-    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as `__notes__`, for a field's value.
+    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as
+    `__notes__`, for a field's value.
     """
     gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
     return not gives_state or kind.__reduce__ is not BaseException.__reduce__
@@ -315,7 +324,8 @@ def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
 
 
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want other arguments."""
+    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want
+    other arguments."""
     new = next(
         each
         for owner in kind.__mro__
@@ -341,7 +351,8 @@ def fill_exception(
 
 
 def reduce_condition(value: threading.Condition) -> Reduced:
-    return threading.Condition, (value._lock,)  # type: ignore[attr-defined]  # which others may hold, too
+    # which others may hold, too
+    return threading.Condition, (value._lock,)  # type: ignore[attr-defined]
 
 
 def reduce_local(value: threading.local) -> Any:
@@ -370,7 +381,8 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 
 def reduce_attribute(value: object) -> Reduced | None:
-    """How what belongs to an imported module is found there, by the functions of that module too; None for the script's."""
+    """How what belongs to an imported module is found there, by the functions of that module too;
+    None for the script's."""
     known, modules = NOWHERE.get(id(value), (None, 0))
     if known is not None and known() is value and modules == len(sys.modules):
         return None
@@ -418,7 +430,8 @@ def reference_again(kind: Any, target: Any) -> Any:
 
 
 def let_go(target: Any, reference: Any) -> None:
-    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else may hold it."""
+    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else
+    may hold it."""
 
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
@@ -438,7 +451,8 @@ class Dead:
 
 
 class Referent(NamedTuple):
-    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes a proxy for that, too."""
+    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes
+    a proxy for that, too."""
 
     value: Any
     is_alive: bool = True
@@ -463,7 +477,8 @@ def reduce_weak(value: Any) -> Reduced:
     if type(value) not in WEAK:  # its own attributes and methods are not known
         base = next(each.__name__ for each in WEAK if isinstance(value, each))
         raise TypeError(
-            f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a {base}"
+            f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a "
+            f"{base}"
         )
     contents = list(value if type(value) is weakref.WeakSet else value.items())
     return type(value), (), contents, None, None, fill_weak
@@ -504,7 +519,8 @@ def reduce_method(value: types.MethodType) -> Any:
 
 
 def reduce_descriptor(value: Any) -> Reduced:
-    """A property, class method or static method of a subclass, such as those of `torch.distributions`."""
+    """A property, class method or static method of a subclass, such as those of
+    `torch.distributions`."""
     kind = type(value)
     base = next(each for each in kind.__mro__ if each in DESCRIPTORS)
     _, arguments = OWN_MAP[base](value)
@@ -512,7 +528,8 @@ def reduce_descriptor(value: Any) -> Reduced:
 
 
 def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
-    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle does not give."""
+    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle
+    does not give."""
     return object.__new__, (functools.partialmethod,), vars(value)
 
 
@@ -578,11 +595,15 @@ def operator_again(path: str) -> object:
 # --- modules, and TorchScript
 
 
-REGISTER = "register operators in a module that workers import, or in each worker, with Pool(initializer=...)"
+REGISTER = (
+    "register operators in a module that workers import, or in each worker, with "
+    "Pool(initializer=...)"
+)
 
 
 def reduce_imported(value: types.ModuleType) -> Any:
-    """A module, of any class, by its name; also one like torch._C._functions: an attribute of another, not imported."""
+    """A module, of any class, by its name; also one like torch._C._functions: an attribute of
+    another, not imported."""
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
         return getattr, (sys.modules[parent], name)
@@ -595,13 +616,15 @@ def reduce_imported(value: types.ModuleType) -> Any:
 
 
 def is_found(module: types.ModuleType) -> bool:
-    """Whether this is the module of that name, or was before it was imported again: one made by hand may share its name."""
+    """Whether this is the module of that name, or was before it was imported again: one made by
+    hand may share its name."""
     there, file = sys.modules.get(module.__name__, module), getattr(module, "__file__", None)
     return there is module or (file is not None and file == getattr(there, "__file__", None))
 
 
 def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; others without what is empty. None for any other."""
+    """How the modules that refuse to be pickled are, all the same; others without what is empty.
+    None for any other."""
     if isinstance(value, torch.jit.ScriptModule):
         tensors = {
             **dict(value.named_parameters(remove_duplicate=False)),
@@ -633,7 +656,8 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         reduced = create if is_of_all else bare_module, arguments, state, *rest
     elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
         raise TypeError(
-            f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); {UNEXPORTED}"
+            f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); "
+            f"{UNEXPORTED}"
         )
     compiled = compiled_in_place(value)
     if compiled is None:
@@ -648,7 +672,8 @@ UNEXPORTED = (
 
 
 def is_exported(graph: torch.fx.GraphModule) -> bool:
-    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a graph, does not know which."""
+    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a
+    graph, does not know which."""
     tracer = vars(graph).get("_tracer_cls")
     try:
         inspect.signature(tracer or object).bind()
@@ -667,7 +692,8 @@ def is_plain(kind: type[Module]) -> bool:
 
 
 def without_empty_hooks(reduced: Any) -> tuple[Any, ...]:
-    """As `reduced`, but for a module's dictionaries that have no hook: nine of ten objects that it consists of."""
+    """As `reduced`, but for a module's dictionaries that have no hook: nine of ten objects that it
+    consists of."""
     create, arguments, state, *_ = reduced
     if type(state) is not dict:
         return tuple(reduced)  # it has slots
@@ -706,7 +732,8 @@ TENSOR_CONSTANTS = (
 
 
 def loaded_script(code: bytes) -> torch.jit.ScriptModule:
-    """A module of its own, but for the tensors that are constants of the code: where there are some, it is loaded anew."""
+    """A module of its own, but for the tensors that are constants of the code: where there are
+    some, it is loaded anew."""
     if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
         return load_script(code)
     return copy.deepcopy(load_once(code))
@@ -748,7 +775,8 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
 # --- all of them
 
 
-# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name
+# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its
+# class and name
 FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS: dict[type, Callable[[Any], Any]] = {
@@ -818,7 +846,8 @@ def entries(cached: Any) -> list[Entry]:
 
 
 def marks() -> tuple[Any, Any]:
-    """What stands in a key between arguments and keywords; and the type of the links in a bounded cache."""
+    """What stands in a key between arguments and keywords; and the type of the links in a bounded
+    cache."""
     cached = functools.lru_cache(maxsize=1)(lambda **names: None)
     cached(name=None)
     _, key, _, link, *_ = gc.get_referents(cached)
@@ -851,7 +880,8 @@ def entries_with_tensors(cached: Any) -> list[Entry]:
 
 
 def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
-    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked at; near ones first."""
+    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked
+    at; near ones first."""
     waiting, seen = [value], {id(value)}
     for each in waiting:
         if next(looked_at, None) is None:
@@ -921,7 +951,8 @@ def reduce_by_value(cached: Any) -> tuple[Any, ...]:
 
 
 class StandIn(functools.partial[Any]):
-    """What a cached function calls: first to be given what is known already, then the function, with no frame in between."""
+    """What a cached function calls: first to be given what is known already, then the function,
+    with no frame in between."""
 
     def turn_to(self, function: Any, *first: Any) -> None:
         set_state: Any = super().__setstate__  # type: ignore[misc]  # typeshed leaves it out

@@ -1,14 +1,19 @@
-"""What the caller's functions use of the user's own modules, as one pickle, made again only when something changed.
+"""What the caller's functions use of the user's own modules, as one pickle, made again only when
+something changed.
 
     the function's pickle        names what it wants: simmod.f
-    the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses; and what these use, and so on
-cloudpickle would pickle all of it with each function and each item. Here functions and items go by name, and an operation has
-one state beside its function, which workers keep. While nothing has been written (`ContentWatch`), nothing is pickled or sent.
+    the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses;
+    and what these use, and so on
+cloudpickle would pickle all of it with each function and each item. Here functions and items go by
+name, and an operation has one state beside its function, which workers keep. While nothing has been
+written (`ContentWatch`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle is still true. What the
-caller may write to is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object.
+The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle
+is still true. What the caller may write to is compared by what it holds, or by the bytes that it
+gives; a large pickle by the identity of its object.
 
-Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever and whenever they run.
+Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever
+and whenever they run.
 """
 
 from __future__ import annotations
@@ -128,12 +133,14 @@ ELEMENTS = {list, tuple, dict, set, frozenset}
 
 
 class ContentWatch:
-    """What was met while a pickle was made, with what it held: whether that is still so, in microseconds.
+    """What was met while a pickle was made, with what it held: whether that is still so, in
+    microseconds.
 
-    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in it that may be written to is
-    noted here, with the objects that it then held; it is unchanged as long as it holds the same ones. What does not show what
-    it holds (numpy arrays, objects of other libraries) is pickled again and compared. Of tensors only attributes are: their
-    values travel with each operation, whatever they are.
+    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in
+    it that may be written to is noted here, with the objects that it then held; it is unchanged as
+    long as it holds the same ones. What does not show what it holds (numpy arrays, objects of other
+    libraries) is pickled again and compared. Of tensors only attributes are: their values travel
+    with each operation, whatever they are.
     """
 
     def __init__(self) -> None:
@@ -162,7 +169,8 @@ class ContentWatch:
         return len(self._contents), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
+        """Containers, and where there are very many, objects; but neither classes, functions nor
+        modules."""
         kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
         if len(kept) > MOST_OBJECTS:
             kept = [each for each in kept if each[0] in OF_CODE]
@@ -223,7 +231,8 @@ MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as
 
 
 class StatePickler(CallerPickler):
-    """Functions and classes of the user's own modules by value, and what their code wants after them."""
+    """Functions and classes of the user's own modules by value, and what their code wants after
+    them."""
 
     def __init__(self, left: dict[Wanted, LeftOf]) -> None:
         self.buffer = io.BytesIO()
@@ -276,7 +285,8 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
-        """Whether it could be carried; raises where it could not, and the worker's own will not do."""
+        """Whether it could be carried; raises where it could not, and the worker's own will not
+        do."""
         mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
@@ -382,7 +392,8 @@ class StatePickler(CallerPickler):
             self._hasten(function.__globals__.get(name))
 
     def _hasten_methods(self, kind: type) -> None:
-        """Those that Python calls by itself: when a subclass is made, an object is put into a set, and so on."""
+        """Those that Python calls by itself: when a subclass is made, an object is put into a set,
+        and so on."""
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
@@ -400,7 +411,8 @@ class StatePickler(CallerPickler):
                 self._note_made(*each)
 
     def _note(self, value: Any) -> None:
-        """Have the watch compare what the object holds or, where it does not show that, its pickle."""
+        """Have the watch compare what the object holds or, where it does not show that, its
+        pickle."""
         kind = type(value)
         if reduces_as_usual(kind):
             if isinstance(value, dict):
@@ -459,7 +471,8 @@ class WithoutFiles(CallerPickler):
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
-    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be carried, such as a file."""
+    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be
+    carried, such as a file."""
     if (
         name.startswith(("__", "_abc_"))
         or type(member) in PLAIN
@@ -551,7 +564,8 @@ class State:
 
 
 class Recent(collections.OrderedDict[Hashable, T]):
-    """The values that were put here last. Two of these that see the same keys in the same order keep the same ones."""
+    """The values that were put here last. Two of these that see the same keys in the same order
+    keep the same ones."""
 
     def put(self, key: Hashable, value: T) -> None:
         self[key] = value
@@ -568,11 +582,13 @@ class States:
             threading.RLock()
         )  # what is pickled has methods of its own, which may come here again
         self._known: Recent[State] = Recent()  # by what was wanted
-        # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
+        # what cannot be carried, as it was met first since the module was loaded; ABSENT where
+        # something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[Wanted]) -> State | None:
-        """The state with all that is wanted, as it is now; the same one while nothing changes. None: nothing is wanted."""
+        """The state with all that is wanted, as it is now; the same one while nothing changes.
+        None: nothing is wanted."""
         key = tuple(wanted)
         if not key:
             return None
@@ -606,13 +622,15 @@ class States:
         )
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
-        """In the place of what cannot be carried: the worker's own. Raises TypeError where the caller's was replaced."""
+        """In the place of what cannot be carried: the worker's own. Raises TypeError where the
+        caller's was replaced."""
         assert wanted.name is not None
         value = vars(sys.modules[wanted.module])[wanted.name]
         known = self._note_kind(wanted, value)
         if known is not value and known is not None:  # None: what is made when it is needed
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was replaced by what cannot be carried ({type(value).__name__}), and workers "
+                f"{wanted.module}.{wanted.name} was replaced by what cannot be carried "
+                f"({type(value).__name__}), and workers "
                 "would have another one; make it when it is needed, or in the pool's initializer"
             )
         return LeftOf(wanted.module, wanted.name, type(value).__qualname__)
@@ -629,7 +647,8 @@ class States:
             len(now) == len(known[2]) and all(map(operator.is_, known[2], now))
         ):
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was written to, and cannot be carried ({type(value).__name__}): workers have "
+                f"{wanted.module}.{wanted.name} was written to, and cannot be carried "
+                f"({type(value).__name__}): workers have "
                 "it as they import it; keep what cannot be carried apart from what changes"
             )
         return known[1]()
@@ -646,7 +665,8 @@ LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
 ) -> tuple[bytes, list[torch.Tensor], State | None]:
-    """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors come after them.
+    """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors
+    come after them.
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
@@ -678,7 +698,8 @@ def dumps_function(
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
-    """Whether there are functions, classes, or objects of the user's own classes in `value`; not looked at in every corner."""
+    """Whether there are functions, classes, or objects of the user's own classes in `value`; not
+    looked at in every corner."""
     kind = type(value)
     if kind in ELEMENTS:
         inside = list(itertools.islice(value.values() if kind is dict else value, MOST_LOOKED_AT))
@@ -691,7 +712,8 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: State | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order in which pickle meets them.
+    """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order
+    in which pickle meets them.
 
     What the state `known` has is left to it.
     """
@@ -705,7 +727,8 @@ def dumps_whole(
     known: State | None = None,
     claims: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
+    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both.
+    `loads_whole` reads them."""
     pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
@@ -726,7 +749,8 @@ def loads_whole(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then.
+    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known
+    then.
 
     `streams`: gets those of the generators that it captures.
     """
@@ -752,7 +776,8 @@ def loads_with_state(
 ) -> tuple[Any, Namespaces, Streams]:
     """A function, the modules that it sees, and the generators that it captures.
 
-    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names` are the modules.
+    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names`
+    are the modules.
     """
     own = len(captures) - tensors
     seen = names or Namespaces()
@@ -777,7 +802,8 @@ def loaded(
     placement: Placement | None = None,
     streams: Streams | None = None,
 ) -> Namespaces:
-    """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
+    """The modules as the state has them; those that were loaded before, where it has no tensors,
+    which are others each time."""
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
     # states share classes: the one that was loaded since has set their attributes
@@ -821,15 +847,17 @@ class Met(NamedTuple):
 
 
 class ItemStreams:
-    """How the generators travel that the items of one operation hold. An item may be packed more than once.
+    """How the generators travel that the items of one operation hold. An item may be packed more
+    than once.
 
-    They travel as they are; but one that several items have gives each a stream of its own. Where the items are not all there
-    yet (an iterator's), the first one that has a generator gets it as it is, the others a stream each; from then on it is known
-    that several items have it.
+    They travel as they are; but one that several items have gives each a stream of its own. Where
+    the items are not all there yet (an iterator's), the first one that has a generator gets it as
+    it is, the others a stream each; from then on it is known that several items have it.
     """
 
     def __init__(self, items: Iterable[Any] | None, captures: Sequence[torch.Tensor] = ()) -> None:
-        """`items`: where they are all there. `captures`: of the function, before they are `drawn`."""
+        """`items`: where they are all there. `captures`: of the function, before they are
+        `drawn`."""
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
         self._first = 0  # the number of the operation's first item
@@ -838,7 +866,8 @@ class ItemStreams:
         self._roots_of_code: Roots = {}
 
     def onwards(self, first: int) -> ItemStreams:
-        """For items that come later, in an operation of their own: these are numbered from `first` on."""
+        """For items that come later, in an operation of their own: these are numbered from `first`
+        on."""
         later = ItemStreams(self._items)
         later._first, later._met, later._roots = first, self._met, self._roots
         return later
@@ -860,7 +889,8 @@ class ItemStreams:
         return itself, (own,)
 
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of an item; generators that code captures which it brings, in a module of the user's, are everybody's."""
+        """The tensors of an item; generators that code captures which it brings, in a module of the
+        user's, are everybody's."""
         roots = self._roots_of_code
         return [
             plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each

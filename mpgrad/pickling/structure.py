@@ -1,16 +1,19 @@
-"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it reaches.
+"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it
+reaches.
 
-cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
-that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
-decided elsewhere. The tensors that a *function* reaches in this way are its captures. Attributes
-that somebody set on a tensor are in the bytes, and so is a class of its own: what comes in its
-place is given both.
+cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by
+value and fails on those that need gradients. Here each tensor leaves its number in the bytes; what
+the tensors are, and who owns their memory, is decided elsewhere. The tensors that a *function*
+reaches in this way are its captures. Attributes that somebody set on a tensor are in the bytes, and
+so is a class of its own: what comes in its place is given both.
 
-Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
-order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
-something else, goes as `mpgrad.pickling.reducers` has it.
+Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes:
+pickle asks for them in the order in which it met them, so they stand at the end of the list, the
+first one last. What pickle refuses, or carries as something else, goes as
+`mpgrad.pickling.reducers` has it.
 
-A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
+A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it
+will be.
 """
 
 from __future__ import annotations
@@ -107,10 +110,12 @@ __all__ = [
 
 
 class Deferred:
-    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it is one.)"""
+    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it
+    is one.)"""
 
     def _claim(self) -> object | None:
-        """What will lead to the value; None where it has been taken, so that it is here, and may have been changed since."""
+        """What will lead to the value; None where it has been taken, so that it is here, and may
+        have been changed since."""
         raise NotImplementedError
 
     def _taken(self) -> Any:
@@ -119,7 +124,8 @@ class Deferred:
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them;
+    then its buffers."""
     buffer = io.BytesIO()
     pickler = TensorPickler(buffer)
     pickler.dump(value)
@@ -142,9 +148,11 @@ def loads(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
+    """The value again, with `tensors` in the places of those that `dumps` took out, and what was
+    claimed in its own.
 
-    `names`: the modules of the user's own that it refers to. `streams`: gets those of the generators that it captures.
+    `names`: the modules of the user's own that it refers to. `streams`: gets those of the
+    generators that it captures.
     """
     return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
 
@@ -160,12 +168,14 @@ def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class TensorPickler(ClassPickler):
-    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was taken out."""
+    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was
+    taken out."""
 
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
-        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
+        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them,
+        # wait for the collector
         super().__init__(
             buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
         )
@@ -198,7 +208,8 @@ class TensorPickler(ClassPickler):
         """Below 0; None where the caller has the result already, and it is pickled as it is."""
         if self.claims is None:
             raise TypeError(
-                "a future can be an argument of a call, but neither part of a function or result, nor within a torch.func "
+                "a future can be an argument of a call, but neither part of a function or result, "
+                "nor within a torch.func "
                 "transform; pass it as an argument, or pass its result()"
             )
         if id(value) not in self._number:
@@ -238,7 +249,10 @@ class TensorPickler(ClassPickler):
         try:
             state = function_state(function)
         except ReferenceError:  # cloudpickle each global is asked whether it is a module
-            uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
+            uses_gone = (
+                f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is "
+                "gone"
+            )
             raise pickle.PicklingError(
                 f"{uses_gone}; let go of the proxy, or keep the object"
             ) from None
@@ -268,7 +282,8 @@ def reduce_tensor(value: torch.Tensor) -> Any:
 
 
 def has_own_way(kind: Any) -> bool:
-    """Whether its objects are pickled by code of their own, which may leave tensors out and make others in their place."""
+    """Whether its objects are pickled by code of their own, which may leave tensors out and make
+    others in their place."""
     reducer = copyreg.dispatch_table.get(kind)
     return has_methods_for_pickle(kind) if reducer is None else not is_known(reducer)
 
@@ -310,7 +325,8 @@ OF_ITEMS = "__setitem__", "append", "extend"
 
 
 class CallerPickler(TensorPickler):
-    """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
+    """The caller's side: functions and classes of the user's modules go by name, and what is
+    `wanted` of these is noted."""
 
     follows_lookups = True  # gives functions the names that they may find at run time
 
@@ -366,11 +382,13 @@ class CallerPickler(TensorPickler):
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
+        """Those of its globals that stand beside it in the pickle; it finds the others in its
+        module."""
         return {}
 
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
-        """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
+        """By value, if it is none of a library; its globals, where they are a module's, as that
+        module's."""
         reduced = (
             self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
         )
@@ -413,7 +431,8 @@ class CallerPickler(TensorPickler):
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """What functions of a script may find at run time, beside the `given`; why the rest stays."""
+        """What functions of a script may find at run time, beside the `given`; why the rest
+        stays."""
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
         return lookups.names(mentioned, given), lookups.uncarried
 
@@ -433,7 +452,8 @@ class Trial(CallerPickler):
 
 
 class TrialPickler(CallerPickler):
-    """To see what a value takes; raises OverflowError above the limit, and TypeError for what nobody carries unasked."""
+    """To see what a value takes; raises OverflowError above the limit, and TypeError for what
+    nobody carries unasked."""
 
     follows_lookups = False
     is_asked = False
@@ -474,7 +494,8 @@ def is_made_by_own_code(kind: type) -> bool:
 
 
 def is_called(value: object) -> bool:
-    """Whether pickle calls the class to make the object again, and so code of its own: as it does for sets."""
+    """Whether pickle calls the class to make the object again, and so code of its own: as it does
+    for sets."""
     kind = type(value)
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
@@ -522,7 +543,8 @@ NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeTyp
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in `taken_out`."""
+    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in
+    `taken_out`."""
     memory = buffer.raw()
     if (
         memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules

@@ -3,8 +3,8 @@ worker, as they were loaded, and are not loaded again. Both sides.
 
 A lambda in a loop is a new function each time, with the same code; the tensors that it captures may
 be others. Neither is in its pickle, which has numbers in the places of tensors. So a pickle is kept
-by the code of the function, with all that it depends on (`Sight`), and looking at that again takes a
-tenth of the time.
+by the code of the function, with all that it depends on (`Sight`), and looking at that again takes
+a tenth of the time.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Sight:
         )
 
     def settle(self) -> bool:
-        """Hold no tensor and no function any more. False where a function finds names at run time."""
+        """Hold no tensor and no function any more. False where a function finds names at run
+        time."""
         finds_names = any(
             looks_up(each) for each in self.functions if isinstance(each, types.FunctionType)
         )
@@ -215,7 +216,8 @@ class KeptPickle(NamedTuple):
     modules: object  # that were loaded
 
 
-# a function's code, or one that is written in C; with the type of partial functions where one calls it
+# a function's code, or one that is written in C; with the type of partial functions where one calls
+# it
 Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
 PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
@@ -235,7 +237,8 @@ def key_of(function: Any) -> Key | None:
 
 
 def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:
-    """The pickle of the function, where that is known without pickling it; and how it was seen, if it may be kept."""
+    """The pickle of the function, where that is known without pickling it; and how it was seen, if
+    it may be kept."""
     key = key_of(function)
     if key is None or (known := PICKLES.get(key, ABSENT)) is None:
         return None, None
@@ -249,7 +252,8 @@ def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:
 
 
 def keep_pickle(function: Any, sight: Sight, pickler: CallerPickler, pickled: bytes) -> None:
-    """`sight`: before it was pickled. Meanwhile other threads may have written to it, and have put back what was there."""
+    """`sight`: before it was pickled. Meanwhile other threads may have written to it, and have put
+    back what was there."""
     key, now = key_of(function), Sight.of(function)
     assert key is not None
     had_the_same = [

@@ -1,8 +1,10 @@
-"""Operations from when callers hand them in until they have ended; calls and backwards that wait for others. Caller's side.
+"""Operations from when callers hand them in until they have ended; calls and backwards that wait
+for others. Caller's side.
 
     submit(g, a)      a's outcome is put into g's call when it has come      ──► the queue
     a's backward      its gradients are those that g's backward gives        ──► the worker of a's graph
-Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long a chain is.
+Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long
+a chain is.
 Assumes: called by the scheduling thread.
 """
 
@@ -37,7 +39,8 @@ __all__ = ["Admissions"]
 
 
 class Admissions:
-    """The operations that have not ended. Looks at those that wait, again and again, until nothing is missing."""
+    """The operations that have not ended. Looks at those that wait, again and again, until nothing
+    is missing."""
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class Admissions:
     # --- those that wait
 
     def _look_at_call(self, operation: Operation, call: PackedCall) -> None:
-        """Put into a call what other calls give it; or come back when the first that is missing has come."""
+        """Put into a call what other calls give it; or come back when the first that is missing has
+        come."""
         if call.index in operation.outcomes or call.index >= operation.limit:
             return
         for claim in call.claims:
@@ -153,7 +157,8 @@ class Admissions:
 
 
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
-    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
+    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come
+    there."""
     refs = outcome.result.tensors
     assert not isinstance(call.placed, Together)
     if outcome.graph is None:  # then only leaves need gradients

@@ -36,10 +36,12 @@ __all__ = [
 
 
 class CallerMemory:
-    """`packer` sends former results from where they lie, for callers who wait; `copying_packer` copies all."""
+    """`packer` sends former results from where they lie, for callers who wait; `copying_packer`
+    copies all."""
 
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
-        """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
+        """`nudge`: something borrowed has died, which its owner may be told with the next message.
+        Called from finalizers."""
         self.arena = Arena(0)
         self.lenders = Lenders(nudge)
         self.crossing = (
@@ -80,7 +82,8 @@ MARK_BYTES = 64
 
 
 class Crossing:
-    """The caller's lanes to each device of its pool, two of them: what comes never waits in line behind what leaves."""
+    """The caller's lanes to each device of its pool, two of them: what comes never waits in line
+    behind what leaves."""
 
     def __init__(self, codes: Sequence[int], in_process: bool) -> None:
         self._accelerator = INSTALLED.accelerator
@@ -107,7 +110,8 @@ class Crossing:
         return [lane.arena for lane in (*self._departures.values(), *self._arrivals.values())]
 
     def way_to(self, code: int) -> Lane | None:
-        """A tensor of a device that no worker has goes to one that some worker has, and back to its own on the way back."""
+        """A tensor of a device that no worker has goes to one that some worker has, and back to its
+        own on the way back."""
         if not self._is_direct:
             return None
         return self._departures.get(code) or next(iter(self._departures.values()))
@@ -138,7 +142,8 @@ class Crossing:
     def tried(
         self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]
     ) -> list[Message]:
-        """What `worker` says of our slot; if it could read that, try its own. Returns what there is to tell it."""
+        """What `worker` says of our slot; if it could read that, try its own. Returns what there is
+        to tell it."""
         refusal, back = message.refusal, message.back
         if back is not None:
             try:
@@ -164,7 +169,8 @@ class Crossing:
             self._is_refused = True
             report(
                 logging.WARNING,
-                "tensors go to and from workers on %s through the CPU's memory: processes cannot share that device's (%s)",
+                "tensors go to and from workers on %s through the CPU's memory: processes cannot "
+                "share that device's (%s)",
                 name_of(code),
                 reason,
             )
@@ -175,7 +181,8 @@ class Crossing:
         """A slab that `worker` has made.
 
         Raises:
-            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said to lie there is lost.
+            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said
+                to lie there is lost.
         """
         assert message.handle is not None
         lane = self._arrivals[message.code]
@@ -189,7 +196,8 @@ class Crossing:
     def tidy(self) -> None:
         for arena in self._arenas:
             arena.tidy()
-            arena.made.clear()  # each worker is told of a slab when it is first lent something there
+            # each worker is told of a slab when it is first lent something there
+            arena.made.clear()
 
     def close(self) -> None:
         for arena in self._arenas:

@@ -173,7 +173,8 @@ class Cancelling:
         else:  # what others want of it could not be had again
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
-                under_way.give_grace()  # for its site, perhaps, which has yet to say that they are skipped
+                # for its site, perhaps, which has yet to say that they are skipped
+                under_way.give_grace()
             worker.send_home()
             self._staff.fill()
 
@@ -182,7 +183,8 @@ class Cancelling:
         while worker.gone is None and worker.link.has_more():
             self._receiver.serve(worker)
             self._driver.tell_waiters()
-        self._driver.wake()  # what came may be followed by more work: look again before going to sleep
+        # what came may be followed by more work: look again before going to sleep
+        self._driver.wake()
 
 
 # --- the clock
@@ -192,7 +194,8 @@ SOME = 100  # entries that may be of operations that are gone
 
 
 class Deadlines:
-    """Operations by the moment, on the clock of time.monotonic, at which they have to have ended."""
+    """Operations by the moment, on the clock of time.monotonic, at which they have to have
+    ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
@@ -221,7 +224,8 @@ class Deadlines:
 
 
 def overdue_at(worker: WorkerHandle) -> float:
-    """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
+    """When the call that it is at will have taken too long; where it has, when the worker must have
+    ended."""
     if worker.doomed is not None and worker.gone is None:
         return worker.doomed.moment
     chunk = next(iter(worker.under_way.chunks.values()), None)

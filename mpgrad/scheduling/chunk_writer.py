@@ -1,6 +1,6 @@
-"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; and what it
-has then, as the caller knows it: graphs, parts of the sums of captures' gradients, and memory that
-has to live until the worker has given it back. Caller's side.
+"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; and what
+it has then, as the caller knows it: graphs, parts of the sums of captures' gradients, and memory
+that has to live until the worker has given it back. Caller's side.
 
 What the worker knows is left out of a message, what it lacks goes before:
 
@@ -62,7 +62,8 @@ __all__ = [
 
 
 class Chunk(NamedTuple):
-    """What a worker has been sent and has not answered: calls of an operation, backwards, or a request for a sum."""
+    """What a worker has been sent and has not answered: calls of an operation, backwards, or a
+    request for a sum."""
 
     operation: Operation | None
     calls: list[tuple[int, PackedCall]]  # with the call's number
@@ -127,9 +128,11 @@ class ChunkWriter:
     def backward(
         self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]
     ) -> Written:
-        """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
+        """A chunk of what waits: backwards under the same modes and environment, or a request for
+        capture gradients.
 
-        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
+        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of
+        it does it in this order.
         """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
@@ -230,7 +233,8 @@ class ChunkWriter:
         again: bool,
         environment: bytes | None,
     ) -> list[Rerun | Rederive]:
-        """What makes `graph` again, where it is missing there; or where it was freed, and that does not count.
+        """What makes `graph` again, where it is missing there; or where it was freed, and that does
+        not count.
 
         `environment`: the chunk's.
         """
@@ -265,7 +269,8 @@ class ChunkWriter:
         ]
 
     def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
-        """References for a message whose payload this is; what lies in slots is lent to the worker."""
+        """References for a message whose payload this is; what lies in slots is lent to the
+        worker."""
         if isinstance(placed, Together):
             if placed.holder is not None:
                 self._loans.lend(placed.holder.address, placed.holder)
@@ -298,7 +303,8 @@ TO_BE_MADE = {MISSING, SPENT}
 
 
 class GraphLedger:
-    """The states of one worker's graphs, by call. Each state was noted when the worker was told, not when it has acted."""
+    """The states of one worker's graphs, by call. Each state was noted when the worker was told,
+    not when it has acted."""
 
     def __init__(self) -> None:
         self.states: dict[int, GraphState] = {}
@@ -315,7 +321,8 @@ class GraphLedger:
         )  # others may ask while it changes
 
     def needs_worker(self, is_last: bool) -> bool:
-        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could make those again."""
+        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could
+        make those again."""
         done_with = {SPENT} if is_last else TO_BE_MADE
         return any(state not in done_with for state in self.states.values())
 
@@ -323,7 +330,8 @@ class GraphLedger:
         self.states[call] = HERE
 
     def move_here(self, call: int, before: GraphLedger) -> None:
-        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is wanted."""
+        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is
+        wanted."""
         self.states[call] = SPENT if before.states.get(call) is SPENT else MISSING
 
     def note_backward(self, backward: Backward) -> None:
@@ -340,14 +348,16 @@ class GraphLedger:
                 self.states[call] = SPENT
 
     def _note_freed(self, graph: RemoteGraph) -> None:
-        """A graph of gradients is freed together with the one that it derives from: they share nodes."""
+        """A graph of gradients is freed together with the one that it derives from: they share
+        nodes."""
         if self.states.get(graph.call) is HERE:
             self.states[graph.call] = FREED
         if isinstance(graph.recipe, Backward):
             self._note_freed(graph.recipe.graph)
 
     def note_rest(self, backward: Backward) -> None:
-        """A backward that was to leave nothing of its graph failed or was not begun: what is left is there, all the same."""
+        """A backward that was to leave nothing of its graph failed or was not begun: what is left
+        is there, all the same."""
         if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
             self.states[backward.call] = FREED
 
@@ -370,12 +380,14 @@ class GraphLedger:
         return there
 
     def note_unknown(self, call: int) -> None:
-        """The last backward of a graph was cancelled, and nobody knows how far it came: another one starts anew."""
+        """The last backward of a graph was cancelled, and nobody knows how far it came: another one
+        starts anew."""
         if self.states.get(call) is SPENT:
             self.states[call] = MISSING
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Before a backward: what was the state of a graph that has to be made before it, HERE from now on; else None.
+        """Before a backward: what was the state of a graph that has to be made before it, HERE from
+        now on; else None.
 
         `again`: the backward was sent before, so that it may have freed the graph itself.
         """
@@ -391,7 +403,8 @@ class GraphLedger:
 
 
 class SumLedger:
-    """The sums of captures' gradients that a worker holds: by function, then by backward (None: eager) and levels."""
+    """The sums of captures' gradients that a worker holds: by function, then by backward (None:
+    eager) and levels."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
@@ -426,7 +439,8 @@ class SumLedger:
 
 
 class LoansToWorker:
-    """Of one worker. It gives an address back as often as it was sent, so one that is on its way again stays lent."""
+    """Of one worker. It gives an address back as often as it was sent, so one that is on its way
+    again stays lent."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -461,7 +475,8 @@ class LoansToWorker:
         return any(slab_of(address) == slab for address in self._lent)
 
     def tell_again(self, slab: int) -> None:
-        """The worker does not know the slab after all: it is told of it when it is next lent something there."""
+        """The worker does not know the slab after all: it is told of it when it is next lent
+        something there."""
         self._slabs.discard(slab)
 
     def unmap(self, slab: int) -> None:

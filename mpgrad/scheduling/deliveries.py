@@ -1,4 +1,5 @@
-"""What leaves for the workers: chunks of what waits, and the news that rides with them. Caller's side.
+"""What leaves for the workers: chunks of what waits, and the news that rides with them. Caller's
+side.
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Assumes: called by the scheduling thread.
@@ -42,10 +43,11 @@ class Deliveries:
         self.recomputed = 0  # calls whose graphs were made again
 
     def feed(self) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Returns those that are retiring, and have nothing to do.
+        """Give every worker a chunk before any gets its second. Returns those that are retiring,
+        and have nothing to do.
 
-        A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
-        given where it is known to be short.
+        A second one has to wait for the first, perhaps for long, while another worker starts or
+        ends what it does. So it is given where it is known to be short.
         """
         line = self._line
         for depth in range(CHUNKS_UNDER_WAY):
@@ -98,11 +100,13 @@ class Deliveries:
     def transmit(
         self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
     ) -> None:
-        """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
+        """Send, with all that has to be told. A worker that cannot be reached counts as dead when
+        its link is read next."""
         self.collect_returns()
         if self._memory.arena.dropped:
             self.unmap(drained(self._memory.arena.dropped))
-        self._memory.arena.made.clear()  # each worker is told of a slab when it is first lent something there
+        # each worker is told of a slab when it is first lent something there
+        self._memory.arena.made.clear()
         try:
             worker.transmit(messages, payload or Payload())
         except ConnectionError:
@@ -130,7 +134,8 @@ class Deliveries:
         return any(map(HAS_NEWS, self.workers.values()))
 
     def tell_news(self, quiet_for: float) -> None:
-        """Tell workers, that have been sent nothing for so many seconds, what has waited for a message to ride with."""
+        """Tell workers, that have been sent nothing for so many seconds, what has waited for a
+        message to ride with."""
         now = time.monotonic()
         for worker in self.workers.values():
             if worker.has_news and worker.ready and now - worker.sent_at >= quiet_for:

@@ -81,8 +81,9 @@ class Dispatcher(Scheduler):
     # --- any thread
 
     def wake(self) -> None:
-        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number is noted after it, for a
-        # caller could be interrupted; one who is so late that he notes an old number causes another wake, and no more.
+        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number
+        # is noted after it, for a caller could be interrupted; one who is so late that he notes an
+        # old number causes another wake, and no more.
         self.has_unheard = False
         self._woken = True
         sleep = self._sleep
@@ -91,8 +92,9 @@ class Dispatcher(Scheduler):
             self._ended_sleep = sleep
 
     def hand_over(self) -> None:
-        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far too late for a worker that
-        # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
+        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far
+        # too late for a worker that has run dry. Only one of the two can run anyway, so the caller
+        # sleeps until the dispatcher does.
         if threading.current_thread() is self._thread:
             return
         turn = threading.Lock()
@@ -218,7 +220,8 @@ class Dispatcher(Scheduler):
                 self.staff.bury(link.number)
 
     def _tell_news(self) -> None:
-        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by himself."""
+        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by
+        himself."""
         if self.deliveries.has_news():
             self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
         self._sleeping_soundly = True  # before the look: what comes after it will wake us
@@ -255,10 +258,14 @@ class InlineScheduler(Scheduler):
                 while not self.life.has_ended and self._step():
                     pass
             except BaseException as error:
-                interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
+                interrupted = (
+                    "an inline pool was interrupted in the middle of its own work "
+                    f"({type(error).__name__})"
+                )
                 self.life.break_off(
                     RuntimeError(
-                        f"{interrupted}; make a new one, or use processes, which an interrupt does not break"
+                        f"{interrupted}; make a new one, or use processes, which an interrupt does "
+                        "not break"
                     )
                 )
                 raise

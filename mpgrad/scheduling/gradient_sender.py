@@ -1,6 +1,8 @@
-"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side.
+"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's
+side.
 
-Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have waited for others.
+Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have
+waited for others.
 
 a node's backward ──► send ──► the worker's backlog ──► [scheduling thread] ──► settled
 """
@@ -55,7 +57,8 @@ class GradientSender:
         since: Since | None,
         watch: Watch,
     ) -> None:
-        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that workers follow."""
+        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that
+        workers follow."""
         self._watch = watch
         self._driver = driver
         self._life = life
@@ -100,7 +103,8 @@ class GradientSender:
         self._driver.wait_until(lambda: settled.arrived)
 
     def surroundings(self, graph_task: int) -> Surroundings:
-        """Those of the backward with this number, which runs in this thread, as they were when it first asked.
+        """Those of the backward with this number, which runs in this thread, as they were when it
+        first asked.
 
         Raises:
             NotImplementedError: the thread is in a mode that workers cannot be in.

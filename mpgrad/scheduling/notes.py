@@ -1,9 +1,10 @@
 """What the parts of a scheduler say to a timeline that is being recorded. Caller's side.
 
-Whoever does something looks at `recording` first, once for each chunk. If it is None, nothing else is done.
+Whoever does something looks at `recording` first, once for each chunk. If it is None, nothing else
+is done.
 
-Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses. Any thread may also set
-    `recording` to None, so the scheduling thread reads it once.
+Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses. Any
+    thread may also set `recording` to None, so the scheduling thread reads it once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The calls that wait for a worker: which of them one is given next, how many at once, and when they had better go on waiting.
+"""The calls that wait for a worker: which of them one is given next, how many at once, and when
+they had better go on waiting.
 
-multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known then, so here it is measured:
-short calls go together, fewer of them towards the end; long ones go one by one, the largest of the last ones first; and what
-one worker has been given and has not begun, another one that has run dry may have.
+multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known
+then, so here it is measured: short calls go together, fewer of them towards the end; long ones go
+one by one, the largest of the last ones first; and what one worker has been given and has not
+begun, another one that has run dry may have.
 Assumes: called by the scheduling thread; any may set `workers`.
 """
 
@@ -25,9 +27,14 @@ from mpgrad.wire.frames import drained
 __all__ = ["Line"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-LAST_AHEAD = 5  # times the shortest chunk: one of the last calls that takes longer waits for a worker that has nothing to do
-LATE = 5  # times the shortest chunk: a call that takes so long, and longer than others did, may take long
-SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
+# times the shortest chunk: one of the last calls that takes longer waits for a worker that has
+# nothing to do
+LAST_AHEAD = 5
+# times the shortest chunk: a call that takes so long, and longer than others did, may take long
+LATE = 5
+# calls for each worker, the last ones of a map, that are begun with the largest: of more, the end
+# matters little
+SORTED = 16
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 
 
@@ -43,7 +50,8 @@ class Line:
         by_device: bool,
         grain: Grain,
     ) -> None:
-        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
+        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is
+        replaced."""
         self.workers = workers
         self.look_at = (
             math.inf
@@ -65,7 +73,8 @@ class Line:
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
-        """Let go of operations whose calls nobody wants: if no worker looked here again, their results would be kept."""
+        """Let go of operations whose calls nobody wants: if no worker looked here again, their
+        results would be kept."""
         for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
@@ -79,7 +88,8 @@ class Line:
     def next_for(
         self, worker: WorkerHandle
     ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
-        """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
+        """A chunk for the worker, of calls with their numbers; None where there is nothing that it
+        should be given now."""
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:
@@ -100,10 +110,12 @@ class Line:
         return None
 
     def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
-        """Where some have run dry, what others have been given and have not begun; returns those, who may have it.
+        """Where some have run dry, what others have been given and have not begun; returns those,
+        who may have it.
 
-        Costs are not known beforehand. So it is taken from the one that has most, where that is worth a message; and from all
-        that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
+        Costs are not known beforehand. So it is taken from the one that has most, where that is
+        worth a message; and from all that are at a call for longer than such calls take, as nobody
+        knows when that ends. See `look_at`.
         """
         self.look_at = math.inf
         dry, others = list[WorkerHandle](), list[WorkerHandle]()
@@ -131,7 +143,8 @@ class Line:
         return dry
 
     def _late_at(self, worker: WorkerHandle) -> float:
-        """When it will have been at a call for longer than such calls take, on the clock of time.monotonic."""
+        """When it will have been at a call for longer than such calls take, on the clock of
+        time.monotonic."""
         chunk = worker.under_way.first
         if chunk is None:
             return math.inf
@@ -160,11 +173,13 @@ class Line:
         return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
-        """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
+        """Whether the next call had better wait here than behind another one, for the worker that
+        is the first to have nothing.
 
-        Long ones always. Of the others those of the last ones, one for each worker, or some where calls differ, that are not
-        short: what is under way is not always taken back, and a worker that has no call ahead waits for each. And those that
-        are to be put in order, until the larger ones are packed too.
+        Long ones always. Of the others those of the last ones, one for each worker, or some where
+        calls differ, that are not short: what is under way is not always taken back, and a worker
+        that has no call ahead waits for each. And those that are to be put in order, until the
+        larger ones are packed too.
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
@@ -184,7 +199,8 @@ class Line:
         return any_order and self.workers > 1 and seconds >= self._grain.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
-        """What its next call will take: by what such items took before, infinitely long where none was run yet."""
+        """What its next call will take: by what such items took before, infinitely long where none
+        was run yet."""
         seconds = self._codes.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
@@ -196,11 +212,12 @@ class Line:
         return self._calls_per_worker - worker.calls_done - under_way
 
     def _sort(self, operation: Operation) -> None:
-        """The largest of the last calls first: whoever ran the longest of them last would be alone at the end.
+        """The largest of the last calls first: whoever ran the longest of them last would be alone
+        at the end.
 
-        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has failed only those before it
-        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
-        Mathematics, 1969.
+        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has
+        failed only those before it matter, and the first of them most. Source: the rule of the
+        longest processing time, R. Graham, SIAM Journal on Applied Mathematics, 1969.
         """
         has_failed = operation.limit < math.inf
         if not has_failed and (

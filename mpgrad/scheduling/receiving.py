@@ -268,7 +268,8 @@ class Receiver:
 
 
 class Answers:
-    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no exception."""
+    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no
+    exception."""
 
     def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
@@ -278,9 +279,11 @@ class Answers:
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
     ) -> list[tuple[int, Outcome | BaseException]]:
-        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were skipped.
+        """The outcome of each call that ran, with its index; `chunk` may have more calls, which
+        were skipped.
 
-        What is known of the graphs is noted: another thread may look as soon as the last outcome is delivered.
+        What is known of the graphs is noted: another thread may look as soon as the last outcome is
+        delivered.
         """
         operation = chunk.operation
         assert operation is not None
@@ -291,7 +294,8 @@ class Answers:
             operation.home.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(
-                f"worker {worker.number} ran a call that it was told in time to skip; please report it"
+                f"worker {worker.number} ran a call that it was told in time to skip; please "
+                "report it"
             )
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
         self._note_graphs(worker, message)
@@ -343,7 +347,8 @@ class Answers:
     def gradients(
         self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
     ) -> None:
-        """Each backward that ran is settled; those whose graphs were missing go back to the backlog."""
+        """Each backward that ran is settled; those whose graphs were missing go back to the
+        backlog."""
         if message.warned:
             first = chunk.backwards[0]
             first.warned = deque([*first.warned, *message.warned])

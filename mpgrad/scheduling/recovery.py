@@ -1,13 +1,15 @@
 """What is lost with a worker is done again by others, from what the parent still holds.
 
-A call can be run again while its inputs, its function and its seed are here. They stay as long as its graph is wanted. So
-a graph that is lost is only missing: it is made again, by the worker that gets its next backward, right before that.
+A call can be run again while its inputs, its function and its seed are here. They stay as long as
+its graph is wanted. So a graph that is lost is only missing: it is made again, by the worker that
+gets its next backward, right before that.
 
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall      graph: missing there
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
-Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than that, and more than
-    `IDLE_DEATHS`, when it was next. Without retries those before it in the chunk fail too, and all that a lost site had.
+Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than
+    that, and more than `IDLE_DEATHS`, when it was next. Without retries those before it in the
+    chunk fail too, and all that a lost site had.
 Assumes: called by the scheduling thread.
 """
 
@@ -32,10 +34,16 @@ from mpgrad.system import kills_for_memory
 __all__ = ["Recovery"]
 
 IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
-GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
+GRAPH_LOST = (
+    "the graph that backward needs was lost with it, and is only made again with retries (retries: "
+    "0)"
+)
 OVERRAN = "the pool ended it, because another call ran past its timeout ({} s)"
 SUM_LOST = "the sum of gradients was lost with it"
-OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
+OUT_OF_MEMORY = (
+    "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or "
+    "graphs='recompute'"
+)
 
 
 Part = PackedCall | Backward
@@ -69,15 +77,16 @@ class Recovery:
         position: int,
         offset: int,
     ) -> bool:
-        """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
+        """The call that was running, or else was next, may be what killed the worker: past the
+        retries it fails.
 
         False where that had been taken back: it had but looked whether it should begin.
 
-        `position` in the first chunk; `offset` is that of the item, where the call was running and is a bundle. If the site was
-        lost, both are as old as what it said last.
+        `position` in the first chunk; `offset` is that of the item, where the call was running and
+        is a bundle. If the site was lost, both are as old as what it said last.
 
-        Without retries the calls before it fail, too. They were done, but their inputs may have been written to. Of a lost site
-        all that it had been given fails.
+        Without retries the calls before it fail, too. They were done, but their inputs may have
+        been written to. Of a lost site all that it had been given fails.
         """
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
@@ -138,12 +147,14 @@ class Recovery:
         phase: str,
         accused: Part,
     ) -> BaseException:
-        """The error of a call that fails: what is known of the death, and how often it was tried."""
+        """The error of a call that fails: what is known of the death, and how often it was
+        tried."""
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
         details = [
-            f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"
+            f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: "
+            f"{self._retries})"
         ] * (tried > 0)
         if idle:
             details.append(
@@ -165,7 +176,8 @@ class Recovery:
         return died
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
-        """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""
+        """What was under way with a worker that is gone: calls go back to their queues, the rest
+        waits to be revived."""
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
@@ -177,7 +189,8 @@ class Recovery:
                 worker.backlog.appendleft(chunk.request)
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
-        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
+        """What a worker that is gone should have done is done by another, which makes the graph
+        again. A sum is lost.
 
         False where there is no other that has a place.
         """
@@ -215,7 +228,8 @@ class Recovery:
         return True
 
     def _rehome(self, graph: RemoteGraph) -> WorkerHandle | None:
-        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do.
+        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or
+        where least is to do.
 
         None where nobody has a place.
         """
@@ -246,7 +260,8 @@ def parts_of(chunk: Chunk) -> Sequence[Part]:
 
 
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
-    """The number of its item, or of its items; None where it is a bundle, and nobody knows which item was running."""
+    """The number of its item, or of its items; None where it is a bundle, and nobody knows which
+    item was running."""
     if not isinstance(part, PackedCall):
         return part.items
     if part.bundle:

@@ -1,4 +1,5 @@
-"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no thread and no selector.
+"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no
+thread and no selector.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread] ◄──► links ◄──► workers
     callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘
@@ -6,13 +7,15 @@
     admissions ──► queue ──► deliveries ──► the worker          gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
     staffing: workers come and go    cancelling: what nobody wants, or takes too long    recovery: what is lost is done again
-Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what comes from other threads is
-put into deques, and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's. Any thread
-calls `lifecycle`, `gradient_sender`, the packers of `caller_memory`, and what the heads of other parts name. After the end
-there is no such thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
-Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a value or an
-    error, also when its worker dies or the pool is closed. Values of tasks are not touched: but for copies of what
-    lies on devices, no torch operation runs in the scheduling thread.
+Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what
+comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread
+of its own, `InlineScheduler` the caller's. Any thread calls `lifecycle`, `gradient_sender`, the
+packers of `caller_memory`, and what the heads of other parts name. After the end there is no such
+thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
+Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a
+    value or an error, also when its worker dies or the pool is closed. Values of tasks are not
+    touched: but for copies of what lies on devices, no torch operation runs in the scheduling
+    thread.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ CHILDREN_PATIENCE = (
 )
 
 
-# long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
+# long because: a method for each thing that may be asked; most are a line that has the scheduling
+# thread do it
 class Scheduler(ABC):
     """Puts the parts together, and is what the caller's threads ask of them."""
 
@@ -166,7 +170,8 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def admit(self, operation: Operation, waits: bool = False) -> None:
-        """Have the calls in the operation's queue run; again after more were added. `waits`: the caller needs the results."""
+        """Have the calls in the operation's queue run; again after more were added. `waits`: the
+        caller needs the results."""
         self.inbox.append(lambda: self.admissions.admit(operation))
         if waits:
             self.hand_over()
@@ -183,14 +188,16 @@ class Scheduler(ABC):
         return self._codes.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
-        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
+        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of
+        it."""
         for worker in list(self.workers.values()):
             if number in worker.writer.functions:
                 worker.forgotten_functions.append((number, nbytes))
         self.nudge()
 
     def cancel(self, operation: Operation) -> None:
-        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
+        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it
+        comes."""
         self.post(lambda: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
@@ -198,11 +205,13 @@ class Scheduler(ABC):
         self.post(lambda: self.cancelling.cancel_queued(operation))
 
     def cancel_with_grace(self, operation: Operation) -> None:
-        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited for it was interrupted."""
+        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited
+        for it was interrupted."""
         self.post(lambda: self.cancelling.cancel_with_grace(operation))
 
     def cancel_all_with_grace(self) -> None:
-        """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
+        """Likewise, all operations that were admitted up to now; who still asks for a result gets a
+        `CancelledError`."""
         self.post(self.cancelling.cancel_all_with_grace)
 
     def cancel_backward(self, graph_task: int) -> None:
@@ -210,7 +219,8 @@ class Scheduler(ABC):
         self.post(lambda: self.cancelling.cancel_backward(graph_task))
 
     def kill(self, operation: Operation) -> None:
-        """As `cancel`, and workers that are at it are killed; whatever else they had goes to others."""
+        """As `cancel`, and workers that are at it are killed; whatever else they had goes to
+        others."""
         self.post(lambda: self.cancelling.kill(operation))
 
     def kill_at(self, moment: float, operation: Operation) -> None:
@@ -356,7 +366,8 @@ class Scheduler(ABC):
         self.life.check_process()
         if threading.current_thread() is self.callbacks:
             raise RuntimeError(
-                "a callback cannot join its pool, which waits for all callbacks; join it in another thread"
+                "a callback cannot join its pool, which waits for all callbacks; join it in "
+                "another thread"
             )
         if self.life.phase is Phase.OPEN:
             raise ValueError("the pool is still open; close or terminate it before join")
@@ -364,7 +375,8 @@ class Scheduler(ABC):
         self.wake()
 
     def leave(self) -> None:
-        """Take nothing new; end each worker as soon as all that was admitted is done, and no graph is kept there."""
+        """Take nothing new; end each worker as soon as all that was admitted is done, and no graph
+        is kept there."""
         self.close()
         if self.life.is_ours:
             self.life.enter(Phase.LEAVING)
@@ -377,7 +389,8 @@ class Scheduler(ABC):
             self.join()
 
     def break_off(self, error: BaseException, by: signal.Signals) -> None:
-        """End the workers now, by this signal. What is under way fails with `error`, as do backwards."""
+        """End the workers now, by this signal. What is under way fails with `error`, as do
+        backwards."""
 
         def end() -> None:
             if not self.life.has_ended:
@@ -387,7 +400,8 @@ class Scheduler(ABC):
         self.post(end)
 
     def terminate_without_waiting(self) -> None:
-        """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""
+        """As `terminate`, without waiting: called where nobody can see the pool any more, in any
+        thread, with any lock held."""
         if self.life.is_ours:
             self.life.enter(Phase.STOPPING)
             self.wake()
@@ -444,7 +458,8 @@ class Scheduler(ABC):
             self._have(room)
 
     def keep_time(self) -> float | None:
-        """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
+        """Do what is due; returns the seconds until it is time to look again, None where nothing is
+        to come."""
         now = time.monotonic()
         soonest = min(self.cancelling.keep_time(now), self.staff.keep_time(now), self._line.look_at)
         if WITHHELD:

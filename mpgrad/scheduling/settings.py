@@ -1,4 +1,5 @@
-"""What every worker of a pool starts with, and on which device each of them works. Caller's side."""
+"""What every worker of a pool starts with, and on which device each of them works. Caller's
+side."""
 
 from __future__ import annotations
 
@@ -42,10 +43,12 @@ class Settings(NamedTuple):
 def worker_devices(
     devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
 ) -> tuple[int, ...] | None:
-    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`; None where that is None.
+    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`;
+    None where that is None.
 
     Raises:
-        ValueError, TypeError: a device that does not exist, or that this engine or number of processes does not go with.
+        ValueError, TypeError: a device that does not exist, or that this engine or number of
+            processes does not go with.
     """
     traits = traits_of(engine)
     if devices is None:
@@ -72,7 +75,8 @@ def worker_devices(
         raise ValueError(f"devices must name at least one (devices: {devices!r})")
     if processes is not None and processes != len(codes):
         raise ValueError(
-            f"devices say how many workers there are ({len(codes)}); leave processes out (processes: {processes})"
+            f"devices say how many workers there are ({len(codes)}); leave processes out "
+            f"(processes: {processes})"
         )
     if not traits.on_cpu and 0 in codes:
         raise ValueError(
@@ -80,6 +84,7 @@ def worker_devices(
         )
     if any(codes) and getattr(context, "_name", context) == "fork":
         raise ValueError(
-            'a forked process cannot use the GPUs of its parent (context: "fork"); leave context out, or "spawn"'
+            'a forked process cannot use the GPUs of its parent (context: "fork"); leave context '
+            'out, or "spawn"'
         )
     return tuple(codes)

@@ -1,9 +1,11 @@
-"""The workers of a pool come and go: started, replaced, sent away, buried; and what they leave behind is seen to. (Caller.)
+"""The workers of a pool come and go: started, replaced, sent away, buried; and what they leave
+behind is seen to. (Caller.)
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
                └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► leave
     leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough ──► bury ──► rescue
-Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is settled.
+Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
+settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
 """
 
@@ -56,8 +58,8 @@ class Leave(NamedTuple):
 
 
 class Staff:
-    """Guarantees: there are as many active workers as there should be, or the system refuses; nothing that waited for a worker
-    that is gone is forgotten.
+    """Guarantees: there are as many active workers as there should be, or the system refuses;
+    nothing that waited for a worker that is gone is forgotten.
     """
 
     # long because: all that a worker's coming and going concerns
@@ -101,11 +103,13 @@ class Staff:
         self._refused_since: float | None = None
 
     def fill(self) -> None:
-        """Have as many workers as there should be, apart from those that only keep graphs; at the end, none."""
+        """Have as many workers as there should be, apart from those that only keep graphs; at the
+        end, none."""
         if self._life.is_stopping:
             return
         self.again_at = math.inf
-        # whose site is lost is as good as gone; who waits for room is the first to be dispensed with
+        # whose site is lost is as good as gone; who waits for room is the first to be dispensed
+        # with
         active = [
             worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)
         ]
@@ -128,7 +132,8 @@ class Staff:
     def _bear(self, error: OSError) -> None:
         """No further worker can be started: try again soon.
 
-        Where none is left that takes calls, one that has but graphs makes room; or else the pool breaks after a while.
+        Where none is left that takes calls, one that has but graphs makes room; or else the pool
+        breaks after a while.
         """
         now = time.monotonic()
         self.again_at = now + STAFF_GAP
@@ -167,7 +172,8 @@ class Staff:
         )  # its descriptors are free at once, the rest when it has ended
 
     def hire(self) -> None:
-        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
+        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses,
+        RuntimeError where it will."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:
@@ -220,7 +226,8 @@ class Staff:
         self._driver.tell_waiters()
 
     def _is_forsaken(self, worker: WorkerHandle) -> bool:
-        """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
+        """It has but sums of a backward that failed, it seems, as there are later ones; one that is
+        wanted is made again."""
         is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
         stays = self._life.phase is Phase.LEAVING
         return (
@@ -237,7 +244,8 @@ class Staff:
     def _leave(
         self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
     ) -> None:
-        """It is no worker of the pool any more. What it has, and the memory that it may still look at, stay until its exit."""
+        """It is no worker of the pool any more. What it has, and the memory that it may still look
+        at, stay until its exit."""
         worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
@@ -246,7 +254,8 @@ class Staff:
             self.bury(worker.number)
 
     def bury(self, number: int) -> None:
-        """A worker has ended, or has had time enough for it. Its memory stays while it is viewed."""
+        """A worker has ended, or has had time enough for it. Its memory stays while it is
+        viewed."""
         leave = self._leaves.pop(number, None)
         if leave is None:  # it ended after that time
             return
@@ -291,7 +300,8 @@ class Staff:
         self.lose(worker, blames=False)
 
     def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
-        """It died. All that it had been given goes to others, but for a call that kills too often."""
+        """It died. All that it had been given goes to others, but for a call that kills too
+        often."""
         is_ours = not blames or worker.doomed is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
@@ -312,7 +322,8 @@ class Staff:
             else:
                 self._look_into(worker, chunks, begun[0], offset, blames)
             self.rescue(worker)
-            self._driver.wake()  # others have something to do now; the scheduling thread may be about to sleep
+            # others have something to do now; the scheduling thread may be about to sleep
+            self._driver.wake()
 
         self.deaths += worker.ready
         self.kills += is_ours
@@ -349,7 +360,8 @@ class Staff:
             self.fill()
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
-        """Whether workers cannot be started. Those that start together and die together count as one attempt."""
+        """Whether workers cannot be started. Those that start together and die together count as
+        one attempt."""
         others_start = bool(worker.link.lost) and any(each.ready for each in self._workers.values())
         if worker.ready or worker.link.could_start or others_start:
             self._failed_starts = 0
@@ -382,7 +394,8 @@ class Staff:
             self.rescue(gone)
 
     def dissolve(self, reason: BaseException, gently: bool) -> None:
-        """The last of them end; those with nothing to do run their exit handlers, as all do if it is done `gently`."""
+        """The last of them end; those with nothing to do run their exit handlers, as all do if it
+        is done `gently`."""
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)])
@@ -424,7 +437,10 @@ def with_limit(error: OSError) -> OSError:
     if name:
         soft, _ = resource.getrlimit(getattr(resource, name))
         words += f"; {name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft} here"
-    reason = f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the limit of {words}"
+    reason = (
+        f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the "
+        f"limit of {words}"
+    )
     return OSError(
         error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept"
     )

@@ -1,10 +1,10 @@
 """A worker as the scheduler sees it: what it has been sent, lent and told, and how far it has come
 with that. Caller's side; decisions are the scheduler's.
 
-A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and
-looks there, before each call, whether the caller has had the chunk skipped. Where no memory is shared
-a site reads and writes there for us, some time later: so of a chunk that runs nothing can be taken
-back, but what was skipped in time comes back unrun.
+A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`),
+and looks there, before each call, whether the caller has had the chunk skipped. Where no memory is
+shared a site reads and writes there for us, some time later: so of a chunk that runs nothing can be
+taken back, but what was skipped in time comes back unrun.
 Guarantees: other threads append to the backlog and the deques of news, and read; until the end they
     change nothing else.
 """
@@ -49,7 +49,8 @@ class Doom(NamedTuple):
 
 
 class WorkerHandle:
-    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs that refer to it."""
+    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs
+    that refer to it."""
 
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
         self.number = number
@@ -105,7 +106,10 @@ class WorkerHandle:
         """For errors: what is known of its end beside the exit code."""
         garbled = ""
         if self.garbled is not None:
-            garbled = f"what it had sent is no message ({self.garbled}); did the function write to descriptors not its own?"
+            garbled = (
+                f"what it had sent is no message ({self.garbled}); did the function write to "
+                "descriptors not its own?"
+            )
         return [
             each
             for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled)
@@ -120,7 +124,8 @@ class WorkerHandle:
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
 
     def send_home(self) -> None:
-        """It takes no new calls, and ends when it keeps no graph any more; its successor may have its place at once."""
+        """It takes no new calls, and ends when it keeps no graph any more; its successor may have
+        its place at once."""
         self.retiring = self.link.is_leaving = True
 
     # --- what is left to do
@@ -218,13 +223,16 @@ class WorkerHandle:
             ConnectionError: the worker is gone.
             OSError: what has to wait needs descriptors of its own, and there are none.
         """
-        if self.loans.gone_slabs:  # first: one that its owner's death took away may be lent again, for a result that lies there
+        # first: one that its owner's death took away may be lent again, for a result that lies
+        # there
+        if self.loans.gone_slabs:
             self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
         if new_slabs := self.loans.take_new_slabs():
             self.link.introduce(new_slabs)
         news = self._take_news()
         if news and self.under_way.in_grace:
-            self.under_way.look_at_grace()  # it may have been spared for the sake of what nobody wants any more
+            # it may have been spared for the sake of what nobody wants any more
+            self.under_way.look_at_grace()
         self.sent_at = time.monotonic()
         self.link.send(news + messages, payload.parts)
 
@@ -279,14 +287,18 @@ class WorkerHandle:
 # --- chunks under way
 
 
-SEEN = 1e-3  # seconds after which another process has seen what we wrote, and we what it wrote before: ample, for two CPUs
-# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be made again
+# seconds after which another process has seen what we wrote, and we what it wrote before: ample,
+# for two CPUs
+SEEN = 1e-3
+# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be
+# made again
 GRACE_PERIOD = 0.2
 
 
 # long because: a line for each thing that may be asked of what a worker has
 class UnderWay:
-    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the scheduling thread."""
+    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the
+    scheduling thread."""
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
@@ -345,7 +357,8 @@ class UnderWay:
         return first is not None and first.operation is operation
 
     def begun(self) -> tuple[int, float]:
-        """The position of the call that the worker is at, in the first chunk, and since when; -1 where it is at none."""
+        """The position of the call that the worker is at, in the first chunk, and since when; -1
+        where it is at none."""
         chunk = next(iter(self.chunks), None)
         whereabouts = self.whereabouts
         if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
@@ -386,9 +399,11 @@ class UnderWay:
                 self._skip(number)
 
     def _skip(self, number: int) -> bool:
-        """Whether that is news. In a place that no other chunk under way has: that one, too, must stay skipped.
+        """Whether that is news. In a place that no other chunk under way has: that one, too, must
+        stay skipped.
 
-        There is one for each that a process is sent at a time; in the caller's own there may be more of them.
+        There is one for each that a process is sent at a time; in the caller's own there may be
+        more of them.
         """
         whereabouts = self.whereabouts
         if whereabouts is None:
@@ -404,15 +419,17 @@ class UnderWay:
         return True
 
     def skip_unbegun(self) -> bool:
-        """Have it skip what it has not begun, for others; whether there is something that it has yet to see."""
+        """Have it skip what it has not begun, for others; whether there is something that it has
+        yet to see."""
         are_news = [self._skip(number) for number in self._for_others()]
         return any(are_news)
 
     def unbegun(self) -> list[tuple[int, int]]:
         """Chunks, and how many calls at their end it has not begun and can be told not to begin.
 
-        It notes each call, then looks whether the chunk is skipped. What it noted some time after that was written is all that
-        it will run. Before that it may have looked at one more, of which we do not read yet, but not at two.
+        It notes each call, then looks whether the chunk is skipped. What it noted some time after
+        that was written is all that it will run. Before that it may have looked at one more, of
+        which we do not read yet, but not at two.
         """
         whereabouts = self.whereabouts
         if whereabouts is None:
@@ -447,7 +464,8 @@ class UnderWay:
         return found
 
     def _skipped_by_site(self, link: WorkerLink) -> list[tuple[int, int]]:
-        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next one is skipped."""
+        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next
+        one is skipped."""
         if link.has_more():  # it may have answered its first chunk
             return []
         skipped = link.skipped.values()
@@ -458,7 +476,8 @@ class UnderWay:
         ]
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds, or a site has told."""
+        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds,
+        or a site has told."""
         self.skip_unbegun()
         taken = []
         for number, count in self.unbegun():  # counted after it can see that it is skipped
@@ -483,7 +502,8 @@ class UnderWay:
         )
 
     def _for_others(self) -> dict[int, Chunk]:
-        """Chunks of which others may have what was not begun; what stays together, or is behind a site, only as a whole."""
+        """Chunks of which others may have what was not begun; what stays together, or is behind a
+        site, only as a whole."""
         found = {}
         for place, (number, chunk) in enumerate(self.chunks.items()):
             is_divisible = self.link is None and not stays_together(chunk)
@@ -520,7 +540,8 @@ class UnderWay:
         self._put_in_grace(numbers)
 
     def _put_in_grace(self, numbers: Sequence[int]) -> None:
-        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped, and end the rest soon."""
+        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped,
+        and end the rest soon."""
         for number in numbers:
             self.in_grace.add(number)
             if not any(self.chunks[number].wanted()):
@@ -528,7 +549,8 @@ class UnderWay:
         self.look_at_grace()
 
     def look_at_grace(self) -> None:
-        """What the worker is at was cancelled with grace, or answered; or what others wanted of it they want no more."""
+        """What the worker is at was cancelled with grace, or answered; or what others wanted of it
+        they want no more."""
         self.in_grace.intersection_update(self.chunks)
         if next(iter(self.chunks), None) not in self.in_grace:
             self.grace_ends = math.inf

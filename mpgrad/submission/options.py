@@ -1,7 +1,8 @@
 """What the user has asked for: of a pool, and of the calls of one operation. Caller only.
 
-Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's options, whether it has the
-    `device` and can keep a `timeout`, is asked when an operation begins.
+Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's
+    options, whether it has the `device` and can keep a `timeout`, is asked when an operation
+    begins.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class EachOptions(TypedDict, total=False):
 
 
 class MoreOptions(TypedDict, total=False):
-    """For type checkers: those keyword arguments of `Pool` that it has beyond `multiprocessing.Pool`."""
+    """For type checkers: those keyword arguments of `Pool` that it has beyond
+    `multiprocessing.Pool`."""
 
     threads_per_worker: int | None
     engine: EngineName | None
@@ -110,7 +112,8 @@ class PoolOptions:
 
     @property
     def predicts(self) -> bool:
-        """Whether backwards are run with their calls, once their gradients are predicted: where a graph can be made again.
+        """Whether backwards are run with their calls, once their gradients are predicted: where a
+        graph can be made again.
 
         There graphs are dropped, too, when memory is about to end.
         """
@@ -118,7 +121,8 @@ class PoolOptions:
 
     @property
     def may_bundle(self) -> bool:
-        """Whether several items may go as one call: nothing is counted or timed call by call, and no order is promised."""
+        """Whether several items may go as one call: nothing is counted or timed call by call, and
+        no order is promised."""
         counts_calls = (
             self.maxtasksperchild is not None
             or self.graphs == "recompute"
@@ -137,7 +141,8 @@ class PoolOptions:
             return None
         if not self.traits.is_process:
             raise ValueError(
-                f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})"
+                "a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: "
+                f"{self.engine!r})"
             )
         if seconds <= 0:
             raise ValueError(f"timeout must be more than 0 seconds (timeout: {seconds:g})")
@@ -173,7 +178,8 @@ class PoolOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What is asked of the calls of one operation: the arguments that public methods have in common, see `Pool.map`.
+    """What is asked of the calls of one operation: the arguments that public methods have in
+    common, see `Pool.map`.
 
     Raises:
         ValueError, TypeError: `chunksize` or `on_error` is out of range or of the wrong type.
@@ -215,10 +221,12 @@ def pickled_initializer(
 
 
 def check_chunksize(chunksize: object) -> None:
-    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is meant."""
+    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is
+    meant."""
     if isinstance(chunksize, Iterable):
         raise TypeError(
-            "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
+            "one iterable of items is taken, and what follows it is the chunksize; for functions "
+            "of several arguments use "
             f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
         )
     positive("chunksize", chunksize)

@@ -85,7 +85,8 @@ class Starter:
             one_by_one: its results are fetched so, and differentiated.
 
         Raises:
-            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool cannot do what is asked.
+            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool
+                cannot do what is asked.
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
@@ -144,7 +145,8 @@ class Starter:
         return kind(how, home, captures, streams, listener)
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
-        """How backwards of losses are run with their calls; None where nobody knows what gradient they will get.
+        """How backwards of losses are run with their calls; None where nobody knows what gradient
+        they will get.
 
         Where the caller's backward would run under other modes than the calls, it is another one.
         """
@@ -163,13 +165,15 @@ class Starter:
     def check_modes(self) -> None:
         """
         Raises:
-            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call can be in.
+            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call
+                can be in.
         """
         check_untraced()
         self._scheduler.watch.look()
 
     def draw_seed(self) -> int | None:
-        """A number of the caller's generator, where workers have generators that it can be given to."""
+        """A number of the caller's generator, where workers have generators that it can be given
+        to."""
         return draw_seed() if self._draws else None
 
 
@@ -245,7 +249,8 @@ class Source(NamedTuple):
 
 
 def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
-    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is meant."""
+    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is
+    meant."""
     try:
         return iter(given)
     except TypeError as error:
@@ -262,7 +267,8 @@ def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def is_at_rest(iterable: Iterable[Any]) -> bool:
-    """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    """Whether all items are there. Code of the caller that makes them one by one may write to one
+    that it gave."""
     if type(iterable) is zip:
         return all(map(is_at_rest, iterable.__reduce__()[1]))
     return type(iterable) in AT_REST
@@ -290,7 +296,8 @@ def length(iterable: Iterable[Any]) -> int | None:
 
 
 def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
-    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only of those that are at rest."""
+    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only
+    of those that are at rest."""
     if not source.at_rest:
         return (), source.calls
     calls = iter(source.calls)
@@ -300,7 +307,8 @@ def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
 
 
 def callable_of(function: object) -> Callable[..., Any]:
-    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own serves it in the worker."""
+    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own
+    serves it in the worker."""
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         apply: Callable[..., Any] = function.apply
         return apply

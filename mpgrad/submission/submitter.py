@@ -69,7 +69,8 @@ WINDOW_PER_WORKER = (
 
 
 class Submitter:
-    """All operations of a pool begin here; whoever may begin more keeps it, and with it the workers."""
+    """All operations of a pool begin here; whoever may begin more keeps it, and with it the
+    workers."""
 
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -98,15 +99,16 @@ class Submitter:
     ) -> list[Any]:
         """All results.
 
-        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow any more, and draws no
-        random numbers.
+        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow
+        any more, and draws no random numbers.
         """
         started = time.perf_counter()
         if modes is None and may_be_followed():
             self.starter.check_modes()
             if options.on_error == "return":
                 raise NotImplementedError(
-                    "on_error='return' is not for torch.func transforms and dual tensors; use 'raise'"
+                    "on_error='return' is not for torch.func transforms and dual tensors; use "
+                    "'raise'"
                 )
             given = list(source.calls)
             run = self._unfollowed(options, source.noun)
@@ -155,7 +157,8 @@ class Submitter:
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
-        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
+        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and
+        so the pool's workers."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
             return self.run(
@@ -168,7 +171,8 @@ class Submitter:
         return run
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
-        """How many calls there are, of which some may go together; None where each goes by itself."""
+        """How many calls there are, of which some may go together; None where each goes by
+        itself."""
         if not (self._may_bundle and source.at_rest and options.may_bundle):
             return None
         return (
@@ -372,9 +376,9 @@ class CheapCalls:
     def note(self, operation: Operation, seconds: float, answers: int) -> None:
         """A map took so many seconds.
 
-        Assumes: the comparison is fair: all its items were there when it began, and somebody waited for it.
-        `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
-        else as well, and the map may have waited for that.
+        Assumes: the comparison is fair: all its items were there when it began, and somebody waited
+        for it. `answers`: how many the pool had when it began. If there are more now than those of
+        this map, workers did something else as well, and the map may have waited for that.
         """
         function = operation.options.function
         if (
@@ -401,7 +405,8 @@ class CheapCalls:
         whole, own = (1e3 * sum(each) for each in zip(*maps, strict=True))
         report(
             logging.WARNING,
-            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls by themselves %.3g ms; "
+            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls "
+            "by themselves %.3g ms; "
             "use larger items, several items in one call, a chunksize, or a plain loop",
             function.names.function,
             MAPS,
@@ -414,7 +419,8 @@ class CheapCalls:
 
 
 class Feeder:
-    """Packs calls into operations, so many at a time as suits what they cost and how many workers there are."""
+    """Packs calls into operations, so many at a time as suits what they cost and how many workers
+    there are."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -1,4 +1,5 @@
-"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if there is no pool.
+"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if
+there is no pool.
 
 `Arguments` say which arguments are differentiated, and what all items share. A task is called for
 one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
@@ -6,7 +7,8 @@ vectors. What it evaluates is a `Point`, the function at the item's arguments; a
 evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each, or
 one for all under a vmap.
 
-Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns belong to one function.
+Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns
+belong to one function.
 Assumes: `fn`, run twice with the same random numbers, is the same function.
 """
 
@@ -45,7 +47,8 @@ Argnums = int | tuple[int, ...] | None
 
 
 class Arguments:
-    """Arguments of all items: a list has one entry for each item, anything else they share. Some are differentiated.
+    """Arguments of all items: a list has one entry for each item, anything else they share. Some
+    are differentiated.
 
     `vectors` are those that a product is taken with. If they are `in_tuple`, its lists are items.
     """
@@ -57,7 +60,8 @@ class Arguments:
         lengths = {len(each) for each in every if isinstance(each, list)}
         if len(lengths) > 1:
             raise ValueError(
-                f"lists must have one entry for each item, all the same number (lengths: {sorted(lengths)}); "
+                "lists must have one entry for each item, all the same number (lengths: "
+                f"{sorted(lengths)}); "
                 "pass what all items share as it is"
             )
         self.own = {number: each for number, each in enumerate(every) if isinstance(each, list)}
@@ -81,7 +85,10 @@ class Arguments:
         return [sum(each.numel() for each in leaves if isinstance(each, Tensor)) for leaves in own]
 
 
-LEAVE_OUT = "leave it out of argnums, or have the module of its type, where workers import that, register it as a pytree"
+LEAVE_OUT = (
+    "leave it out of argnums, or have the module of its type, where workers import that, register "
+    "it as a pytree"
+)
 
 
 class Form(NamedTuple):
@@ -117,7 +124,8 @@ class Inputs:
                 checked(args[number], f"argument {number}", LEAVE_OUT)
         if not self.tensors:
             raise ValueError(
-                f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})"
+                f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, "
+                f"given: {tree!r})"
             )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
@@ -172,7 +180,8 @@ def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
             )
         if leaf.is_complex():
             raise TypeError(
-                f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of torch.view_as_real"
+                f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of "
+                "torch.view_as_real"
             )
         raise TypeError(
             f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}"
@@ -199,7 +208,8 @@ def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
         return found, []
     if not isinstance(found, tuple) or len(found) != 2:
         raise TypeError(
-            f"with has_aux=True the function must return a tuple (output, aux) (returned: {described(found)})"
+            "with has_aux=True the function must return a tuple (output, aux) (returned: "
+            f"{described(found)})"
         )
     output, aux = found
     for number, leaf in enumerate(tree_leaves(aux)):
@@ -225,11 +235,14 @@ def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any])
 FORWARD_MODE = (
     threading.RLock()
 )  # PyTorch has one level of dual numbers for all threads of a process
-PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
+# seconds to wait for another thread to leave forward mode, before it is taken for one that waits
+# for us
+PATIENCE = 120.0
 
 
 class Task(ABC):
-    """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
+    """The function of an operation: holds what all items share; a call gets the item's number and
+    what is its own."""
 
     def __init__(
         self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool
@@ -255,7 +268,8 @@ class Task(ABC):
         return Point(self, item, inputs), vectors
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each in memory of its own, and without the history that captures would give them, unless it was asked for."""
+        """Each in memory of its own, and without the history that captures would give them, unless
+        it was asked for."""
         if self.create_graph:
             return list(tensors)
         memory = set[int]()
@@ -281,7 +295,8 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 class Point:
-    """A function at one place: the same function at every evaluation, because it meets the same random numbers."""
+    """A function at one place: the same function at every evaluation, because it meets the same
+    random numbers."""
 
     # of what it returned last
     spec: Any
@@ -311,7 +326,8 @@ class Point:
         Raises where an output is no real tensor.
         """
         self.seed()
-        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
+        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is
+        # many times as large
         found = self.task.fn(*self.given.in_arguments([tensor.clone() for tensor in inputs]))
         output, beside = separated(found, self.task.has_aux)
         remedy = "the function must return tensors that depend smoothly on its arguments"
@@ -338,7 +354,8 @@ class Point:
 
 
 def fit(tensor: Tensor) -> Tensor:
-    """Derivatives are not followed through inference tensors, and tangents are written into the memory layout of the value."""
+    """Derivatives are not followed through inference tensors, and tangents are written into the
+    memory layout of the value."""
     if tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.clone()
@@ -390,7 +407,8 @@ class Graph:
         return [grad.unsqueeze(0) for grad in self.pull(one)]
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a chain of tanh
+        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a
+        # chain of tanh
         blocks = basis(self.outputs, start, stop)
         dims = [None if block is None else 0 for block in blocks]
         return list(torch.func.vmap(self.pull, (dims,), randomness="same")(blocks))
@@ -457,7 +475,8 @@ def forward_mode() -> Iterator[None]:
     """One thread at a time."""
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
         raise ForwardModeBusyError(
-            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one "
+            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this "
+            "one, and PyTorch has one "
             "level of it for all threads of a process; use mode='reverse', or a pool of processes"
         )
     try:
@@ -467,7 +486,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
-    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a tensor has no 1 in them."""
+    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a
+    tensor has no 1 in them."""
     blocks: list[Tensor | None] = []
     end = 0
     for like in likes:
@@ -484,7 +504,9 @@ def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]
 # --- tasks
 
 
-ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/benchmarks/batch_derivatives.py)
+# where both are batched, a column costs as much as so many rows
+# (scripts/benchmarks/batch_derivatives.py)
+ROWS_PER_COLUMN = 4
 
 
 class Gradient:
@@ -568,7 +590,8 @@ WAYS = {
 
 
 class Share(NamedTuple):
-    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each output."""
+    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
+    output."""
 
     by_rows: bool
     tensors: list[Tensor]
@@ -578,7 +601,8 @@ class Share(NamedTuple):
 
 
 class Jacobian(Task):
-    """Called for a share of the rows or columns of one item, in the best way that the function goes along with."""
+    """Called for a share of the rows or columns of one item, in the best way that the function goes
+    along with."""
 
     def __init__(
         self,
@@ -595,7 +619,8 @@ class Jacobian(Task):
         self.chunk_size = chunk_size
 
     def by_rows(self) -> Jacobian:
-        """The same, by rows only: for shares of a matrix of which others could not be had by columns."""
+        """The same, by rows only: for shares of a matrix of which others could not be had by
+        columns."""
         other = copy.copy(self)
         other.ways = [ROWS, ROW]
         return other
@@ -628,13 +653,15 @@ class Jacobian(Task):
                 if way is ways[-1]:
                     Graph(point).row(0, 1)  # raises where not the way but the function is at fault
                     raise NotImplementedError(
-                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: {'; '.join(failures)}; "
+                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: "
+                        f"{'; '.join(failures)}; "
                         "use mode='auto' or mode='reverse'"
                     ) from error
         raise AssertionError("a way returns or raises")
 
     def part(self, way: Way, source: Point | Graph, share: int, shares: int) -> list[Tensor]:
-        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output [columns, *its shape]."""
+        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output
+        [columns, *its shape]."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
         step = (self.chunk_size or source.size) if way.batched else 1
         if isinstance(source, Graph):
@@ -652,7 +679,8 @@ class Jacobian(Task):
 def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Rows or columns `start` to `stop`, so many at a time, and of one tensor at a time.
 
-    A batch over two would bring zeros to each from the other's part, and 0 times an infinite derivative is not 0.
+    A batch over two would bring zeros to each from the other's part, and 0 times an infinite
+    derivative is not 0.
     """
     ends = itertools.accumulate(like.numel() for like in likes)
     cuts = sorted({start, stop, *(end for end in ends if start < end < stop)})
@@ -666,7 +694,8 @@ def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[t
 def gathered(
     of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
 ) -> list[Tensor]:
-    """All batches, one after another; copied to their place as they come, if they have no history."""
+    """All batches, one after another; copied to their place as they come, if they have no
+    history."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]
     found = (of_batch(*piece) for piece in pieces)
@@ -722,7 +751,8 @@ class Vjp(Task):
 
 
 class Hvp(Task):
-    """Of the function's gradient, whose derivative is symmetric: a product from the left is one from the right."""
+    """Of the function's gradient, whose derivative is symmetric: a product from the left is one
+    from the right."""
 
     noun = "vectors"  # what errors call the vectors
 
@@ -746,7 +776,8 @@ class Hvp(Task):
 def push_by_two_backwards(
     point: Point, tangents: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's product."""
+    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's
+    product."""
     graph = Graph(point, history=True)
     cotangents = [torch.zeros_like(output).requires_grad_() for output in graph.outputs]
     pairs = [
@@ -765,7 +796,8 @@ def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: An
     leaves, given = tree_flatten(vectors)
     if given != spec:
         raise ValueError(
-            f"{name} must have the structure of {of}, {treespec_pprint(spec)} (given: {treespec_pprint(given)}); "
+            f"{name} must have the structure of {of}, {treespec_pprint(spec)} (given: "
+            f"{treespec_pprint(given)}); "
             "a list has one entry for each item"
         )
     for number, (leaf, like) in enumerate(zip(leaves, likes, strict=True)):
@@ -796,4 +828,7 @@ def fallback(fn: Callable[..., Any], failures: Sequence[str], instead: str, mode
     if not failures:
         return ""
     remedy = f"; mode={mode!r} goes there at once" if mode else ""
-    return f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the place{remedy}"
+    return (
+        f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the "
+        f"place{remedy}"
+    )

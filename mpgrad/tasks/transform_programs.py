@@ -1,8 +1,10 @@
-"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a derivative of it.
+"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a
+derivative of it.
 
-A transform wants to know what a map's derivative is. It is a map of the function's derivative, so workers need the function
-as a program on plain tensors, and a way to make new programs from it: `VjpProgram`, `JvpProgram` and `Batched` wrap any
-program, also one another, which is how transforms are nested. Parents make and pickle them, workers run them.
+A transform wants to know what a map's derivative is. It is a map of the function's derivative, so
+workers need the function as a program on plain tensors, and a way to make new programs from it:
+`VjpProgram`, `JvpProgram` and `Batched` wrap any program, also one another, which is how transforms
+are nested. Parents make and pickle them, workers run them.
 
     DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...      program(load, common, own) ─► tensors
     `common`: the function's captures, and tangents of them; `own`: the tensors of one call, then cotangents or tangents
@@ -39,7 +41,8 @@ Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tenso
 
 
 class ProgramRunner:
-    """The function of the operation: runs each call's program on what all calls have in common and its own tensors."""
+    """The function of the operation: runs each call's program on what all calls have in common and
+    its own tensors."""
 
     def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
         self.pickled = pickled
@@ -54,14 +57,16 @@ class ProgramRunner:
         tensors = program(
             functools.partial(begun, self.pickled, program.direct.item), self.common, own
         )
-        # those of a leaf that somebody else has keep their graph: it is how the caller is told of that
+        # those of a leaf that somebody else has keep their graph: it is how the caller is told of
+        # that
         return program.direct.result, [
             each if held_leaves([each], ()) else each.detach() for each in tensors
         ]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
-    """What was pickled, with these as its captures, and the generators that it holds as they are for the item."""
+    """What was pickled, with these as its captures, and the generators that it holds as they are
+    for the item."""
     streams = Streams()
     value = loads_whole(pickled, tensors, streams=streams)
     streams.begin(item)
@@ -69,7 +74,8 @@ def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
 
 
 class Program(ABC):
-    """A function of some tensors that all calls share (`common`) and some of its own, which gives tensors."""
+    """A function of some tensors that all calls share (`common`) and some of its own, which gives
+    tensors."""
 
     direct: DirectProgram
     batches = 0  # vmaps around the function
@@ -80,12 +86,14 @@ class Program(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where torch.func wants a special kind."""
+        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where
+        torch.func wants a special kind."""
         return self.batches == 0 and self.tangents <= 1
 
 
 class DirectProgram(Program):
-    """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
+    """One call of the function. `arguments` is the pickle of (args, kwargs) without their
+    tensors."""
 
     def __init__(
         self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]
@@ -128,7 +136,8 @@ class DirectProgram(Program):
 
 
 class Derived(Program):
-    """A program made from another one; `plain` is settled by the outermost, because the two ways do not mix."""
+    """A program made from another one; `plain` is settled by the outermost, because the two ways do
+    not mix."""
 
     def __init__(self, inner: Program) -> None:
         self.inner = inner
@@ -158,7 +167,8 @@ class Derived(Program):
 
 
 class VjpProgram(Derived):
-    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of `common_wanted`."""
+    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of
+    `common_wanted`."""
 
     def __init__(
         self,
@@ -181,7 +191,8 @@ class VjpProgram(Derived):
     def run(
         self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
     ) -> list[torch.Tensor]:
-        """Gradients of the wanted inputs, for cotangents that stand behind the call's own tensors."""
+        """Gradients of the wanted inputs, for cotangents that stand behind the call's own
+        tensors."""
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
@@ -261,7 +272,8 @@ class JvpProgram(Derived):
     def run(
         self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
     ) -> list[torch.Tensor]:
-        """Tangents of the outputs, zeros where one does not move; those that come stand behind their tensors."""
+        """Tangents of the outputs, zeros where one does not move; those that come stand behind
+        their tensors."""
         own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
         del own[self.own_count :], common[self.common_count :]

@@ -1,4 +1,5 @@
-"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a worker.
+"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
+worker.
 
     Delayed       functions that joblib was given with `delayed`, as one function of their arguments
     Initializer   what an `mpgrad.Executor` has its workers run first
@@ -6,9 +7,10 @@
     Fold, FoldedBlock, Finish   reductions as ordinary calls
 
 A fold is one call, a tree of folds is a map of calls and a fold of their results.
-A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs to one call at a time, so
-there is no race to lock against, and gradients flow because they flow through calls. How a reduction is cut depends on the
-number of items only, so the number of workers never changes a result.
+A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs
+to one call at a time, so there is no race to lock against, and gradients flow because they flow
+through calls. How a reduction is cut depends on the number of items only, so the number of workers
+never changes a result.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ __all__ = [
 class Delayed:
     """Functions, called by their number.
 
-    They are apart from the arguments: for all calls of the same functions this is the same function to the pool, which pickles
-    it once, and what the functions reach are captures.
+    They are apart from the arguments: for all calls of the same functions this is the same function
+    to the pool, which pickles it once, and what the functions reach are captures.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], nesting_level: int) -> None:
@@ -63,7 +65,8 @@ class Delayed:
 
 
 class Initializer:
-    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
+    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor
+    expect."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
@@ -108,8 +111,8 @@ class Replicas:
         try:
             output = module(*inputs, **kwargs)
             written = copies.items() if number == 0 else ()
-            # those that it wrote to: what it registered or replaced is lost, as in PyTorch. Versions do not tell: batch
-            # normalization writes without counting
+            # those that it wrote to: what it registered or replaced is lost, as in PyTorch.
+            # Versions do not tell: batch normalization writes without counting
             return output, {
                 place[known]: copy.detach()
                 for known, copy in written
@@ -149,14 +152,16 @@ class Reduction(ABC):
 
 
 class FunctionReduction(Reduction):
-    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and returns None."""
+    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and
+    returns None."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
 
     def fold(self, values: Iterable[Any]) -> Any:
         first, *rest = values
-        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is the same
+        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is
+        # the same
         return self.onto(tree_map_only(torch.Tensor, connected_copy, first), rest)
 
     def onto(self, target: Any, values: Iterable[Any]) -> Any:
@@ -198,7 +203,8 @@ class Mean(Reduction):
 
 
 class Joined(Reduction):
-    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined by `torch.cat`."""
+    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined
+    by `torch.cat`."""
 
     def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
         self.join = join
@@ -232,12 +238,14 @@ def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
     if isinstance(reduce_fn, str):
         if reduce_fn not in NAMED:
             raise ValueError(
-                f"no reduction has this name ({reduce_fn!r}); there are {', '.join(map(repr, NAMED))}"
+                f"no reduction has this name ({reduce_fn!r}); there are "
+                f"{', '.join(map(repr, NAMED))}"
             )
         return NAMED[reduce_fn]
     if not callable(reduce_fn):
         raise TypeError(
-            f"a reduction must be a function or one of {', '.join(map(repr, NAMED))} (given: {reduce_fn!r})"
+            f"a reduction must be a function or one of {', '.join(map(repr, NAMED))} (given: "
+            f"{reduce_fn!r})"
         )
     return FunctionReduction(reduce_fn)
 

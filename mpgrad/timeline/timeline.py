@@ -5,12 +5,13 @@ Perfetto (ui.perfetto.dev) opens.
     the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
     a Recording that has ended ──► `events_of`
 
-Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of a track lie side by side
-or within one another: a chunk has the slices of its items within it.
-Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of
+a track lie side by side or within one another: a chunk has the slices of its items within it.
+Format: "Trace Event Format", Google,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of `time.monotonic_ns`, those
-    of workers by their own clock.
+Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of
+    `time.monotonic_ns`, those of workers by their own clock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ __all__ = [
 
 
 class Timeline:
-    """What the workers of a pool and the threads that use it do in a `with` block; see `Pool.timeline`.
+    """What the workers of a pool and the threads that use it do in a `with` block; see
+    `Pool.timeline`.
 
     Example:
         >>> import os, mpgrad
@@ -98,9 +100,11 @@ class Timeline:
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and "dur" in microseconds.
+        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and
+        "dur" in microseconds.
 
-        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
+        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as
+        `docs/timeline.md` lists them.
         """
         if self._recording is None:
             raise RuntimeError(
@@ -330,11 +334,12 @@ def whole(items: int | range) -> int | list[int]:
 
 
 def ahead_of(chunks: Sequence[NotedChunk]) -> int:
-    """Nanoseconds that the caller's clock shows more than that of a worker on another machine, which got these chunks.
+    """Nanoseconds that the caller's clock shows more than that of a worker on another machine,
+    which got these chunks.
 
-    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the difference from both sides;
-    all together bound it best. In the middle the error is at most half of the quickest way there and back, and of what the
-    clocks drift apart meanwhile.
+    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the
+    difference from both sides; all together bound it best. In the middle the error is at most half
+    of the quickest way there and back, and of what the clocks drift apart meanwhile.
     """
     least = [each.sent - each.began for each in chunks if each.answered is not None]
     most = [each.answered - each.ended for each in chunks if each.answered is not None]

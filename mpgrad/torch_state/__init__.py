@@ -9,5 +9,6 @@ workers or messages.
     behaviours    asks for each of these before the first pool of a process is made
     probes        tries what would give wrong gradients without a word
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
-    generators    those that functions and items hold: a stream for each item; seed_sequences: numpy's
+    generators    those that functions and items hold: a stream for each item; seed_sequences:
+    numpy's
 """

@@ -1,11 +1,13 @@
-"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
+"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers
+come from.
 
-A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
-travels with every chunk: a setting of PyTorch's where it differs from its default, so that what nobody has changed costs
-nothing, and what an initializer has set stays. Hooks for saved tensors are code, and travel with the function. Modes that are
-objects of the user's cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an
-operation draws one seed from the caller's generator, and each item derives its own from that, so nothing depends on which
-worker runs an item, in what order, or how often.
+A serial loop runs under the caller's modes without a thought; a worker has modes of its own.
+`Modes` is a snapshot that travels with every chunk: a setting of PyTorch's where it differs from
+its default, so that what nobody has changed costs nothing, and what an initializer has set stays.
+Hooks for saved tensors are code, and travel with the function. Modes that are objects of the user's
+cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an operation
+draws one seed from the caller's generator, and each item derives its own from that, so nothing
+depends on which worker runs an item, in what order, or how often.
 """
 
 from __future__ import annotations
@@ -145,8 +147,9 @@ class Table:
 
 
 TABLE = Table()
-# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or an earlier call has set.
-# It keeps what it has of the other settings, because reading them all takes longer than a small call.
+# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or
+# an earlier call has set. It keeps what it has of the other settings, because reading them all
+# takes longer than a small call.
 RESET = {
     name: TABLE.settings[name].default
     for name in (
@@ -160,7 +163,8 @@ RESET_GETS = [TABLE.settings[name].get for name in RESET]
 
 
 class Enclosing(threading.local):
-    """What settings were before `under` changed them in this thread; an `under` within it changes the others back."""
+    """What settings were before `under` changed them in this thread; an `under` within it changes
+    the others back."""
 
     before: Mapping[str, Any] = {}
     depth = 0  # of `under`
@@ -170,7 +174,8 @@ ENCLOSING = Enclosing()
 
 
 def is_astray() -> bool:
-    """Whether this thread, or an initializer, has set what every call begins with as the caller has it."""
+    """Whether this thread, or an initializer, has set what every call begins with as the caller has
+    it."""
     return [get() for get in RESET_GETS] != RESET_VALUES
 
 
@@ -204,8 +209,8 @@ class Held:
 
 
 class Shared:
-    """What calls set in the whole process, several at once where they run in threads: the last to end puts back what the
-    first one found, but for what the caller has changed meanwhile."""
+    """What calls set in the whole process, several at once where they run in threads: the last to
+    end puts back what the first one found, but for what the caller has changed meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -216,7 +221,8 @@ class Shared:
     def set_to(
         self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool
     ) -> Iterator[dict[str, Any]]:
-        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to whose values it goes back."""
+        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to
+        whose values it goes back."""
         shared = (
             []
             if nested or not self.with_caller
@@ -266,7 +272,8 @@ def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) 
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """`under` in the body knows no other settings than those that it is given: the body runs in the caller's thread."""
+    """`under` in the body knows no other settings than those that it is given: the body runs in the
+    caller's thread."""
     outer = ENCLOSING.before
     ENCLOSING.before = {name: setting.default for name, setting in TABLE.settings.items()}
     try:
@@ -287,7 +294,8 @@ def begin_as_new(is_process: bool) -> None:
 
 
 class Watch:
-    """Whether a pool's operation, or a backward through its results, may begin in the modes that the caller's thread is in."""
+    """Whether a pool's operation, or a backward through its results, may begin in the modes that
+    the caller's thread is in."""
 
     def __init__(self, in_caller: bool = False) -> None:
         """`in_caller`: calls run in this thread, and what observes it sees them."""
@@ -304,14 +312,16 @@ class Watch:
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
-                "workers do not share cached parametrizations (mode: torch.nn.utils.parametrize.cached); "
+                "workers do not share cached parametrizations (mode: "
+                "torch.nn.utils.parametrize.cached); "
                 "enter it inside the function"
             )
         modes = foreign_modes()
         for mode in modes:
             if not is_observer(mode):
                 raise NotImplementedError(
-                    f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {remedy(mode)}"
+                    f"a mode does not travel to workers (mode: {name_of_mode(mode)}); "
+                    f"{remedy(mode)}"
                 )
         if not (modes or self._noticed or profiler_is_on()):
             return
@@ -321,7 +331,8 @@ class Watch:
         new, self._noticed = on - self._noticed, on
         for name, _ in sorted(new) if not self._in_caller else ():
             warn(
-                f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'"
+                f"workers' operations are not seen by {name}: enter it inside the function, or use "
+                "engine='inline'"
             )
 
 
@@ -373,7 +384,8 @@ def under(modes: Modes) -> Iterator[None]:
 
 
 class UnderHooks:
-    """A function with hooks for saved tensors around it: they belong to the caller's thread, and its graph to a worker."""
+    """A function with hooks for saved tensors around it: they belong to the caller's thread, and
+    its graph to a worker."""
 
     def __init__(
         self,
@@ -390,7 +402,8 @@ class UnderHooks:
 
 
 def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are some.
+    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are
+    some.
 
     Those of `torch.utils.checkpoint` stay here: what they would run again is the caller's code.
     """
@@ -401,7 +414,8 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Differentiating(threading.local):
-    """Whether this thread takes a derivative of ours: then those that the function takes need a graph."""
+    """Whether this thread takes a derivative of ours: then those that the function takes need a
+    graph."""
 
     now = False
 
@@ -432,7 +446,8 @@ os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
 class UnderGlobalHooks:
-    """A function with the hooks for all modules and optimizers of the process that it comes from."""
+    """A function with the hooks for all modules and optimizers of the process that it comes
+    from."""
 
     def __init__(self, function: Callable[..., Any], hooks: list[GlobalHook]) -> None:
         self.function = function
@@ -443,7 +458,8 @@ class UnderGlobalHooks:
         return self.function(*args, **kwargs)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """In which it runs, and its backward, which may run parts of it again; in its own process they are there."""
+        """In which it runs, and its backward, which may run parts of it again; in its own process
+        they are there."""
         return registered([] if self.token == PROCESS.token else self.hooks)
 
 
@@ -453,7 +469,8 @@ def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draw_seed() -> int:
-    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
+    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that
+    follows."""
     with outside_transforms():
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
@@ -463,7 +480,8 @@ def seed_item(seed: int, index: int) -> int:
     own = split_mix(seed + index)
     SEED_TORCH(own)
     SEED_RANDOM(own)
-    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
+    # the half of a pair that an item before may have left
+    random._inst.gauss_next = None  # type: ignore[attr-defined]
     numpy: Any = sys.modules.get(
         "numpy"
     )  # optional for torch as for us: seeded where a task could have imported it
@@ -475,8 +493,8 @@ def seed_item(seed: int, index: int) -> int:
 def load_generators() -> None:
     """Import what numpy itself imports on first use only.
 
-    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller may have no descriptor left
-    to read it with.
+    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller
+    may have no descriptor left to read it with.
     """
     if "numpy" in sys.modules:
         with contextlib.suppress(
@@ -488,7 +506,8 @@ def load_generators() -> None:
 def split_mix(number: int) -> int:
     """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
 
-    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
     """
     number = (number * 0x9E3779B97F4A7C15) & MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK

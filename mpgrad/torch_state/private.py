@@ -147,17 +147,19 @@ NODE_IN_PYTHON: Any = torch._C._FunctionBase
 IsSo = Callable[[torch.Tensor], bool]
 
 
-# These are asked for every call and its backward, so they are PyTorch's own functions, without one of ours around them.
-# The number of the backward that is running in this thread; -1 outside one:
+# These are asked for every call and its backward, so they are PyTorch's own functions, without one
+# of ours around them. The number of the backward that is running in this thread; -1 outside one:
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`):
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves out:
+# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves
+# out:
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def leaf_will_run(node: Any) -> bool:
-    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked for it."""
+    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked
+    for it."""
     try:
         return will_run(node)
     except RuntimeError:
@@ -170,7 +172,8 @@ def when_backward_ends(callback: Callable[[], object]) -> None:
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the engine can still find `node`: one that is written in Python may outlive what it stands for."""
+    """Whether the engine can still find `node`: one that is written in Python may outlive what it
+    stands for."""
     try:
         return node.next_functions is not None
     except RuntimeError:
@@ -178,7 +181,8 @@ def is_alive(node: Any) -> bool:
 
 
 def is_held(node: Any) -> bool:
-    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but graphs leads to it."""
+    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but
+    graphs leads to it."""
     return sys.getrefcount(node.variable) > references_of_graphs()
 
 
@@ -206,7 +210,8 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
 
 
 def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and not the other way round."""
+    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and
+    not the other way round."""
     return held + grad if held.layout is torch.strided else grad + held
 
 
@@ -217,9 +222,11 @@ def gradients(
     keep: bool,
     create: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its checks.
+    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its
+    checks.
 
-    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
+    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh
+    worker half a second.
     """
     found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
         tuple(outputs),
@@ -234,12 +241,14 @@ def gradients(
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third of the cost."""
+    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third
+    of the cost."""
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def set_priority(node: Any, number: int) -> None:
-    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0."""
+    """Of the nodes that are ready, the engine runs the one with the highest number first; they are
+    born counted up from 0."""
     node._set_sequence_nr(number)
 
 
@@ -249,7 +258,8 @@ def node_type(function: type[torch.autograd.Function]) -> Any:
 
 
 class CallCounter:
-    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a walk through all of it."""
+    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a
+    walk through all of it."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.count = 0
@@ -307,7 +317,8 @@ with torch.inference_mode(False):
 def held_leaves(
     outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
 ) -> list[Any]:
-    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was given begins."""
+    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was
+    given begins."""
     seen: set[Any] = {output.grad_fn for output in outputs} - {None}
     nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
     while nodes:
@@ -346,7 +357,8 @@ def graph_behind(
 
 
 def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) -> list[Any]:
-    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was `seen`, which they then are."""
+    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was
+    `seen`, which they then are."""
     found = [] if leaf in seen else [leaf]
     seen.add(leaf)
     for node in found:
@@ -376,7 +388,8 @@ transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 
 
 def dual_level_is_active() -> bool:
-    """Whether forward-mode differentiation is on in this process (`torch.autograd.forward_ad.dual_level`)."""
+    """Whether forward-mode differentiation is on in this process
+    (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
 
 
@@ -399,7 +412,8 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 class SharedLevel:
-    """There is one level of dual tensors for all threads of a process: the first one opens it, the last one closes it.
+    """There is one level of dual tensors for all threads of a process: the first one opens it, the
+    last one closes it.
 
     Meanwhile a `torch.func.jvp` takes that level, and does not open a second one (`JVP_NESTING`).
     """
@@ -411,7 +425,8 @@ class SharedLevel:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Whoever is here can make dual tensors; where somebody else has opened a level, that one serves."""
+        """Whoever is here can make dual tensors; where somebody else has opened a level, that one
+        serves."""
         with self._lock:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
@@ -445,20 +460,22 @@ def within_dual_level() -> Iterator[None]:
 def dual_level_kept() -> Iterator[None]:
     """Around all that is made of dual tensors, with forward-mode differentiation off.
 
-    Tensors that a graph has saved have their tangents for as long as there is a level. If another thread closed it while this
-    one's backward takes them out, that would fail.
+    Tensors that a graph has saved have their tangents for as long as there is a level. If another
+    thread closed it while this one's backward takes them out, that would fail.
     """
     with forward_ad._set_fwd_grad_enabled(False), DUAL_LEVEL.entered():
         yield
 
 
 def without_tangents() -> contextlib.AbstractContextManager[None]:
-    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and `jvp`."""
+    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and
+    `jvp`."""
     return forward_ad._set_fwd_grad_enabled(False)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in it."""
+    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in
+    it."""
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
@@ -478,7 +495,8 @@ NOTHING = contextlib.nullcontext()  # one for all: this is asked several times a
 
 
 class Level(NamedTuple):
-    """One vmap that is being run. PyTorch has two kinds: `is_grads_batched` still uses the older one."""
+    """One vmap that is being run. PyTorch has two kinds: `is_grads_batched` still uses the older
+    one."""
 
     number: int
     older: bool
@@ -528,7 +546,8 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         while tensor is not None and is_functorch_wrapped(tensor):
             if not is_batched(tensor):
                 raise TypeError(
-                    "a gradient that came to a pool's result belongs to a torch.func transform other than vmap; "
+                    "a gradient that came to a pool's result belongs to a torch.func transform "
+                    "other than vmap; "
                     "call the pool inside of the function that is transformed"
                 )
             number = level_of(tensor)
@@ -537,13 +556,15 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # in the engine's threads for devices none is counted; there is one then, within which `torch.autograd.grad` was called
+        # in the engine's threads for devices none is counted; there is one then, within which
+        # `torch.autograd.grad` was called
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
 
 
 def without(tensors: Sequence[torch.Tensor], levels: tuple[Level, ...]) -> list[torch.Tensor]:
-    """`tensors` with their batches as ordinary dimensions in front, outermost first, the same for all of them."""
+    """`tensors` with their batches as ordinary dimensions in front, outermost first, the same for
+    all of them."""
     plain = list(tensors)
     for level in reversed(levels):
         plain = [unbatched(tensor, level) for tensor in plain]
@@ -564,7 +585,8 @@ def over(
     fn: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """`fn(tensors)` under one vmap per level, over the leading dimensions; batches in front of what it returns, too."""
+    """`fn(tensors)` under one vmap per level, over the leading dimensions; batches in front of what
+    it returns, too."""
     if not levels:
         return list(fn(tensors))
     present: list[bool] = []
@@ -617,7 +639,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def tracer() -> str | None:
-    """What records the operations of this thread instead of only running them; it would see none of a worker's."""
+    """What records the operations of this thread instead of only running them; it would see none of
+    a worker's."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys: Any = torch._C._TorchDispatchModeKey
@@ -667,7 +690,8 @@ def function_modes() -> list[Any]:
 
 
 def foreign_modes() -> list[Any]:
-    """The modes of this thread that a worker knows nothing of; that of a default device is not among them."""
+    """The modes of this thread that a worker knows nothing of; that of a default device is not
+    among them."""
     found = [mode for mode in function_modes() if not gives_device(mode)]
     if torch._C._len_torch_dispatch_stack():
         found += DISPATCH_MODES()
@@ -737,7 +761,8 @@ class RefusingNoGrad(TorchFunctionMode):
 
 
 def without_refusal() -> contextlib.AbstractContextManager[Any]:
-    """For our own code within a function that runs under `refusing_no_grad`. Other function modes are off there too."""
+    """For our own code within a function that runs under `refusing_no_grad`. Other function modes
+    are off there too."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
 
@@ -794,8 +819,9 @@ SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Shared memory mapped as torch.multiprocessing maps it.
 
-    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
-    an anonymous memory file has no such limit, and never a name that could stay behind.
+    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing
+    past that end is a SIGBUS; an anonymous memory file has no such limit, and never a name that
+    could stay behind.
     """
     descriptor = anonymous_memory()
     try:
@@ -807,7 +833,8 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 
 
 def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close `descriptor`."""
+    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close
+    `descriptor`."""
     try:
         storage: torch.UntypedStorage = SHARED_STORAGE._new_shared_fd_cpu(descriptor, nbytes)
         return storage
@@ -827,7 +854,8 @@ with torch.inference_mode(False):
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor."""
+    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or
+    conjugated tensor."""
     return bool(KEYS_OF(tensor).raw_repr() == PLAIN_KEYS)
 
 
@@ -844,7 +872,8 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> torch.nn.Module:
-    """A module like `network` with other tensors, by the id of the old ones; buffers that are not named stay the same."""
+    """A module like `network` with other tensors, by the id of the old ones; buffers that are not
+    named stay the same."""
     modules: Any = list(network.modules())
     copies: Any = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in network.modules():
@@ -874,7 +903,8 @@ def load_script(code: bytes) -> torch.jit.ScriptModule:
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:
-    """Give a module the state of a parametrized one, and the class that makes tensors anew from their parametrizations."""
+    """Give a module the state of a parametrized one, and the class that makes tensors anew from
+    their parametrizations."""
     module.__setstate__(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:
@@ -888,7 +918,8 @@ T = TypeVar("T")
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
-    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it.
+    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without
+    loading the compiler for it.
 
     `fn` is public: its exceptions show the caller's frames.
     """
@@ -912,7 +943,8 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_compile(code: types.CodeType) -> None:
-    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
+    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them:
+    slow, but right."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(
         hasattr(frames, name)
@@ -923,7 +955,8 @@ def never_compile(code: types.CodeType) -> None:
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:
-    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps has given its marks."""
+    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps
+    has given its marks."""
     maker = function.__globals__.get("__name__")
     return maker in COMPILERS and "_torchdynamo_orig_callable" in vars(function)
 
@@ -937,7 +970,8 @@ COMPILERS = ("torch._dynamo.eval_frame", "torch._dynamo.external_utils")
 
 
 def compiler_context(compiled: Any) -> Any:
-    """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None where there is none."""
+    """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None
+    where there is none."""
     if isinstance(compiled, torch.nn.Module):
         return vars(compiled).get("dynamo_ctx")
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
@@ -959,7 +993,8 @@ def disabling(made: Any) -> dict[str, Any]:
 
 
 def compiled_in_place(module: torch.nn.Module) -> Any:
-    """What `module.compile()` has put into it, of which its state has nothing; None where it was not called."""
+    """What `module.compile()` has put into it, of which its state has nothing; None where it was
+    not called."""
     return vars(module).get("_compiled_call_impl")
 
 
@@ -969,7 +1004,8 @@ def compile_in_place(module: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def compiler_options(context: Any) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` that gave `context`, as far as they are not its defaults; None of `disable`'s."""
+    """The arguments of `torch.compile` that gave `context`, as far as they are not its defaults;
+    None of `disable`'s."""
     if not callable(context.callback):
         return None
     layers = [context.callback]
@@ -996,7 +1032,8 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
 
 
 def inner_layer(layer: Any) -> Any:
-    """What a layer around a backend calls; None of the backend itself. (The name is that of versions up to 2.8.)"""
+    """What a layer around a backend calls; None of the backend itself. (The name is that of
+    versions up to 2.8.)"""
     attributes = getattr(layer, "__dict__", {})
     return attributes.get("_torchdynamo_orig_backend", attributes.get("_torchdynamo_orig_callable"))
 

@@ -1,11 +1,14 @@
-"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for each such behaviour.
+"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for
+each such behaviour.
 
-Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an error where a name means
-something else, and what any run of the tests on that version shows, has no probe. `behaviours` runs them. They call what
-`private` offers, not PyTorch's own names, so that they try what a pool runs.
+Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an
+error where a name means something else, and what any run of the tests on that version shows, has no
+probe. `behaviours` runs them. They call what `private` offers, not PyTorch's own names, so that
+they try what a pool runs.
 
-Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own, where they meet no mode of
-    the caller's. Those that belong to the process (anomaly detection, default dtype, ...) they bear.
+Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own,
+    where they meet no mode of the caller's. Those that belong to the process (anomaly detection,
+    default dtype, ...) they bear.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def expect(expected: object, found: object) -> None:
-    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by ``python -O``."""
+    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by
+    ``python -O``."""
     if found != expected:
         raise AssertionError(f"expected {expected!r}, found {found!r}")
 
@@ -143,7 +147,8 @@ def callbacks_at_the_end() -> None:
 
 
 @behaviour(
-    "what a node returns comes to the next node as the very same object, also a number that is expanded"
+    "what a node returns comes to the next node as the very same object, also a number that is "
+    "expanded"
 )
 def placeholders_untouched() -> None:
     placeholder = torch.zeros((), dtype=torch.float64, device="cpu").expand(2)
@@ -221,7 +226,8 @@ def counted_calls() -> None:
     try:
         ProbeNode.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
     finally:
-        setattr(torch.autograd.Function, "apply", before)  # noqa: B010  # mypy would have no method assigned
+        # mypy would have no method assigned
+        setattr(torch.autograd.Function, "apply", before)  # noqa: B010
     expect(True, applied.count >= 1)  # other threads may call it, too
 
 

@@ -297,7 +297,8 @@ def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -
 
 
 def of_this_version(setting: Setting) -> Setting:
-    """With the default, and the way to set it, that this PyTorch has: older ones have less of some."""
+    """With the default, and the way to set it, that this PyTorch has: older ones have less of
+    some."""
     now = setting.get()
     if (
         isinstance(now, tuple) and setting.default is True
@@ -309,7 +310,8 @@ def of_this_version(setting: Setting) -> Setting:
 
 
 def old(setting: Setting) -> Setting:
-    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it does not count."""
+    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it
+    does not count."""
     get, default = setting.get, setting.default
 
     def read() -> Any:
@@ -322,7 +324,8 @@ def old(setting: Setting) -> Setting:
 
 
 def precisions() -> Iterator[Setting]:
-    """The older settings come first: to set one sets some of the newer ones. What others inherit from comes before these."""
+    """The older settings come first: to set one sets some of the newer ones. What others inherit
+    from comes before these."""
     yield old(
         Setting(
             "torch.set_float32_matmul_precision",

@@ -76,7 +76,8 @@ class Channel(Pipe):
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 
     def lend_by_bytes(self) -> None:
-        """From now on: the other end is a site's, which passes frames on to another machine, and cannot look into them."""
+        """From now on: the other end is a site's, which passes frames on to another machine, and
+        cannot look into them."""
         self._mirror = Mirror()
         self.shares_memory = False
 
@@ -93,7 +94,8 @@ class Channel(Pipe):
             self._mirror.drop(holder, times)
 
     def receive(self) -> Frame | None:
-        """The next frame; None where the parent's end has no whole frame yet, and should wait until there is more to read.
+        """The next frame; None where the parent's end has no whole frame yet, and should wait until
+        there is more to read.
 
         Raises:
             EOFError: the other end is gone.
@@ -180,7 +182,8 @@ class Mirror:
     def enclose(
         self, messages: list[Message], payload: Sequence[bytes]
     ) -> tuple[list[Message], Sequence[bytes]]:
-        """The frame with what has to be carried; what lies in a slab that is still to be introduced waits for a later one."""
+        """The frame with what has to be carried; what lies in a slab that is still to be introduced
+        waits for a later one."""
         for message in messages:
             if isinstance(message, NewSlab):
                 self._known.add(message.number)
@@ -201,7 +204,8 @@ class Mirror:
     def open(
         self, messages: list[Message], payload: memoryview
     ) -> tuple[list[Message], memoryview, list[int]]:
-        """What the other side sent, with the descriptors of mirrors for its new slabs; what it carried is in its place.
+        """What the other side sent, with the descriptors of mirrors for its new slabs; what it
+        carried is in its place.
 
         Raises:
             MemoryError: there is no room for that here.
@@ -240,11 +244,12 @@ def address_of(holder: Slot | Borrowed) -> int:
 
 
 class Link(Protocol):
-    """One end. Frames arrive whole, once, and in the order in which they were sent; or the other end is gone.
+    """One end. Frames arrive whole, once, and in the order in which they were sent; or the other
+    end is gone.
 
-    Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its descriptor. Elsewhere each
-    has a mirror of the other's slabs, with the same numbers and offsets, and what is lent is carried: its bytes travel with
-    a frame.
+    Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its
+    descriptor. Elsewhere each has a mirror of the other's slabs, with the same numbers and offsets,
+    and what is lent is carried: its bytes travel with a frame.
     """
 
     shares_memory: bool
@@ -285,5 +290,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
     def take_descriptor(self) -> int | None:
-        """What came with the message just read: for a `NewSlab`, of the slab, or its mirror; None where none could be had."""
+        """What came with the message just read: for a `NewSlab`, of the slab, or its mirror; None
+        where none could be had."""
         ...

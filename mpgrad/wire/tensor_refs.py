@@ -108,7 +108,8 @@ __all__ = [
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
-# Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
+# Held by number in messages, so the order is part of the protocol between a parent and its own
+# workers only.
 DTYPES = tuple(
     sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 )
@@ -146,8 +147,8 @@ FLAGS: Final = 5
 class Columns(Sequence[TensorRef]):
     """References to many tensors, a column for each of their fields.
 
-    They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through which the collector of cycles
-    would have to walk again and again.
+    They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through
+    which the collector of cycles would have to walk again and again.
     """
 
     __slots__ = ("columns",)
@@ -183,10 +184,11 @@ class Columns(Sequence[TensorRef]):
 
 
 class Bucket(Sequence[TensorRef]):
-    """References to many tensors of one dtype and the same flags, which lie one after another in one run of memory.
+    """References to many tensors of one dtype and the same flags, which lie one after another in
+    one run of memory.
 
-    What is done with them is done in a few steps for all. In shared memory they have one slot together, of which a reference
-    to one of them says nothing: see `lent` and `views`.
+    What is done with them is done in a few steps for all. In shared memory they have one slot
+    together, of which a reference to one of them says nothing: see `lent` and `views`.
     """
 
     __slots__ = ("_offsets", "counts", "dtype", "flags", "nbytes", "place", "shapes")
@@ -285,7 +287,8 @@ class Bucket(Sequence[TensorRef]):
 
 
 def unit_of(itemsize: int, counts: Sequence[int]) -> int:
-    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one is aligned."""
+    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one
+    is aligned."""
     return 1 if max(counts) == 1 else max(1, ALIGNMENT // itemsize)
 
 
@@ -307,14 +310,16 @@ def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Those that lie in shared memory, each slot once: the sender waits until they are given back."""
+    """Those that lie in shared memory, each slot once: the sender waits until they are given
+    back."""
     if type(refs) is Bucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
 class Sparse(NamedTuple):
-    """What a sparse tensor is made of: indices and values, whose places are offsets from its own."""
+    """What a sparse tensor is made of: indices and values, whose places are offsets from its
+    own."""
 
     layout: int
     is_coalesced: bool
@@ -325,10 +330,15 @@ Form = tuple[int, ...] | Sparse | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
-SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and is spread out to its strides by the receiver
+# this slot is read by others too, or again by the next worker: the receiver needs its own private
+# view
+SHARED = 8
+# the gaps between its elements stay behind: it travels dense, and is spread out to its strides by
+# the receiver
+SPREAD = 16
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
-DEVICE = 64  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+# times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
@@ -337,7 +347,8 @@ def is_like_a_loss(tensor: torch.Tensor) -> bool:
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the caller."""
+    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the
+    caller."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
@@ -349,7 +360,8 @@ def flags_of(tensor: torch.Tensor) -> int:
 
 
 def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
-    """Those, by number among the ones that need gradients, for which a backward does more in the caller than to add to them."""
+    """Those, by number among the ones that need gradients, for which a backward does more in the
+    caller than to add to them."""
     needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
     return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
 
@@ -357,7 +369,8 @@ def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
 def check_carriable(
     tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = ""
 ) -> None:
-    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's devices, if it has some.
+    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's
+    devices, if it has some.
 
     Raises:
         TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
@@ -394,7 +407,8 @@ LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not travel
 
 
-# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it is not
+# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it
+# is not
 MEASURES = (
     *(
         "shape",
@@ -451,7 +465,8 @@ def check_class(tensor: torch.Tensor) -> None:
         own.append("__slots__")
     if own:
         raise TypeError(
-            f"{name}, which has {own[0]} of its own; pass tensor.as_subclass(torch.Tensor), and take "
+            f"{name}, which has {own[0]} of its own; pass tensor.as_subclass(torch.Tensor), and "
+            "take "
             f"as_subclass({kind.__name__}) of it in the function: gradients go through both"
         )
 
@@ -503,7 +518,8 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
 
 
 def stand_in(ref: TensorRef) -> torch.Tensor:
-    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
+    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd
+    does not see the difference."""
     device = device_of(ref.flags // DEVICE)
     return torch.empty_strided(
         ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device
@@ -521,7 +537,8 @@ def views(
 def views(
     refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> Any:
-    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one that is kept would keep."""
+    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one
+    that is kept would keep."""
     if type(refs) is Bucket:
         found = refs.views(payload, borrow)
         return [tensor.clone() for tensor in found] if refs.place >= 0 else found
@@ -529,7 +546,8 @@ def views(
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as the tensor."""
+    """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as
+    the tensor."""
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
         return view_elsewhere(TensorRef._make(row), payload, borrow)
@@ -556,7 +574,8 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
 def view_elsewhere(
     ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> torch.Tensor:
-    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them on the way."""
+    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them
+    on the way."""
     device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
     if isinstance(stride, Sparse):
@@ -596,7 +615,8 @@ def view_sparse(
 
 @functools.cache
 def hear_of_beta_state() -> None:
-    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is carried was warned."""
+    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is
+    carried was warned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         MAKE_COMPRESSED([0, 0], [], [], (1, 1), layout=torch.sparse_csr, check_invariants=False)
@@ -607,13 +627,17 @@ def hear_of_beta_state() -> None:
 
 RIDE_BYTES = 8192  # of a tensor that rides in the message, at most
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
-GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
+# times its elements is what travels with its gaps, at most: there most cache lines hold an element,
+# and are read
+GAPPED = 4
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD, where its gaps were closed.
+    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD,
+    where its gaps were closed.
 
-    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits.
+    Strides are kept even where they have gaps: sums over other strides add up in another order, and
+    so to other bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
@@ -681,7 +705,8 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(core: torch.Tensor) -> bool:
-    """Whether some elements share memory, so that strides cannot be rebuilt from separate elements."""
+    """Whether some elements share memory, so that strides cannot be rebuilt from separate
+    elements."""
     reach = 0
     for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
         if size > 1:
@@ -694,9 +719,11 @@ def overlaps(core: torch.Tensor) -> bool:
 def laid_out(
     tensors: Sequence[torch.Tensor], sharing: bool = False
 ) -> tuple[list[TensorRef], list[torch.Tensor], int]:
-    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
+    """References to `tensors` one after another in one run of memory, their cores, and the size of
+    that memory.
 
-    Where `sharing`, those that look at the same memory do so there too; but they do not share what autograd counts writes with.
+    Where `sharing`, those that look at the same memory do so there too; but they do not share what
+    autograd counts writes with.
     """
     refs, cores, offset = [], [], 0
     known: dict[tuple[int, int], int] = {}
@@ -739,7 +766,8 @@ PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
 class Placed(NamedTuple):
-    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
+    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver
+    gives it back."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -782,12 +810,14 @@ class Devices(Protocol):
     kind: str
 
     def way_to(self, code: int) -> Lane | None:
-        """For a tensor that lies there: the lane by which it travels; None where it goes through the CPU's memory."""
+        """For a tensor that lies there: the lane by which it travels; None where it goes through
+        the CPU's memory."""
         ...
 
 
 class Packer:
-    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already.
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared
+    memory already.
 
     Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
     """
@@ -888,7 +918,8 @@ class Packer:
     def place(
         self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False
     ) -> Placed:
-        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`:
+        by the CPU's memory."""
         if code or not tensor.is_cpu:
             return self._place_elsewhere(
                 tensor, flags, device_code(tensor) if code is None else code, staged
@@ -912,8 +943,8 @@ class Packer:
     def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
         """A tensor that lies on a device, or is to.
 
-        Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
-        done that the device has been given before.
+        Small ones take a slot there too: to ride in a message they would have to come to the CPU,
+        and so wait until all is done that the device has been given before.
         """
         lane = None if staged or code == 0 else self._way(tensor)
         if lane is None:
@@ -951,9 +982,11 @@ class Packer:
     def place_together(
         self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
-        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one
+        memory stays one memory.
 
-        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
+        Those on devices have slots of their own there, which come last, unless all is to be
+        `staged`.
         """
         if not tensors:
             return [], None, []
@@ -992,7 +1025,8 @@ def staged_again(
 
 
 def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
+    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of
+    one dtype."""
     found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
     is_whole = (
         len(found) == len(tensors)
@@ -1058,7 +1092,8 @@ class Payload:
     @overload
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
-        """References to them, None where one is missing; those that ride are in this payload from now on."""
+        """References to them, None where one is missing; those that ride are in this payload from
+        now on."""
         if isinstance(placed, Together):
             start = -1 - self._append(placed.body) if placed.body else 0
             return placed.refs.moved(start) if start else placed.refs

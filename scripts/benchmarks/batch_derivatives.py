@@ -1,11 +1,14 @@
-"""The derivative of every entry of y = routine(c, x) with respect to c: every way to get it, side by side, in one run.
+"""The derivative of every entry of y = routine(c, x) with respect to c: every way to get it, side
+by side, in one run.
 
-A loop of `torch.autograd.grad` is the reference: all ways have to agree with it, or nothing is timed. They take turns in a
-random order, and every figure is a median over such rounds, because times on a shared machine are worth little alone.
+A loop of `torch.autograd.grad` is the reference: all ways have to agree with it, or nothing is
+timed. They take turns in a random order, and every figure is a median over such rounds, because
+times on a shared machine are worth little alone.
 
-Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of the largest resident set
-(VmHWM) is put back, the way runs once, and the rise over the resident set before is read. In a pool this is summed over the
-caller and all its workers; pages that they share count in each that has touched them.
+Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of
+the largest resident set (VmHWM) is put back, the way runs once, and the rise over the resident set
+before is read. In a pool this is summed over the caller and all its workers; pages that they share
+count in each that has touched them.
 
     python scripts/benchmarks/batch_derivatives.py --processes 2
 """
@@ -46,7 +49,10 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, 1 if two ways disagree or the time is up, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if everything was measured, 1 if two ways disagree or the time is up, 2 for "
+    "wrong arguments"
+)
 
 STEPS = (
     20  # Python-bound: a few operations on as many numbers as there are entries, again and again
@@ -97,7 +103,8 @@ def loop_of_grad(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
 
 
 def per_item(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
-    """Every entry is an item of its own: as it is where y_i = routine(c, x_i) for many x_i that cannot be batched."""
+    """Every entry is an item of its own: as it is where y_i = routine(c, x_i) for many x_i that
+    cannot be batched."""
     assert pool is not None
     c = c.detach().requires_grad_()
     results = pool.map(lambda entry: routine(c, entry), x.unsqueeze(1).unbind())
@@ -186,7 +193,8 @@ def measured(size: Size, repeats: int, pool: mpgrad.Pool) -> dict[str, list[floa
 
 
 def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) -> None:
-    """Raise WrongResultError unless each way gives what the first one gives; this is their warm-up too."""
+    """Raise WrongResultError unless each way gives what the first one gives; this is their warm-up
+    too."""
     reference, *others = contenders
     expected = reference.derivative(c, x, None)
     scale = float(expected.abs().max())
@@ -196,7 +204,8 @@ def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) ->
             found, expected, rtol=RTOL, atol=RTOL * scale
         ):
             raise WrongResultError(
-                f"{way.name}: differs from {reference.name} (entries, parameters: {tuple(expected.shape)})"
+                f"{way.name}: differs from {reference.name} (entries, parameters: "
+                f"{tuple(expected.shape)})"
             )
 
 
@@ -227,7 +236,8 @@ def fresh_peak(name: str, size: Size, processes: int) -> int:
 
 
 def own_peak(name: str, size: Size, processes: int) -> int:
-    """Bytes by which this process, and the workers where there are any, rise while the way runs once."""
+    """Bytes by which this process, and the workers where there are any, rise while the way runs
+    once."""
     way = next(way for way in ways() if way.name == name)
     torch.set_num_threads(1)
     with pool_for(way, processes) as pool:

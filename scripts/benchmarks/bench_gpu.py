@@ -1,10 +1,13 @@
-"""Many ragged, launch-bound simulations on one GPU: one after the other, by workers that share it, and by streams.
+"""Many ragged, launch-bound simulations on one GPU: one after the other, by workers that share it,
+and by streams.
 
-A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel after kernel of a few
-microseconds each. Several processes launch side by side, each with an interpreter lock of its own; threads with streams share
-one. Here every simulation integrates an ensemble of Lorenz systems, of a size and for a number of steps of its own, and the
-loss is differentiated back to its parameters. Contenders take turns in a random order, every figure is the median over such
-rounds, and all have to give the serial loop's values and gradients, bit for bit, before anything is timed.
+A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel
+after kernel of a few microseconds each. Several processes launch side by side, each with an
+interpreter lock of its own; threads with streams share one. Here every simulation integrates an
+ensemble of Lorenz systems, of a size and for a number of steps of its own, and the loss is
+differentiated back to its parameters. Contenders take turns in a random order, every figure is the
+median over such rounds, and all have to give the serial loop's values and gradients, bit for bit,
+before anything is timed.
 
     simulations ──► | clock on ──► contender ──► values, gradients ──► synchronize ──► clock off |
 
@@ -42,8 +45,14 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, or there is no GPU; 1 if a contender is wrong; 2 for wrong arguments"
-NO_GPU = "bench_gpu.py: there is no CUDA GPU here, so nothing was measured (torch.cuda.is_available() is False)"
+EPILOG = (
+    "exit status: 0 if everything was measured, or there is no GPU; 1 if a contender is wrong; 2 "
+    "for wrong arguments"
+)
+NO_GPU = (
+    "bench_gpu.py: there is no CUDA GPU here, so nothing was measured (torch.cuda.is_available() "
+    "is False)"
+)
 
 SMALLEST, LARGEST = 4, 64  # systems in an ensemble: far too few to fill a GPU
 TIME_STEP = 0.005
@@ -167,7 +176,10 @@ def bench(plan: Plan, workers: Sequence[int], name: str) -> list[Figure]:
             turns[label] = partial(timed, loop, simulations, device)
             memory[label] = used_bytes(device) - before
         seconds = interleaved(turns, plan.repeats)
-    row = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: {plan.simulations} simulations"
+    row = (
+        f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: {plan.simulations} "
+        "simulations"
+    )
     return list(figures_of(row, plan, seconds, memory))
 
 

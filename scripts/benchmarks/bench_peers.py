@@ -1,13 +1,15 @@
 """mpgrad beside its peers: the same losses of N ragged tensors, and the gradients to all of them.
 
-Peers have no gradients between processes. So they get the best that is written by hand around them: one call runs forward
-and backward of several items in the worker, and returns losses and gradients as arrays. It may do so because it is told that
-the loss is a sum, so that every item's incoming gradient is known beforehand. Peers that do not cut a map into chunks get
-those of multiprocessing.Pool, four a worker. All have the same number of workers of one intra-op thread, and stay warm.
+Peers have no gradients between processes. So they get the best that is written by hand around them:
+one call runs forward and backward of several items in the worker, and returns losses and gradients
+as arrays. It may do so because it is told that the loss is a sum, so that every item's incoming
+gradient is known beforehand. Peers that do not cut a map into chunks get those of
+multiprocessing.Pool, four a worker. All have the same number of workers of one intra-op thread, and
+stay warm.
 
-All give the serial loop's losses and gradients in each case before it is timed; then they take turns in a random order.
-The clock runs from tensors in the caller to losses and gradients in the caller. "the best serial" is the fastest serial loop
-of the case, whatever its threads.
+All give the serial loop's losses and gradients in each case before it is timed; then they take
+turns in a random order. The clock runs from tensors in the caller to losses and gradients in the
+caller. "the best serial" is the fastest serial loop of the case, whatever its threads.
 
     pip install '.[bench]'
     python scripts/benchmarks/bench_peers.py --picture peers.png      # about a quarter of an hour
@@ -70,7 +72,10 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, 1 if a system is wrong or the time is up, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if everything was measured, 1 if a system is wrong or the time is up, 2 for "
+    "wrong arguments"
+)
 
 KINDS = {"Python-bound": PYTHON, "op-bound": OP}
 CHUNKS = 4  # for each worker, as multiprocessing.Pool has it

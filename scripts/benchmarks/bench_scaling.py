@@ -1,16 +1,19 @@
-"""How cost grows: items a second that one parent can hand out and take in, and growth along every axis that a map has.
+"""How cost grows: items a second that one parent can hand out and take in, and growth along every
+axis that a map has.
 
-Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent that is measured. Its
-threads share one interpreter lock, so its CPU seconds an item, p, bound the items a second by 1 / p on any machine. A
-worker has a cost of its own, w CPU seconds an item. So W workers with items of g seconds are at most min(g / (g + w),
-g / (W p)) busy, and are 80 % busy from this grain on:
+Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent
+that is measured. Its threads share one interpreter lock, so its CPU seconds an item, p, bound the
+items a second by 1 / p on any machine. A worker has a cost of its own, w CPU seconds an item. So W
+workers with items of g seconds are at most min(g / (g + w), g / (W p)) busy, and are 80 % busy from
+this grain on:
 
     g = max(0.8 W p, 4 w)
 
-Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a log-log
-picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
+Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a
+log-log picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
-    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
+    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some
+    ten minutes
 """
 
 from __future__ import annotations
@@ -254,7 +257,8 @@ def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
 
 
 def point(name: str, count: int, rounds: int) -> dict[str, float]:
-    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory beyond the start's."""
+    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory
+    beyond the start's."""
     with mpgrad.Pool(WORKERS, **sent(mpgrad.Pool)) as pool:
         AXES[name].job(pool, min(count, 10))
         before = peaks(pool)

@@ -1,17 +1,20 @@
-"""How fast the pool is, against the figures that it has to reach: every row of that table, in one run.
+"""How fast the pool is, against the figures that it has to reach: every row of that table, in one
+run.
 
-Contenders take turns in a random order, every figure is the median over such rounds, and ratios are taken within a round.
-Whatever gives values and gradients is compared with the serial loop before it is timed. "over one backward" is the
-speed-up over the serial loop with one backward over all items; "over the best order" that over the faster of it and a
-backward right after each item.
+Contenders take turns in a random order, every figure is the median over such rounds, and ratios are
+taken within a round. Whatever gives values and gradients is compared with the serial loop before it
+is timed. "over one backward" is the speed-up over the serial loop with one backward over all items;
+"over the best order" that over the faster of it and a backward right after each item.
 
     row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json
 
-With --compare each row is measured with the code of another checkout, and right afterwards with this one's.
+With --compare each row is measured with the code of another checkout, and right afterwards with
+this one's.
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
-    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run leaves behind
+    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run
+    leaves behind
 """
 
 from __future__ import annotations
@@ -86,7 +89,10 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for "
+    "wrong arguments"
+)
 
 TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
 # by grain in ms: how fast a pool without options is, as a share of as many loops that share nothing
@@ -139,7 +145,9 @@ class Plan:
     further_workers: int = 8
     idle_seconds: float = 10.0
     megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
-    calls: int = 20_000  # over which memory may grow: workers still warm up, and do so ten times as fast as over a million
+    # over which memory may grow: workers still warm up, and do so ten times as fast as over a
+    # million
+    calls: int = 20_000
     limit: int = 3000  # seconds; the whole run is stopped then
 
 
@@ -166,7 +174,8 @@ QUICK = Plan(
 
 
 class Pools:
-    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the others nothing."""
+    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the
+    others nothing."""
 
     def __init__(self, processes: int, stack: contextlib.ExitStack) -> None:
         self._processes = processes
@@ -421,7 +430,8 @@ def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
 
 
 def steps_for(seconds: float, backward: bool) -> int:
-    """With as many a call takes so long, forward; with a graph, which takes longer, where there is a backward."""
+    """With as many a call takes so long, forward; with a graph, which takes longer, where there is
+    a backward."""
     x, steps = torch.randn(10, requires_grad=backward), 100
     took = min(timeit.repeat(lambda: sines_of_two(x, x, steps), number=1, repeat=20))
     return max(1, round(steps * seconds / took))
@@ -562,13 +572,17 @@ def bench_captures(pools: Pools, plan: Plan) -> Iterator[Figure]:
     seconds = interleaved(
         {name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats
     )
-    row = f"captures: {PARAMETERS} parameters, {plan.capture_bytes / 1e6:g} MB, {len(items)} items, forward and backward"
+    row = (
+        f"captures: {PARAMETERS} parameters, {plan.capture_bytes / 1e6:g} MB, {len(items)} items, "
+        "forward and backward"
+    )
     for name, values in seconds.items():
         yield median_figure(row, name, [1e3 * value for value in values], "ms")
 
 
 class Captured:
-    """A function and the parameters that it captures, which change before every run, as an optimiser would change them."""
+    """A function and the parameters that it captures, which change before every run, as an
+    optimiser would change them."""
 
     def __init__(
         self, weights: Sequence[Tensor], function: Function, items: Sequence[Tensor]
@@ -756,10 +770,16 @@ def bench_memory(pools: Pools, plan: Plan) -> Iterator[Figure]:
     yield median_figure(row, "USS of an idle worker", private, "MiB", MEMORY_AIM)
     yield median_figure(row, "PSS of an idle worker", proportional, "MiB")
     *growths, peaks = run_program(HELD, plan)
-    row = f"memory: {plan.calls} calls, half of them abs, half torch.exp of tiny tensors, forward and backward"
+    row = (
+        f"memory: {plan.calls} calls, half of them abs, half torch.exp of tiny tensors, forward "
+        "and backward"
+    )
     for name, growth in zip(("caller", "workers"), growths, strict=True):
         yield Figure(row, f"growth of the {name}", 1e6 * growth / plan.calls, "MiB/million")
-    row = f"memory: maps of torch.exp over {plan.megabytes} tensors of 1 MB each, forward and backward"
+    row = (
+        f"memory: maps of torch.exp over {plan.megabytes} tensors of 1 MB each, forward and "
+        "backward"
+    )
     yield median_figure(row, "peak of PSS and shared memory, over that before all", peaks, "MiB")
 
 
@@ -843,7 +863,8 @@ def print_comparison(old: Sequence[Figure], new: Sequence[Figure]) -> None:
         else:
             ratio = f"{value / figure.value:.2f}" if figure.value else "-"
             print(
-                f"  {figure.row}, {figure.name}: {value:.4g} {figure.value:.4g} {ratio} {figure.unit}"
+                f"  {figure.row}, {figure.name}: {value:.4g} {figure.value:.4g} {ratio} "
+                f"{figure.unit}"
             )
 
 

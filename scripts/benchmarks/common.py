@@ -1,8 +1,9 @@
-"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a run.
+"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a
+run.
 
-Contenders take turns in a random order within a round, so that noise of the machine meets them all alike. A figure is the
-median over rounds, and a ratio is taken within a round. Assumes nothing of mpgrad, which this module does not import:
-scripts about other systems use it too.
+Contenders take turns in a random order within a round, so that noise of the machine meets them all
+alike. A figure is the median over rounds, and a ratio is taken within a round. Assumes nothing of
+mpgrad, which this module does not import: scripts about other systems use it too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-# mpgrad says once of each tiny function that it costs more to send than to run: here that is what is measured
+# mpgrad says once of each tiny function that it costs more to send than to run: here that is what
+# is measured
 logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 
 T = TypeVar("T")
@@ -44,7 +46,8 @@ class WrongResultError(Exception):
 
 
 def sent(pool: type) -> Record:
-    """The options of a pool that sends all calls: older versions may run cheap ones in the caller."""
+    """The options of a pool that sends all calls: older versions may run cheap ones in the
+    caller."""
     return {"send": "always"} if "send" in inspect.signature(pool).parameters else {}
 
 
@@ -69,7 +72,8 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in steps of 10 ms."""
+    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in
+    steps of 10 ms."""
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -79,7 +83,8 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def status_bytes(pid: int, name: str) -> int:
-    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it had (VmHWM)."""
+    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it
+    had (VmHWM)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -92,7 +97,8 @@ def status_bytes(pid: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a value."""
+    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a
+    value."""
 
     row: str
     name: str
@@ -178,14 +184,16 @@ def print_surroundings(around: Record) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
     print(f"{versions}, Python {around['python']}, {around['date']}")
     print(
-        f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}"
+        f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, "
+        f"{around['system']}"
     )
     print(f"{around['processes']} processes; load average {around['load_average']:.2f} before")
 
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds; end the process if it then does not leave the block."""
+    """Raise TimeoutError in the block after so many seconds; end the process if it then does not
+    leave the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

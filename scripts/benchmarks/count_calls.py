@@ -1,7 +1,9 @@
-"""How many Python functions the caller calls, in its own thread and the pool's, for a call or a map of a warm pool.
+"""How many Python functions the caller calls, in its own thread and the pool's, for a call or a map
+of a warm pool.
 
-Counts are the same on every machine, where seconds are not. Of each case the smallest count of several runs is shown: what a
-turn of the pool's thread finds to do depends on when it wakes up. `--functions` lists which functions were called how often.
+Counts are the same on every machine, where seconds are not. Of each case the smallest count of
+several runs is shown: what a turn of the pool's thread finds to do depends on when it wakes up.
+`--functions` lists which functions were called how often.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ CASES: dict[str, tuple[Callable[[mpgrad.Pool], None], dict[str, Any]]] = {
 
 
 class Counter:
-    """Notes calls of Python functions in all threads that start after it was made, and in the caller's, while it is on."""
+    """Notes calls of Python functions in all threads that start after it was made, and in the
+    caller's, while it is on."""
 
     def __init__(self) -> None:
         self._counts: Counts | None = None

@@ -1,4 +1,5 @@
-"""`Pool.submit`: a graph of calls that is handed over at once. What only calls ask for goes from worker to worker."""
+"""`Pool.submit`: a graph of calls that is handed over at once. What only calls ask for goes from
+worker to worker."""
 
 import time
 

@@ -1,7 +1,8 @@
 """The infants of a population fit, read from a CSV file; data/README.md says what its columns are.
 
-The model asks for logarithms of doses, weights and concentrations, and for a dose before every sample. A file that
-breaks such a rule would come out of a fit as a `nan` hours from its cause, so it is refused here, at the cell.
+The model asks for logarithms of doses, weights and concentrations, and for a dose before every
+sample. A file that breaks such a rule would come out of a fit as a `nan` hours from its cause, so
+it is refused here, at the cell.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Infant:
         doses: intravenous boluses in mg, of shape (doses,).
         dose_times: in h, of shape (doses,).
         sample_times: in h, of shape (samples,).
-        doses_before: how many doses had been given by each sample, at least 1; integers of shape (samples,). Times do
-            not settle it: a dose and a sample at the same time are in the order in which they were written down.
+        doses_before: how many doses had been given by each sample, at least 1; integers of shape
+            (samples,). Times do not settle it: a dose and a sample at the same time are in the
+            order in which they were written down.
         concentrations: measured in plasma in mg/l, of shape (samples,).
     """
 
@@ -165,7 +167,10 @@ def read_event(line: Line) -> Event:
             "dose_mg", "neither a dose nor a concentration (both empty); give one of them"
         )
     if event.dose is not None and event.concentration is not None:
-        what = f"both a dose and a concentration ({event.dose:g} and {event.concentration:g}); give each its own line"
+        what = (
+            f"both a dose and a concentration ({event.dose:g} and {event.concentration:g}); give "
+            "each its own line"
+        )
         raise line.mistake("concentration_mg_per_l", what)
     return event
 
@@ -207,12 +212,18 @@ def infant_of(events: Sequence[Event]) -> Infant:
 def check_succession(before: Event, event: Event) -> None:
     """One infant's lines go forward in time, and agree on what it was born with."""
     if event.time < before.time:
-        what = f"earlier than line {before.line.number} ({event.time:g} after {before.time:g}); sort the infant's lines"
+        what = (
+            f"earlier than line {before.line.number} ({event.time:g} after {before.time:g}); sort "
+            "the infant's lines"
+        )
         raise event.line.mistake("time_h", what)
     for column, here, there in (
         ("weight_kg", event.weight, before.weight),
         ("apgar", event.apgar, before.apgar),
     ):
         if here != there:
-            what = f"differs from line {before.line.number} ({here:g}, not {there:g}); an infant has one"
+            what = (
+                f"differs from line {before.line.number} ({here:g}, not {there:g}); an infant has "
+                "one"
+            )
             raise event.line.mistake(column, what)

@@ -1,4 +1,5 @@
-"""`mpgrad.jacobian`: the derivative of every output of a simulation, rows and columns shared by the workers."""
+"""`mpgrad.jacobian`: the derivative of every output of a simulation, rows and columns shared by the
+workers."""
 
 import time
 
@@ -43,6 +44,7 @@ serial = [row_by_row(doses) for doses in patients]
 serial_time = time.perf_counter() - began
 torch.testing.assert_close(ours, serial)
 print(
-    f"{len(ours)} Jacobians of shapes {[tuple(each.shape) for each in ours]}: as row by row in a serial loop"
+    f"{len(ours)} Jacobians of shapes {[tuple(each.shape) for each in ours]}: as row by row in a "
+    "serial loop"
 )
 print(f"serial, row by row {1e3 * serial_time:.0f} ms; pool {1e3 * pool_time:.0f} ms")

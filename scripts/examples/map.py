@@ -1,4 +1,5 @@
-"""`Pool.map`: one model of how springs swing, fitted to series of different lengths. Compared with the serial loop."""
+"""`Pool.map`: one model of how springs swing, fitted to series of different lengths. Compared with
+the serial loop."""
 
 import time
 
@@ -41,8 +42,10 @@ with mpgrad.Pool() as pool:
 worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, serial, strict=True))
 assert torch.equal(pool_loss, serial_loss) and worst < 1e-5, worst
 print(
-    f"loss {pool_loss:.6f}, d loss / d stiffness {ours[0]:.4f}, and a gradient for each of {len(starts)} starts"
+    f"loss {pool_loss:.6f}, d loss / d stiffness {ours[0]:.4f}, and a gradient for each of "
+    f"{len(starts)} starts"
 )
 print(
-    f"serial loop {serial_time:.2f} s, {pool.processes} workers {pool_time:.2f} s; gradients differ by {worst:.0e} at most"
+    f"serial loop {serial_time:.2f} s, {pool.processes} workers {pool_time:.2f} s; gradients "
+    f"differ by {worst:.0e} at most"
 )

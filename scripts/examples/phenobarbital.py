@@ -1,12 +1,14 @@
-"""A population fit on real data: phenobarbital in 59 newborns, whose objectives are mapped over a pool.
+"""A population fit on real data: phenobarbital in 59 newborns, whose objectives are mapped over a
+pool.
 
     infants ──► pool.map(objective) ──► 59 scalars ──► sum ──► backward ──► BFGS ──► six estimates
                      ▲ each with its own Newton optimum inside                │
                      └───────────────── six parameters, captured ◄────────────┘
 
-Every infant has doses and samples of its own, at its own times: a slow differentiable loop that cannot be batched. The
-script fits it with the pool's gradients, sets the result beside NONMEM's, then evaluates the fit's whole path again,
-serially and with the pool in turns, and compares times and gradients. Data, model and reference: data/README.md.
+Every infant has doses and samples of its own, at its own times: a slow differentiable loop that
+cannot be batched. The script fits it with the pool's gradients, sets the result beside NONMEM's,
+then evaluates the fit's whole path again, serially and with the pool in turns, and compares times
+and gradients. Data, model and reference: data/README.md.
 
     pip install '.[scripts]'
     python scripts/examples/phenobarbital.py --processes 2
@@ -45,7 +47,10 @@ from mpgrad.others_clock import OthersClock
 DESCRIPTION = (
     "A population fit of phenobarbital in 59 newborns, mapped over a pool; beside NONMEM's."
 )
-EPILOG = "exit status: 0 if the result is NONMEM's, 1 if not, 2 for a mistake in the arguments or in the data"
+EPILOG = (
+    "exit status: 0 if the result is NONMEM's, 1 if not, 2 for a mistake in the arguments or in "
+    "the data"
+)
 DATA = Path(__file__).parent / "data" / "phenobarbital.csv"
 
 NAMES = ("th1 (l/h/kg)", "th2 (l/kg)", "th3", "om1", "om2", "s2")
@@ -91,13 +96,14 @@ class Comparison(NamedTuple):
 
     serial: list[Evaluation]
     pool: list[Evaluation]
-    taken: list[
-        float
-    ]  # CPUs that others took during each of the serial ones (a cluster's workers would count as others)
+    # CPUs that others took during each of the serial ones (a cluster's workers would count as
+    # others)
+    taken: list[float]
 
     @property
     def speed_up(self) -> float:
-        """The median over rounds of serial to pool time; the two halves of a round share the machine's mood."""
+        """The median over rounds of serial to pool time; the two halves of a round share the
+        machine's mood."""
         return statistics.median(one.seconds / other.seconds for one, other in self.rounds)
 
     @property
@@ -127,7 +133,8 @@ def serial(function: Callable[[Infant], Tensor], infants: Sequence[Infant]) -> S
 
 
 def evaluate(loop: Loop, infants: Sequence[Infant], parameters: Tensor) -> Evaluation:
-    """The objective over all infants, and its gradient in the scaled parameters, which the mapped function captures."""
+    """The objective over all infants, and its gradient in the scaled parameters, which the mapped
+    function captures."""
     parameters = parameters.detach().requires_grad_()
     began = time.perf_counter()
     total = torch.stack(tuple(loop(partial(objective, parameters=parameters), infants))).sum()
@@ -161,7 +168,8 @@ def fit(loop: Loop, infants: Sequence[Infant], start: Tensor) -> Fit:
 def compare(
     loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], rounds: int
 ) -> Comparison:
-    """Evaluate at the path's parameters, serially and by `loop` in turns, so that both meet the same noise."""
+    """Evaluate at the path's parameters, serially and by `loop` in turns, so that both meet the
+    same noise."""
     comparison = Comparison([], [], [])
     sides = [(serial, comparison.serial), (loop, comparison.pool)]
     for parameters in tqdm(
@@ -181,7 +189,8 @@ def compare(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The serial loop gets one intra-op thread, as each worker does; for tensors this small more would be no faster."""
+    """The serial loop gets one intra-op thread, as each worker does; for tensors this small more
+    would be no faster."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -218,7 +227,8 @@ def report_fit(fitted: Fit, with_nonmem: bool) -> None:
         )
     seconds = sum(evaluation.seconds for evaluation in fitted.evaluations)
     print(
-        f"\nfit: {len(fitted.evaluations)} evaluations in {seconds:.1f} s, start of the workers included"
+        f"\nfit: {len(fitted.evaluations)} evaluations in {seconds:.1f} s, start of the workers "
+        "included"
     )
 
 
@@ -228,13 +238,15 @@ def objective_row(name: str, value: float, reference: float) -> tuple[str, str, 
 
 def report_comparison(comparison: Comparison) -> None:
     print(
-        f"one evaluation of objective and gradient, median of {len(comparison.serial)} rounds in turns:"
+        f"one evaluation of objective and gradient, median of {len(comparison.serial)} rounds in "
+        "turns:"
     )
     print(f"  serial             {median_seconds(comparison.serial):.3f} s")
     print(f"  pool               {median_seconds(comparison.pool):.3f} s")
     print(f"  speed-up           {comparison.speed_up:.2f} {comparison.remark}".rstrip())
     print(
-        f"largest difference between serial and pool gradients: {comparison.gradient_difference:.1e}"
+        "largest difference between serial and pool gradients: "
+        f"{comparison.gradient_difference:.1e}"
     )
 
 

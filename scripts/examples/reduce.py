@@ -1,4 +1,5 @@
-"""`Pool.map_reduce` and `Pool.reduce`: a log-likelihood summed by the workers, and two folds side by side."""
+"""`Pool.map_reduce` and `Pool.reduce`: a log-likelihood summed by the workers, and two folds side
+by side."""
 
 import torch
 
@@ -45,5 +46,6 @@ torch.testing.assert_close(
 )
 print(f"log-likelihood {total:.1f}, its gradient to the mean {found[0].numpy().round(1)}")
 print(
-    f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, gradients too"
+    f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, "
+    "gradients too"
 )

@@ -1,11 +1,14 @@
-"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over gloo.
+"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over
+gloo.
 
-PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with its own copy of the model,
-gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves the script as it is and wraps the model. Which is
-faster is measured here, and that both train the same model is checked: a small convolutional network learns scikit-learn's
-digits by SGD from the same parameters on the same batches, and every batch's loss has to be that of one process, to rounding.
-The loss is a sum over images, so that gradients of parts add up to those of the whole; DistributedDataParallel takes their
-mean, and gets each loss times the number of processes. All ways stay alive and take turns, an epoch each, in a random order.
+PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with
+its own copy of the model, gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves
+the script as it is and wraps the model. Which is faster is measured here, and that both train the
+same model is checked: a small convolutional network learns scikit-learn's digits by SGD from the
+same parameters on the same batches, and every batch's loss has to be that of one process, to
+rounding. The loss is a sum over images, so that gradients of parts add up to those of the whole;
+DistributedDataParallel takes their mean, and gets each loss times the number of processes. All ways
+stay alive and take turns, an epoch each, in a random order.
 
     rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread or on several
         ├── first part  ──► worker 0 ─┐
@@ -48,11 +51,15 @@ from common import at_least_1, print_surroundings, surroundings
 import mpgrad
 import mpgrad.nn
 
-EPILOG = "exit status: 0 if all ways agree, 1 if they differ or a process ended, 2 for wrong arguments or without scikit-learn"
+EPILOG = (
+    "exit status: 0 if all ways agree, 1 if they differ or a process ended, 2 for wrong arguments "
+    "or without scikit-learn"
+)
 
-# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had become 4e-7 at most; gradients
-# wrong by a thousandth show in the quick run's second epoch as 6e-5. The network has to be smooth for the two to stay apart:
-# with ReLU and max-pooling a first difference of 1e-7 had grown to 1e-2 after 15 epochs.
+# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had
+# become 4e-7 at most; gradients wrong by a thousandth show in the quick run's second epoch as 6e-5.
+# The network has to be smooth for the two to stay apart: with ReLU and max-pooling a first
+# difference of 1e-7 had grown to 1e-2 after 15 epochs.
 TOLERANCE = 1e-5
 
 TEST_IMAGES = 360  # the last fifth of 1,797
@@ -131,7 +138,8 @@ def network(width: int) -> nn.Module:
 
 
 class Share(NamedTuple):
-    """The part of each batch that a process trains on, and what its loss is multiplied by before backward."""
+    """The part of each batch that a process trains on, and what its loss is multiplied by before
+    backward."""
 
     part: int = 0
     parts: int = 1
@@ -140,7 +148,8 @@ class Share(NamedTuple):
 
 @dataclass
 class Training:
-    """A model with its optimizer. All ways run this code; they differ in the model, and in the share of a batch."""
+    """A model with its optimizer. All ways run this code; they differ in the model, and in the
+    share of a batch."""
 
     model: nn.Module
     digits: Digits
@@ -362,7 +371,8 @@ def print_table(rows: Sequence[Record]) -> None:
             f"{row['speed_over_gloo']:10.2f}{row['largest_loss_difference']:12.1e}{row['accuracy']:10.3f}"
         )
     print(
-        "medians; speed-up: over the first within a round; of gloo: speed over gloo's within a round"
+        "medians; speed-up: over the first within a round; of gloo: speed over gloo's within a "
+        "round"
     )
     print("difference: of a batch's loss, from the first's, relative, largest")
 
@@ -414,14 +424,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     around["versions"]["scikit-learn"] = importlib.metadata.version("scikit-learn")
     print_surroundings(around)
     print(
-        f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a process but where it says more"
+        f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a "
+        "process but where it says more"
     )
     rows = [result.record(one=results[0], gloo=results[-1]) for result in results]
     print_table(rows)
     largest = max(row["largest_loss_difference"] for row in rows)
     agree = largest <= TOLERANCE
     print(
-        f"largest difference: {largest:.1e}, {'within' if agree else 'above'} the tolerance of {TOLERANCE:.0e}"
+        f"largest difference: {largest:.1e}, {'within' if agree else 'above'} the tolerance of "
+        f"{TOLERANCE:.0e}"
     )
     record = {
         "surroundings": around,

@@ -2,9 +2,9 @@
 
     python scripts/guards/mutants.py [--only WORD ...] [--out FILE.json]
 
-The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must be found once in `mpgrad/` or
-`workers/`, in any file. First, all tests must pass in a copy without a fault. Tests that take too long have noticed. The exit
-code is 1 if a mutant survives, or is not found.
+The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must be found
+once in `mpgrad/` or `workers/`, in any file. First, all tests must pass in a copy without a fault.
+Tests that take too long have noticed. The exit code is 1 if a mutant survives, or is not found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ AT_ONCE = 2
 
 
 class Mutant(NamedTuple):
-    """A fault: the text that it replaces, the new text, and the tests (in `tests/`) that notice it."""
+    """A fault: the text that it replaces, the new text, and the tests (in `tests/`) that notice
+    it."""
 
     old: str
     new: str
@@ -37,7 +38,8 @@ class Mutant(NamedTuple):
 
 
 def mutants_in(text: str) -> list[Mutant]:
-    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # is for people."""
+    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # is for
+    people."""
     found = []
     for paragraph in text.split("\n\n"):
         lines = [line for line in paragraph.splitlines() if line[:2] in ("- ", "+ ", "? ")]
@@ -158,7 +160,8 @@ def main(arguments: Sequence[str] | None = None, tree: Path = ROOT, text: str | 
         ):
             line = mutant.old.strip().partition("\n")[0]
             print(
-                f"{found.outcome:9} {found.seconds:4.0f} s  {found.file:40} {line[:60]:60}  {found.by}",
+                f"{found.outcome:9} {found.seconds:4.0f} s  {found.file:40} {line[:60]:60}  "
+                f"{found.by}",
                 flush=True,
             )
             rows.append({**mutant._asdict(), **found._asdict()})

@@ -2,8 +2,9 @@
 
     python scripts/guards/planted_faults.py [--only WORD ...] [--histories 10000]
 
-The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of tests. Each runs in a copy of
-what git tracks. Printed is after how many histories it was found, and by which check. The exit code is 1 if one is not found.
+The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of
+tests. Each runs in a copy of what git tracks. Printed is after how many histories it was found, and
+by which check. The exit code is 1 if one is not found.
 """
 
 from __future__ import annotations

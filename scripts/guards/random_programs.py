@@ -10,7 +10,8 @@ promises bit for bit: a deterministic pool, where each item uses a capture once.
 
 Each version has one process for all programs, with its tree as PYTHONPATH (`--serve`). It reads
 seeds and answers each with a line of JSON. The exit code is 1 after the first program that differs,
-hangs or ends its process. `--seed N --programs 1` runs that program again; five of them share a pool.
+hangs or ends its process. `--seed N --programs 1` runs that program again; five of them share a
+pool.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ LOOP = Loop()
 
 
 class Entry(NamedTuple):
-    """A recorded value: which it is, its type, a digest of its bytes, and what can be read of it."""
+    """A recorded value: which it is, its type, a digest of its bytes, and what can be read of
+    it."""
 
     label: str
     kind: str
@@ -248,7 +250,8 @@ def entry(label: str, value: Any) -> Entry:
 
 
 class Program:
-    """A program of whole numbers. `allowed` are traits of its tasks; `is_alone`: no other thread runs one."""
+    """A program of whole numbers. `allowed` are traits of its tasks; `is_alone`: no other thread
+    runs one."""
 
     def __init__(self, seed: int, calls: Any, allowed: dict[str, Any], is_alone: bool) -> None:
         self.choose, self.calls, self.allowed, self.is_alone = (
@@ -381,7 +384,8 @@ class Program:
         )
 
     def train(self, label: str) -> None:
-        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a parameter between."""
+        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a
+        parameter between."""
         choose, weight = self.choose, self.some(1)[0].detach().clone().requires_grad_()
         leaves = [weight]
 
@@ -435,8 +439,8 @@ class Program:
             self.note(label, error)
 
     def backward(self) -> None:
-        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere: what is chosen does not
-        depend on that.
+        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere:
+        what is chosen does not depend on that.
         """
         choose, inputs = self.choose, [each for each in self.leaves if each.requires_grad]
         chosen = [each for each in self.made if choose.random() < 0.7]
@@ -529,7 +533,8 @@ def options_of(seed: int) -> dict[str, Any]:
 
 
 def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the program of a seed on a pool and on the loop: what it found, and where the two disagree first."""
+    """Run the program of a seed on a pool and on the loop: what it found, and where the two
+    disagree first."""
     choose = random.Random(f"program {seed}")
     is_real = options["deterministic"] and choose.random() < 0.5
     threads = choose.choice([1, 1, 1, 3])
@@ -602,7 +607,8 @@ def serve(planted: str) -> None:
 
 
 class Version:
-    """A tree, and the process that runs programs with it. `planted` is a statement that spoils it, for tests."""
+    """A tree, and the process that runs programs with it. `planted` is a statement that spoils it,
+    for tests."""
 
     def __init__(self, tree: Path, planted: str = "") -> None:
         self.tree = tree
@@ -648,7 +654,8 @@ def compare(versions: Sequence[Version], seeds: Sequence[int]) -> int:
             for other, difference in others.items():
                 if difference is not None:
                     print(
-                        f"seed {seed}: {version.tree} and {other} differ {answer['options']}\n  {difference}"
+                        f"seed {seed}: {version.tree} and {other} differ {answer['options']}\n  "
+                        f"{difference}"
                     )
                     return 1
     print(

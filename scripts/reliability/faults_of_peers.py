@@ -1,8 +1,9 @@
-"""What worker pools do when something goes wrong: mpgrad and its peers under the same faults, by the same code.
+"""What worker pools do when something goes wrong: mpgrad and its peers under the same faults, by
+the same code.
 
-Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky. All run as they come: their
-own start method, chunks and number of retries. Each fault gets a fresh process per peer, and a time limit, so that a hang is a
-result like any other.
+Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky.
+All run as they come: their own start method, chunks and number of retries. Each fault gets a fresh
+process per peer, and a time limit, so that a hang is a result like any other.
 
     this process ──► fresh process: start ──► fault ──► next map ──► what came, as a line of output
          └── waits for the line; what takes longer than the limit "hangs", and is killed
@@ -65,7 +66,8 @@ class Peer(Protocol):
     def map(
         self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
-        """Results, or an error once a limit is exceeded: that of a call if the peer has one, else that of the wait."""
+        """Results, or an error once a limit is exceeded: that of a call if the peer has one, else
+        that of the wait."""
         ...
 
     def close(self) -> None: ...
@@ -98,7 +100,8 @@ class Executor:
 
 
 class Joblib:
-    """Every map is a `Parallel` of its own, which takes the workers of the one before, or new ones if those are broken."""
+    """Every map is a `Parallel` of its own, which takes the workers of the one before, or new ones
+    if those are broken."""
 
     def __init__(self) -> None:
         self._joblib = importlib.import_module("joblib")
@@ -111,7 +114,9 @@ class Joblib:
         return results
 
     def close(self) -> None:
-        pass  # the workers stay for the next `Parallel`, until they have been idle for long or the program ends
+        # the workers stay for the next `Parallel`, until they have been idle for long or the
+        # program ends
+        pass
 
 
 class Mpgrad:
@@ -179,7 +184,8 @@ def endless(folder: Path, item: Item) -> Tensor:
 
 
 class TwoPartsError(Exception):
-    """Can be pickled, but not loaded again: pickle calls the class with one argument. Nothing unusual in a library."""
+    """Can be pickled, but not loaded again: pickle calls the class with one argument. Nothing
+    unusual in a library."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"code {code}, {detail}")

@@ -1,15 +1,19 @@
-"""A small model is trained in a pool whose workers are hurt all the time; then again in one whose workers are left alone.
+"""A small model is trained in a pool whose workers are hurt all the time; then again in one whose
+workers are left alone.
 
-Every step maps an encoder over ragged items and a head over what came out, with dropout; every few steps a penalty on the
-gradients of the items makes it second order. Both runs have to end with the same parameters, bit for bit. Meanwhile a thread
-takes a random worker at random moments, several within a millisecond at times, and
+Every step maps an encoder over ragged items and a head over what came out, with dropout; every few
+steps a penalty on the gradients of the items makes it second order. Both runs have to end with the
+same parameters, bit for bit. Meanwhile a thread takes a random worker at random moments, several
+within a millisecond at times, and
 
-    kills it (SIGKILL)                          its calls go to others, another worker takes its place
-    stops it (SIGSTOP)                          nobody sees that, until a call exceeds the pool's timeout: then likewise
-    slows it down (SIGSTOP, and soon SIGCONT)   it goes on, unless it was slow for longer than the timeout
+    kills it (SIGKILL)                          its calls go to others, another worker takes its
+    place stops it (SIGSTOP)                          nobody sees that, until a call exceeds the
+    pool's timeout: then likewise slows it down (SIGSTOP, and soon SIGCONT)   it goes on, unless it
+    was slow for longer than the timeout
 
-A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow each other faster
-than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is left that could get a step done.
+A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow
+each other faster than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is
+left that could get a step done.
 
     python scripts/reliability/soak.py --kills 1000 --seconds 600
 """
@@ -48,7 +52,8 @@ from common import at_least_1, file_to_write, limited, print_surroundings, surro
 import mpgrad
 
 EPILOG = (
-    "exit status: 0 if both runs end with the same parameters and no step hung, 1 if they differ, or a step hung or failed, "
+    "exit status: 0 if both runs end with the same parameters and no step hung, 1 if they differ, "
+    "or a step hung or failed, "
     "2 for wrong arguments"
 )
 
@@ -77,7 +82,8 @@ Record = dict[str, Any]
 
 
 class Model(nn.Module):
-    """Both halves are captures of what is mapped: their parameters get gradients from every item."""
+    """Both halves are captures of what is mapped: their parameters get gradients from every
+    item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +180,8 @@ class Harm:
 class Tormentor:
     """A thread that hurts the pool's workers until it has killed enough, or is told to stop.
 
-    Its random numbers are its own, so that training does not depend on it. What becomes of the pool it sees in `Pool.stats`.
+    Its random numbers are its own, so that training does not depend on it. What becomes of the pool
+    it sees in `Pool.stats`.
     """
 
     def __init__(self, pool: mpgrad.Pool, plan: Plan) -> None:
@@ -206,7 +213,8 @@ class Tormentor:
         return not self._thread.is_alive()
 
     def all_deaths_seen(self) -> bool:
-        """After the end: whether the pool knows of all deaths, also of those that only a timeout brings to light."""
+        """After the end: whether the pool knows of all deaths, also of those that only a timeout
+        brings to light."""
         self._look()
         return not self._doomed
 
@@ -281,7 +289,8 @@ class Tormentor:
 
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[int]:
-    """A descriptor of a worker's process: its number may be given to a stranger as soon as it is dead and buried.
+    """A descriptor of a worker's process: its number may be given to a stranger as soon as it is
+    dead and buried.
 
     Raises:
         ProcessLookupError: it is.
@@ -387,7 +396,8 @@ def injured(plan: Plan) -> Run:
         )
         if not tormentor.all_deaths_seen():
             raise TimeoutError(
-                f"the pool did not find out about a worker's death, or a stopped worker, in {plan.hang} s"
+                "the pool did not find out about a worker's death, or a stopped worker, in "
+                f"{plan.hang} s"
             )
         run.end = held_by(pool, plan)
     return run
@@ -425,7 +435,8 @@ def take_steps(run: Run, training: Training, plan: Plan, enough: Callable[[], bo
 
 @contextlib.contextmanager
 def watched(run: Run, pool: mpgrad.Pool) -> Iterator[None]:
-    """Note what a run ends with, also one that ends before its time: a hang, or an error that no step should raise."""
+    """Note what a run ends with, also one that ends before its time: a hang, or an error that no
+    step should raise."""
     try:
         yield
     except Exception as error:
@@ -509,7 +520,8 @@ def soak(plan: Plan) -> Record:
     around = surroundings(plan.processes)
     print_surroundings(around)
     print(
-        f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of {plan.timeout:g} s, seed {plan.seed}"
+        f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of "
+        f"{plan.timeout:g} s, seed {plan.seed}"
     )
     torch.set_num_threads(1)  # as the workers have
     gentle = replace(plan, perturb=None)

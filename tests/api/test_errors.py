@@ -1,4 +1,5 @@
-"""What a user sees when a task fails: his own lines, the item, and what a worker that died was at."""
+"""What a user sees when a task fails: his own lines, the item, and what a worker that died was
+at."""
 
 from __future__ import annotations
 
@@ -199,7 +200,10 @@ def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.M
 
 WORKER = os.path.join(OWN_FOLDER, "workers", "worker.py")
 OURS = "".join(f'  File "{WORKER}", line {n}, in _run\n    made = 1\n' for n in (1, 2))
-THEIRS = '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more times]\n'
+THEIRS = (
+    '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more '
+    "times]\n"
+)
 
 
 def test_each_traceback_of_a_chain_is_shortened() -> None:
@@ -207,8 +211,14 @@ def test_each_traceback_of_a_chain_is_shortened() -> None:
         "Traceback (most recent call last):\n",
         "\nDuring handling of the above exception, another occurred:\n\n",
     )
-    text = f"{title}{OURS}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
-    expected = f"{title}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
+    text = (
+        f"{title}{OURS}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: "
+        f"'ours'\n{between}{title}{OURS}E\n"
+    )
+    expected = (
+        f"{title}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: "
+        f"'ours'\n{between}{title}{OURS}E\n"
+    )
     assert shown(text) == expected
 
 
@@ -405,8 +415,9 @@ class LoadedBy:
 
 
 def test_how_often_a_function_was_loaded_in_vain(nursery: mpgrad.Pool) -> None:
-    # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken for a worker that had died
-    # for another reason before the call began; and such deaths were counted as tries.
+    # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken
+    # for a worker that had died for another reason before the call began; and such deaths were
+    # counted as tries.
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(abs, (-1,))
         with pytest.raises(
@@ -441,7 +452,8 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mp
 def test_a_call_that_ends_just_in_time_is_not_blamed(
     nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker answers after it was told to end; what it has been given meanwhile is done by its successor."""
+    """The worker answers after it was told to end; what it has been given meanwhile is done by its
+    successor."""
 
     def be_deaf() -> None:
         signal.signal(FAREWELL, lambda number, frame: None)
@@ -479,7 +491,8 @@ def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_process_that_such_a_process_forks_is_left_alone(pool2: mpgrad.Pool) -> None:
-    """What is closed in the first must not be closed again in the second, where the number is that of another file."""
+    """What is closed in the first must not be closed again in the second, where the number is that
+    of another file."""
 
     def fork_twice() -> int:
         if (child := os.fork()) == 0:

@@ -1,4 +1,5 @@
-"""Random programs and random backwards: the pool against the serial loop, for the cases that nobody thinks of."""
+"""Random programs and random backwards: the pool against the serial loop, for the cases that nobody
+thinks of."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ ORDINARY = [
     lambda t, u: checkpoint(lambda a: a.tanh() * a, t, use_reentrant=False),
 ]
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
-    # under grad(vmap(grad(...))) torch 2.15 refuses to write into a slice ("Cannot access storage of TensorWrapper")
+    # under grad(vmap(grad(...))) torch 2.15 refuses to write into a slice ("Cannot access storage
+    # of TensorWrapper")
     SMOOTH.append(written)
 
 
@@ -120,7 +122,8 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def backwards(seed: int, loop: Loop) -> list[Any]:
-    """One or two maps on shared leaves, and a backward of a random kind; gradients of a sum of everything come last."""
+    """One or two maps on shared leaves, and a backward of a random kind; gradients of a sum of
+    everything come last."""
     choose = random.Random(seed)
     leaves = [numbers(choose.choice([(), (3,), (2, 3), (0,), (1, 4)]), seed + k) for k in range(3)]
     inputs = [each.requires_grad_() for each in leaves[: choose.randrange(1, 4)]]

@@ -67,7 +67,8 @@ def fails(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, OwnError])
 def test_exceptions_of_records(any_pool: mpgrad.Pool, kept: Kept, kind: Any) -> None:
-    """Symptom: `exc_info` was None, its text part of the message. Cause: the handler of a queue was used."""
+    """Symptom: `exc_info` was None, its text part of the message. Cause: the handler of a queue was
+    used."""
     any_pool.map(fails, [kind])
     (record,) = kept.records
     assert (record.msg, record.args, record.getMessage()) == (
@@ -116,7 +117,8 @@ def levels(_: int) -> list[Any]:
 
 
 def test_levels_that_a_task_sees(any_pool: mpgrad.Pool, kept: Kept) -> None:
-    """Symptom: each logger had the lowest level of all, and the record was of "Level 27". Cause: only that level was sent."""
+    """Symptom: each logger had the lowest level of all, and the record was of "Level 27". Cause:
+    only that level was sent."""
     assert any_pool.map(levels, [0]) == [levels(0)]
     assert [(each.levelname, each.levelno, each.getMessage()) for each in kept.records] == [
         ("HINT", HINT, "a hint")

@@ -1,4 +1,5 @@
-"""How far something has come: bars, functions that are told, `Pool.progress`, and what `Pool.stats` says in words."""
+"""How far something has come: bars, functions that are told, `Pool.progress`, and what `Pool.stats`
+says in words."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def test_targets_side_by_side(pool: mpgrad.Pool, fn: Any, count: int, targets: i
         sum((k + 1) * (f**2).sum() for k, f in enumerate(folded)).backward()
         grads.append([f.detach() for f in folded] + [x.grad for x in (*leaves, *starts)])
     for mine, other in zip(*grads, strict=True):
-        # an item gets a gradient from each target, and each of those is a sum already: (a + b) + (c + d), not a + b + c + d
+        # an item gets a gradient from each target, and each of those is a sum already: (a + b) + (c
+        # + d), not a + b + c + d
         tolerance = 0.0 if targets == 1 else 1e-12
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 

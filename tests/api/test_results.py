@@ -1,4 +1,5 @@
-"""Results asked for later: AsyncResult, iterators and Futures, as in multiprocessing and concurrent.futures."""
+"""Results asked for later: AsyncResult, iterators and Futures, as in multiprocessing and
+concurrent.futures."""
 
 from __future__ import annotations
 
@@ -244,7 +245,8 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
 ) -> None:
     """Symptom: now and then, an `error_callback` was never called.
 
-    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then looked for a failure there.
+    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then
+    looked for a failure there.
     """
     told = queue.SimpleQueue[Any]()
     result = getattr(pool, name)(function, [-1], callback=told.put, error_callback=told.put)
@@ -261,7 +263,8 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
 def test_a_failure_that_was_asked_for_does_not_surface_again(
     pool: mpgrad.Pool, taken: threading.Event
 ) -> None:
-    """Whoever asks may be faster than the scheduling thread, which notes the failure for `synchronize`."""
+    """Whoever asks may be faster than the scheduling thread, which notes the failure for
+    `synchronize`."""
     result = pool.map_async(fails, [-1])
     while not result.ready():
         time.sleep(0)
@@ -274,7 +277,8 @@ def test_a_failure_that_was_asked_for_does_not_surface_again(
 def test_synchronize_waits_until_a_failure_is_noted(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By reading: it could return as soon as the last call had ended, before callbacks and notes of its failure."""
+    """By reading: it could return as soon as the last call had ended, before callbacks and notes of
+    its failure."""
     gate, is_telling, may_tell, looked = (
         tmp_path / "gate",
         threading.Event(),
@@ -316,7 +320,8 @@ def test_synchronize_waits_until_a_failure_is_noted(
 
 
 def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
-    """By reading: `get` could raise the exception of a later item. Cause: the operation was `finished` for an instant."""
+    """By reading: `get` could raise the exception of a later item. Cause: the operation was
+    `finished` for an instant."""
 
     class Watched(Operation):
         def __setattr__(self, name: str, value: object) -> None:
@@ -476,7 +481,8 @@ def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
 
 
 def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
-    """By the caller, who has lent captures, and by the workers, who have lent results: 2 MB each."""
+    """By the caller, who has lent captures, and by the workers, who have lent results: 2 MB
+    each."""
 
     def products(capture: torch.Tensor) -> None:
         fresh_pool.map(lambda k: capture * k, range(4), 1)
@@ -521,8 +527,9 @@ ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {
 def test_each_who_waits_gets_an_error_of_its_own(
     end: Callable[[mpgrad.Pool], None], nursery: mpgrad.Pool
 ) -> None:
-    # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback showed those of the others.
-    # cause: one PoolClosedError for all, which keeps the frames that it is raised through.
+    # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback
+    # showed those of the others. cause: one PoolClosedError for all, which keeps the frames that it
+    # is raised through.
     with mpgrad.Pool(1) as pool:
         result = pool.map_async(time.sleep, [60])
         future, results = pool.submit(abs, -1), pool.imap(abs, [-1])
@@ -566,7 +573,8 @@ def test_each_who_waits_gets_an_error_of_its_own(
 
 
 def test_a_failure_and_a_cancellation_in_asyncio(fresh_pool: mpgrad.Pool) -> None:
-    """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private fields."""
+    """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private
+    fields."""
 
     async def outcomes() -> list[Any]:
         failed, cancelled = fresh_pool.submit(int, "x"), fresh_pool.submit(time.sleep, 60)

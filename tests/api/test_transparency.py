@@ -1,8 +1,10 @@
-"""Whether anybody can tell a loop in the pool from a loop in the caller: a table of operations times behaviours.
+"""Whether anybody can tell a loop in the pool from a loop in the caller: a table of operations
+times behaviours.
 
-Each behaviour is written once, for any `loop(fn, items)`, and returns values to compare. It runs with the serial loop, and
-with every operation of the pool that can stand in for it. Values and gradients of items have to agree bit for bit; sums over
-items may have been added in another order, and agree to rounding.
+Each behaviour is written once, for any `loop(fn, items)`, and returns values to compare. It runs
+with the serial loop, and with every operation of the pool that can stand in for it. Values and
+gradients of items have to agree bit for bit; sums over items may have been added in another order,
+and agree to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def serial(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def results_of(futures: list[Any]) -> list[Any]:
-    """Of all it is asked how they ended: a failure that nobody asks for would surface in another test."""
+    """Of all it is asked how they ended: a failure that nobody asks for would surface in another
+    test."""
     for future in futures:
         future.exception()
     return [future.result() for future in futures]
@@ -41,7 +44,8 @@ OPERATIONS: dict[str, Callable[[mpgrad.Pool], Loop]] = {
     "imap": lambda pool: lambda fn, items: list(pool.imap(fn, items)),
     "map_async": lambda pool: lambda fn, items: pool.map_async(fn, items).get(),
     "submit": lambda pool: lambda fn, items: results_of([pool.submit(fn, item) for item in items]),
-    # a fold of one item into nothing else, and a tree whose leaves are lists: every way that calls can be run
+    # a fold of one item into nothing else, and a tree whose leaves are lists: every way that calls
+    # can be run
     "reduce": lambda pool: (
         lambda fn, items: [pool.reduce(Applied(fn), [item], None) for item in items]
     ),
@@ -401,7 +405,8 @@ def a_checkpoint_inside_it(loop: Loop, reentrant: bool) -> list[Any]:
 
 
 def test_a_reentrant_checkpoint_inside_it(pool2: mpgrad.Pool) -> None:
-    """It works with `backward()` only, not with `torch.autograd.grad`, which is what workers otherwise use."""
+    """It works with `backward()` only, not with `torch.autograd.grad`, which is what workers
+    otherwise use."""
     for loop in (operation(pool2) for operation in OPERATIONS.values()):
         found, expected = a_checkpoint_inside_it(loop, True), a_checkpoint_inside_it(serial, True)
         assert_same(found, expected, exact=False)

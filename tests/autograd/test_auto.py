@@ -1,4 +1,5 @@
-"""`graphs="auto"`: eager backwards once it is known which gradients come. Their values are those of the serial loop."""
+"""`graphs="auto"`: eager backwards once it is known which gradients come. Their values are those of
+the serial loop."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def learn(
     function: Callable[[Any], Any] = loss,
     combine: Callable[[list[Tensor]], Tensor] = mean,
 ) -> None:
-    """Have the pool predict for the function's losses what `combine` brings to twelve, and drop their graphs."""
+    """Have the pool predict for the function's losses what `combine` brings to twelve, and drop
+    their graphs."""
     for _ in range(LEAST + CONFIRMED):
         combine(pool.map(function, items())).backward()
     weight.grad = None
@@ -172,7 +174,8 @@ def test_a_wrong_prediction_costs_a_second_run_at_most(
 
 
 def test_a_backward_for_each_loss_runs_nothing_again(single: mpgrad.Pool, tmp_path: Path) -> None:
-    """The sum that the worker has of the captures' gradients is none that a backward wants; each was run again, every time."""
+    """The sum that the worker has of the captures' gradients is none that a backward wants; each
+    was run again, every time."""
 
     def counted(x: Tensor) -> Tensor:
         with (tmp_path / "calls").open("a") as file:

@@ -251,7 +251,8 @@ def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:
 def test_differentiable_backwards_that_fail_leave_nothing_behind(
     pool2: mpgrad.Pool, captures: bool
 ) -> None:
-    """Gradients that nobody took had a history that led to the graph which kept them, by way of the engine."""
+    """Gradients that nobody took had a history that led to the graph which kept them, by way of the
+    engine."""
     weight = torch.full((3,), 2.0, requires_grad=captures)
 
     def graphs() -> int:
@@ -270,5 +271,6 @@ def test_differentiable_backwards_that_fail_leave_nothing_behind(
         with pytest.raises(LookupError):
             torch.autograd.grad(sum(losses), [*xs, weight] if captures else xs, create_graph=True)
         del inner, losses
-    # the engine itself may keep what the last backward left, until the next: a call's own graph and its derivative's
+    # the engine itself may keep what the last backward left, until the next: a call's own graph and
+    # its derivative's
     assert graphs() <= before + 2 * calls

@@ -1,4 +1,5 @@
-"""Eager backwards whose graphs are gone: whatever becomes of the losses, values and gradients are those of the serial loop."""
+"""Eager backwards whose graphs are gone: whatever becomes of the losses, values and gradients are
+those of the serial loop."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_gradients_whatever_becomes_of_the_losses(
 
 
 def test_graphs_are_gone(own_pool: mpgrad.Pool) -> None:
-    """But for those with a hook on a tensor, which is to be called when the caller's backward comes."""
+    """But for those with a hook on a tensor, which is to be called when the caller's backward
+    comes."""
     for function, name in [(loss, "map"), (clipped, "map"), (hooked, "map"), (loss, "imap")]:
         losses = list(getattr(own_pool, name)(function, items()))
         assert (sum(worker.graphs for worker in own_pool.stats().workers) > 0) == (
@@ -247,7 +249,8 @@ def test_results_of_other_kinds(pool: mpgrad.Pool, name: str, gradient: float) -
 
 
 def test_half_precision_and_autocast(own_pool: mpgrad.Pool) -> None:
-    """With a gradient of 1 the gradient below is zero in half precision; scaling the loss is there to prevent that."""
+    """With a gradient of 1 the gradient below is zero in half precision; scaling the loss is there
+    to prevent that."""
     small = torch.tensor(2.0**-24, dtype=torch.float16)
 
     def run(loop: Loop) -> list[Tensor]:
@@ -279,7 +282,8 @@ def test_dropout_and_seeds(pool: mpgrad.Pool, combination: str) -> None:
 
 
 def test_the_caller_may_write_to_what_was_not_saved(own_pool: mpgrad.Pool) -> None:
-    """A gradient that was computed early is that of the values then; the serial loop raises, or has not saved them."""
+    """A gradient that was computed early is that of the values then; the serial loop raises, or has
+    not saved them."""
     xs = items(3)
     losses = own_pool.map(lambda x: (x * 3).sum(), xs)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Pool calls inside `torch.func` transforms and on dual tensors, against the same transforms of the serial loop."""
+"""Pool calls inside `torch.func` transforms and on dual tensors, against the same transforms of the
+serial loop."""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ def test_dual_tensors(pool: mpgrad.Pool) -> None:
 
 
 def test_threads_share_the_level_of_dual_tensors() -> None:
-    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one used."""
+    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level
+    that another one used."""
 
     def first() -> None:
         with private.within_dual_level():
@@ -180,7 +182,8 @@ def test_threads_share_the_level_of_dual_tensors() -> None:
 
 
 def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
-    """Symptom: as above. Cause: another thread could close the level while this one took out what its graph had saved."""
+    """Symptom: as above. Cause: another thread could close the level while this one took out what
+    its graph had saved."""
 
     def noted(t: torch.Tensor) -> torch.Tensor:
         y = t.sin()
@@ -199,7 +202,8 @@ def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
 
 
 def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:
-    """Of the old kind, without `setup_context`, which torch.func would refuse, but dual tensors do not."""
+    """Of the old kind, without `setup_context`, which torch.func would refuse, but dual tensors do
+    not."""
 
     class Square(torch.autograd.Function):
         @staticmethod
@@ -281,7 +285,8 @@ def test_random_numbers_are_the_same_in_every_run(pool2: mpgrad.Pool) -> None:
 
 
 def test_transforms_around_plain_tensors_change_nothing(pool2: mpgrad.Pool) -> None:
-    """The pool call follows nothing here, so its graph is kept, and captures get their gradients as always."""
+    """The pool call follows nothing here, so its graph is kept, and captures get their gradients as
+    always."""
     weight = numbers(3, seed=5).requires_grad_()
     results = []
 

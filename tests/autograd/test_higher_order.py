@@ -1,4 +1,5 @@
-"""Second derivatives of every operation, batches of gradients, the order of sums, and the graphs that workers keep."""
+"""Second derivatives of every operation, batches of gradients, the order of sums, and the graphs
+that workers keep."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_deterministic_algorithms_order_the_sums_too(pool: mpgrad.Pool) -> None:
 
 
 def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
-    """One graph per call and order; each is gone from its worker's table when the parent's node is."""
+    """One graph per call and order; each is gone from its worker's table when the parent's node
+    is."""
 
     def count() -> int:
         return len(

@@ -1,4 +1,5 @@
-"""A graph is dropped after the backward that leaves nothing of it; a second backward finds what it would find in PyTorch."""
+"""A graph is dropped after the backward that leaves nothing of it; a second backward finds what it
+would find in PyTorch."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ def shared(x: Tensor) -> tuple[Tensor, Tensor]:
 def second_backward(
     loop: Loop, fn: Callable[..., Any], pick: Callable[[Any], list[Tensor]], keep: bool = False
 ) -> list[Any]:
-    """The backwards of what `pick` gives of each result, one after another, and then of the first again."""
+    """The backwards of what `pick` gives of each result, one after another, and then of the first
+    again."""
     xs = leaves()
     found: list[Any] = []
     for result in loop(fn, xs):
@@ -167,7 +169,8 @@ PARTIAL = "apart", "one of two", "with a common part"
 def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, case: str) -> None:
     fn, pick = CASES[case]
     settings = any_pool._scheduler.settings
-    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed
+    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one
+    # has freed
     works = settings.graph_bytes == 0 and case in PARTIAL
     expected = second_backward(serial, fn, pick, keep=works)
     found = second_backward(lambda fn, xs: any_pool.map(fn, xs, 1), fn, pick)
@@ -277,7 +280,8 @@ def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
 
 
 def test_a_worker_that_was_replaced(nursery: mpgrad.Pool) -> None:
-    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next one did not know of it."""
+    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next
+    one did not know of it."""
     x = leaves(1)[0]
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: x.exp(), [x], 1)
@@ -363,7 +367,8 @@ FAILING: dict[str, tuple[Any, ...]] = {
 def test_a_backward_that_fails_leaves_what_it_leaves_serially(
     nursery: mpgrad.Pool, options: dict[str, Any], case: str
 ) -> None:
-    """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
+    """Symptom: "a second time", for a part that was never run through. Cause: the graph went though
+    its backward had failed."""
     with mpgrad.Pool(1, **options) as pool:
         assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(
             serial, *FAILING[case]
@@ -383,7 +388,8 @@ def test_a_graph_whose_backward_has_failed_is_still_there(nursery: mpgrad.Pool) 
 
 
 def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> None:
-    """Symptom: "returned nan values". Cause: the gradients with which a graph is run through again."""
+    """Symptom: "returned nan values". Cause: the gradients with which a graph is run through
+    again."""
     with (
         pytest.warns(UserWarning, match="Error detected in"),
         torch.autograd.set_detect_anomaly(True),
@@ -394,7 +400,8 @@ def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> Non
 
 
 def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
-    """Symptom: they pushed out others. Cause: they counted as they were before they were run through."""
+    """Symptom: they pushed out others. Cause: they counted as they were before they were run
+    through."""
     weight = torch.ones(3000, requires_grad=True)
     xs = [torch.ones(3000, requires_grad=True) for _ in range(12)]
     with mpgrad.Pool(1, graph_memory="100 KB") as pool:

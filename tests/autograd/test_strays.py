@@ -1,4 +1,5 @@
-"""Leaves that only a worker has: a backward that would come to one raises, instead of losing the gradient."""
+"""Leaves that only a worker has: a backward that would come to one raises, instead of losing the
+gradient."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def check_raises(
 
 
 def test_state_of_an_installed_package(any_pool: mpgrad.Pool, installed: Any) -> None:
-    # symptom: the loss said requires_grad, the backward ran, and .grad stayed None. cause: the worker's own leaf is in the
-    # graph, and nobody asks for its gradient.
+    # symptom: the loss said requires_grad, the backward ran, and .grad stayed None. cause: the
+    # worker's own leaf is in the graph, and nobody asks for its gradient.
     def local_import(x: torch.Tensor) -> torch.Tensor:
         import installed_leaves as within  # type: ignore[import-not-found]
 
@@ -182,7 +183,8 @@ WAYS = {
 def test_what_looks_into_modules(
     engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
 ) -> None:
-    # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these find, was lost silently
+    # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these
+    # find, was lost silently
     with mpgrad.Pool(1, engine=engine) as pool:
         for name, way in WAYS.items():
             lines = (
@@ -218,7 +220,8 @@ def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
-    """Symptom: the gradient was lost without a word. Cause: results of workers came without their graph."""
+    """Symptom: the gradient was lost without a word. Cause: results of workers came without their
+    graph."""
     x = torch.tensor([1.0, 2.0])
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +264,8 @@ def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
 
 
 def test_values_are_those_of_the_worker(installed: Any) -> None:
-    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran in the caller
+    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran
+    # in the caller
     with mpgrad.Pool(2) as pool:
         pool.map(installed.scaled, items())
         with torch.no_grad():
@@ -340,7 +344,8 @@ def of_this_module(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are copies that nobody knows of
+    # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are
+    # copies that nobody knows of
     reduce: Callable[[Any], Any] = lambda each: (
         registered_again,
         (each.net.weight.tolist(), each.net.bias.tolist()),
@@ -349,7 +354,10 @@ def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.Mo
     for kind in (Saving, Detaching, Listing, Registered):
         copying = kind()
         pairs = [{"net": [copying], "x": x} for x in items()]
-        match = f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} made as it was loaded"
+        match = (
+            f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} "
+            "made as it was loaded"
+        )
         check_raises(any_pool, copying, match)
         check_raises(any_pool, lambda x, copying=copying: copying(x) * 2, match)
         check_raises(any_pool, lambda pair: pair["net"][0](pair["x"]), match, pairs)
@@ -398,8 +406,8 @@ class Cut:
 def test_the_oracle_sees_what_pickling_loses(
     shared_pools: Callable[[str, int], mpgrad.Pool],
 ) -> None:
-    # symptom: assert_same_as_serial was content. cause: it compared gradients of inputs and captures only, and of results that
-    # which their pickles have
+    # symptom: assert_same_as_serial was content. cause: it compared gradients of inputs and
+    # captures only, and of results that which their pickles have
     pool, without = shared_pools("inline", 1), WithoutGrad()
     call: Callable[[Any], Any] = lambda pair: pair[0](pair[1])  # noqa: E731
     cases: list[tuple[Callable[[Any], Any], list[Any], str]] = [
@@ -421,8 +429,8 @@ def test_the_oracle_sees_what_pickling_loses(
 
 
 def test_copies_wherever_a_function_goes(any_pool: mpgrad.Pool, own_module: Any) -> None:
-    # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such as a module that is carried,
-    # and the function of a reduction
+    # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such
+    # as a module that is carried, and the function of a reduction
     saving, match = Saving(), "would be lost"
     check_raises(any_pool, lambda x: own_module.NET(x), match)
     x = torch.ones(1, requires_grad=True)
@@ -451,7 +459,8 @@ def test_a_leaf_that_is_returned(any_pool: mpgrad.Pool, installed: Any) -> None:
 
 
 def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
-    # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a copy that had gone
+    # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a
+    # copy that had gone
     def renew(pair: Any) -> torch.Tensor:
         pair[0].net = None
         renew.kept = [torch.ones(1, requires_grad=True) for _ in range(300)]  # type: ignore[attr-defined]
@@ -463,7 +472,8 @@ def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool
 
 
 def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
-    # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all modules for each of them
+    # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all
+    # modules for each of them
     looked: list[int] = []
     monkeypatch.setattr(
         functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3))
@@ -483,7 +493,8 @@ def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> No
 
 
 def test_no_graph_is_walked_for_who_cannot_reach_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: 0.1 ms for 600 nodes. Cause: "modules" in the name of a module of ours, or of PyTorch's, counted as a way."""
+    """Symptom: 0.1 ms for 600 nodes. Cause: "modules" in the name of a module of ours, or of
+    PyTorch's, counted as a way."""
     walked: list[object] = []
     find = functions.held_leaves
     monkeypatch.setattr(

@@ -1,4 +1,5 @@
-"""Histories that a result has nothing to do with, though its function was given them, are left alone: as in the serial loop."""
+"""Histories that a result has nothing to do with, though its function was given them, are left
+alone: as in the serial loop."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def test_the_last_loss(loop: Loop) -> None:
 
 
 def weight_made_from_others(loop: Loop) -> list[Tensor | None]:
-    """The module keeps what it made of its parameters the last time, whose history has been freed."""
+    """The module keeps what it made of its parameters the last time, whose history has been
+    freed."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is a newer way
@@ -254,7 +256,8 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.parametrize("how", ["hook", "Function", "both, and one in the forward"])
 def test_captures_that_only_a_backward_uses(loop: Loop, how: str) -> None:
-    """The first derivative depends on them, though the result does not; so do derivatives of higher order."""
+    """The first derivative depends on them, though the result does not; so do derivatives of higher
+    order."""
 
     def gradients(loop: Loop) -> list[Tensor | None]:
         sources = [leaf(3, seed=n) for n in range(4)]
@@ -308,7 +311,8 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
 def test_derivatives_lead_to_what_was_known_with_their_result(
     nursery: mpgrad.Pool, tmp_path: Path
 ) -> None:
-    """What an item uses that is answered later, in its forward or only in its backward, may be gone."""
+    """What an item uses that is answered later, in its forward or only in its backward, may be
+    gone."""
     source, x, y = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
     forward, backward = source.exp(), source.sin()
     path = str(tmp_path / "first is here")
@@ -463,7 +467,8 @@ def test_gradients_that_a_function_turns_on(any_pool: mpgrad.Pool, mode: Callabl
 
 
 def unused_inputs(loop: Loop) -> list[Any]:
-    """Behind what is not used: a history to be used later, one that was freed, hooks, a Function that would see zeros."""
+    """Behind what is not used: a history to be used later, one that was freed, hooks, a Function
+    that would see zeros."""
     seen: list[Any] = []
 
     class Seen(torch.autograd.Function):
@@ -586,7 +591,8 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpg
 
 @pytest.mark.parametrize("graphs", ["keep", "auto"])
 def test_parts_of_a_graph_with_a_reentrant_checkpoint(nursery: mpgrad.Pool, graphs: Any) -> None:
-    """A worker runs all of it for each part. What was not asked for goes neither into the next part nor into a capture."""
+    """A worker runs all of it for each part. What was not asked for goes neither into the next part
+    nor into a capture."""
     weight, one, other = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
 
     def fn(given: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Derivatives of every output, against torch.autograd.functional, torch.func and finite differences."""
+"""Derivatives of every output, against torch.autograd.functional, torch.func and finite
+differences."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def assert_equal(found: Any, expected: Any, exact: bool = False) -> None:
 
 
 class OldSine(torch.autograd.Function):
-    """Neither a forward derivative, nor a form that torch.func takes; its backward can be batched and differentiated."""
+    """Neither a forward derivative, nor a form that torch.func takes; its backward can be batched
+    and differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -698,7 +700,8 @@ def squares(fn: Compute) -> Compute:
 
 
 def own_and_torch_func() -> dict[str, tuple[Compute, Compute]]:
-    """Each kind of derivative, as ours and as that of torch.func: both make a function of a function."""
+    """Each kind of derivative, as ours and as that of torch.func: both make a function of a
+    function."""
     found: dict[str, tuple[Compute, Compute]] = {
         "jvp": (
             lambda fn, pool: lambda x: jvp(squares(fn), x, DIRECTION, pool=pool)[1],
@@ -738,7 +741,8 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("outer", KINDS)
 def test_a_derivative_of_a_derivative(outer: str, pool2: mpgrad.Pool) -> None:
-    """The inner one detached its result unless `create_graph` was given, so that a reverse outer one gave zeros."""
+    """The inner one detached its result unless `create_graph` was given, so that a reverse outer
+    one gave zeros."""
     x = tensor(2)
     own, of_torch = KINDS[outer]
     for inner, (own_inner, of_torch_inner) in KINDS.items():
@@ -794,7 +798,8 @@ def test_an_inner_derivative_under_no_grad_is_a_constant(where: mpgrad.Pool | No
 def test_forward_mode_around_a_call_that_uses_it(
     pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
 ) -> None:
-    """Workers opened a level of dual numbers for the outer one, and PyTorch refuses to open another one for the inner one."""
+    """Workers opened a level of dual numbers for the outer one, and PyTorch refuses to open another
+    one for the inner one."""
     pool, x, v = shared_pools(*pool_of), tensor(2), DIRECTION
 
     def inner(x: torch.Tensor) -> torch.Tensor:

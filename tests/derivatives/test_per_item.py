@@ -1,4 +1,5 @@
-"""Gradients of each result by itself, against one `torch.autograd.grad` per result of the serial loop."""
+"""Gradients of each result by itself, against one `torch.autograd.grad` per result of the serial
+loop."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
             results,
             [x],
             None,
-            r"inputs must have one entry for each of the 2 results \(inputs: 1 entries\); .*pass a tuple",
+            r"inputs must have one entry for each of the 2 results \(inputs: 1 entries\); .*pass a "
+            r"tuple",
         ),
         (results, c, [torch.ones(3)], "grad_outputs must have one entry for each of the 2 results"),
         (
@@ -134,7 +136,8 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
 
 
 def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> None:
-    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the captures."""
+    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the
+    captures."""
     x = leaf(3)
     results = pool.map(lambda t: (t * x).sum(), [x, x])
     assert all(torch.equal(grad, 2 * x) for grad in mpgrad.per_item_grad(results, x))

@@ -1,7 +1,9 @@
-"""Derivatives of functions of structures of tensors, and what comes beside the output: the same as torch.func gives.
+"""Derivatives of functions of structures of tensors, and what comes beside the output: the same as
+torch.func gives.
 
-PyTorch's own tests of torch.func and torch.autograd.functional are not installed with it. The cases here are those of their
-subjects: argnums, chunks, empty outputs, strides, constants, writes into arguments, numbers of dimensions, dtypes.
+PyTorch's own tests of torch.func and torch.autograd.functional are not installed with it. The cases
+here are those of their subjects: argnums, chunks, empty outputs, strides, constants, writes into
+arguments, numbers of dimensions, dtypes.
 """
 
 from __future__ import annotations
@@ -193,7 +195,8 @@ def test_hessians(mode: str, where: mpgrad.Pool | None) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_arguments_may_be_written_to(mode: str, where: mpgrad.Pool | None) -> None:
-    """torch.func.jacrev refuses it, as long as these are leaves: there each evaluation gets copies."""
+    """torch.func.jacrev refuses it, as long as these are leaves: there each evaluation gets
+    copies."""
 
     def write(p: dict[str, Any]) -> Any:
         taken = p.pop("w").mul_(2)
@@ -478,7 +481,8 @@ P = {"b": B}
             lambda: jacobian(lambda p: p["b"], {"b": B, "n": {"k": 3}}),
             lambda: torch.func.jacrev(lambda p: p["b"])({"b": B, "n": {"k": 3}}),
             TypeError,
-            r"argument 0\['n'\]\['k'\] must be a floating point tensor \(given: int\); leave it out of argnums",
+            r"argument 0\['n'\]\['k'\] must be a floating point tensor \(given: int\); leave it "
+            r"out of argnums",
         ),
         (
             lambda: jacobian(lambda x, p: p[0], B, [(B, None)], argnums=1),
@@ -534,13 +538,15 @@ P = {"b": B}
             lambda: jacobian(lambda p: B, {"none": ()}),
             lambda: torch.func.jacrev(lambda p: B)({"none": ()}),
             ValueError,
-            r"must be a tensor in the arguments to differentiate \(argnums: 0, given: {'none': \(\)}\)",
+            r"must be a tensor in the arguments to differentiate \(argnums: 0, given: {'none': "
+            r"\(\)}\)",
         ),
         (
             lambda: jacobian(torch.sin, B, has_aux=True),
             lambda: torch.func.jacrev(torch.sin, has_aux=True)(B),
             TypeError,
-            r"with has_aux=True the function must return a tuple \(output, aux\) \(returned: a torch.float64 tensor",
+            r"with has_aux=True the function must return a tuple \(output, aux\) \(returned: a "
+            r"torch.float64 tensor",
         ),
         (
             lambda: jacobian(lambda x: [x, x], B, has_aux=True),
@@ -552,7 +558,8 @@ P = {"b": B}
             lambda: jvp(lambda x: (x, {"loss": 3.0}), B, B, has_aux=True),
             lambda: torch.func.jvp(lambda x: (x, {"loss": 3.0}), (B,), (B,), has_aux=True),
             TypeError,
-            r"aux\['loss'\] must be a tensor \(given: float\); return numbers as torch\.tensor\(number\)",
+            r"aux\['loss'\] must be a tensor \(given: float\); return numbers as "
+            r"torch\.tensor\(number\)",
         ),
         (
             lambda: hessian(lambda x: (x.sum(), [B, "words"]), B, has_aux=True),
@@ -570,19 +577,22 @@ P = {"b": B}
             lambda: jvp(lambda p: p["b"], (P,), P),
             lambda: torch.func.jvp(lambda p: p["b"], (P,), P),
             ValueError,
-            r"tangents must have the structure of the arguments, \({'b': \*},\) \(given: {'b': \*}\)",
+            r"tangents must have the structure of the arguments, \({'b': \*},\) \(given: {'b': "
+            r"\*}\)",
         ),
         (
             lambda: vjp(lambda p: [p["b"]], P, [B]),
             lambda: torch.func.vjp(lambda p: [p["b"]], P)[1](B),
             ValueError,
-            r"cotangents must have the structure of the output, \[\*\] \(given: \*\); a list has one entry for each item",
+            r"cotangents must have the structure of the output, \[\*\] \(given: \*\); a list has "
+            r"one entry for each item",
         ),
         (
             lambda: jvp(lambda p: p["b"], P, {"b": B[:2]}),
             lambda: torch.func.jvp(lambda p: p["b"], (P,), ({"b": B[:2]},)),
             ValueError,
-            r"tangents\['b'\] must be a torch.float64 tensor of shape \(3,\) \(given: a torch.float64 tensor of shape \(2,\)\)",
+            r"tangents\['b'\] must be a torch.float64 tensor of shape \(3,\) \(given: a "
+            r"torch.float64 tensor of shape \(2,\)\)",
         ),
         (
             lambda: vjp(lambda p: {"y": p["b"]}, P, {"y": 1.0}),

@@ -1,7 +1,8 @@
-"""Runs the tests in `pretend/`, of pools with devices on machines without one, in a process of their own.
+"""Runs the tests in `pretend/`, of pools with devices on machines without one, in a process of
+their own.
 
-PyTorch starts the autograd engine's threads for devices at the first backward of a process, for the kinds of device that there
-are by then, so the pretended kind has to be there before.
+PyTorch starts the autograd engine's threads for devices at the first backward of a process, for the
+kinds of device that there are by then, so the pretended kind has to be there before.
 """
 
 from __future__ import annotations

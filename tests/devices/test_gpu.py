@@ -1,4 +1,5 @@
-"""Pools on real GPUs against the serial loop there, bit for bit. None of this runs without one: see docs/gpu.md."""
+"""Pools on real GPUs against the serial loop there, bit for bit. None of this runs without one: see
+docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_random_numbers_do_not_depend_on_the_workers() -> None:
 
 
 def test_processes_can_share_this_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Else all these tests have shown is that staging works; on a part of a GPU that is what is to be expected."""
+    """Else all these tests have shown is that staging works; on a part of a GPU that is what is to
+    be expected."""
     with caplog.at_level(logging.WARNING, "mpgrad"), mpgrad.Pool(devices=["cuda:0"]) as pool:
         pool.map(torch.sin, ragged())
     assert not [

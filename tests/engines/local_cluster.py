@@ -1,7 +1,9 @@
-"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is needed.
+"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is
+needed.
 
-As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of engine "process". With
-`MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray cluster on this machine.
+As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of
+engine "process". With `MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray
+cluster on this machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence, nodes that come and go."""
+"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence,
+nodes that come and go."""
 
 from __future__ import annotations
 
@@ -245,7 +246,8 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
 
 
 def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
-    """Each word of theirs would wake the site and the caller, which costs both as much as a small call."""
+    """Each word of theirs would wake the site and the caller, which costs both as much as a small
+    call."""
     pool, _ = on_two_nodes
     before = pool.stats().frames_received
     pool.map(abs, range(80), chunksize=20)
@@ -258,7 +260,8 @@ def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, 
 def test_what_waits_behind_an_endless_call_goes_to_others(
     nursery: mpgrad.Pool, tmp_path: Path
 ) -> None:
-    """Without retries its worker cannot be killed: others want a graph of it. The calls behind it waited for ever."""
+    """Without retries its worker cannot be killed: others want a graph of it. The calls behind it
+    waited for ever."""
     begun, go = tmp_path / "begun", tmp_path / "go"
 
     def stuck() -> None:
@@ -532,7 +535,8 @@ def test_a_mirror_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(pool: mpgrad.Pool | None, injure: Callable[[str], None]) -> list[torch.Tensor]:
-    """Forward, backward and double backward of a map, with the gradients of items and of what is closed over."""
+    """Forward, backward and double backward of a map, with the gradients of items and of what is
+    closed over."""
     generator = torch.Generator().manual_seed(7)
     weight = torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_()
     xs = [
@@ -619,7 +623,8 @@ def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
 
 @pytest.mark.slow
 def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool) -> None:
-    """Their calls run again with the results that the caller has, also where nobody has read these."""
+    """Their calls run again with the results that the caller has, also where nobody has read
+    these."""
     with cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
         x = leaf()
@@ -980,7 +985,8 @@ def test_a_node_with_another_version_joins(
 
 @pytest.mark.slow
 def test_a_busy_caller_is_no_silence(nursery: mpgrad.Pool) -> None:
-    """A callback kept the thread busy that speaks with the sites, which took the caller for dead."""
+    """A callback kept the thread busy that speaks with the sites, which took the caller for
+    dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
         weight = torch.ones(3, requires_grad=True)
         (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])

@@ -1,4 +1,5 @@
-"""Clusters without room for all: what is lost, or left over, must not wait for a worker that may never come."""
+"""Clusters without room for all: what is lost, or left over, must not wait for a worker that may
+never come."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from mpgrad.cluster.carrier import LocalCarrier, Node, SiteOptions
 
 
 class Crowded(LocalCarrier):
-    """There is room on the nodes that were named; a site that may be anywhere waits until some is made."""
+    """There is room on the nodes that were named; a site that may be anywhere waits until some is
+    made."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         super().__init__(nodes)
@@ -252,7 +254,8 @@ def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
 def test_a_worker_that_was_refused_is_tried_again_there(
     nursery: mpgrad.Pool, refusals: int
 ) -> None:
-    """It was to find room elsewhere, while its place was free; so it is only where a node goes on to refuse."""
+    """It was to find room elsewhere, while its place was free; so it is only where a node goes on
+    to refuse."""
     with (
         ThreadPoolExecutor(1) as thread,
         cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier),

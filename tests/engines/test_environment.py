@@ -1,6 +1,8 @@
-"""What the caller changes in its environment after a pool has begun shows in workers, as it does in the serial loop.
+"""What the caller changes in its environment after a pool has begun shows in workers, as it does in
+the serial loop.
 
-Workers are other processes: they had the variables, the directory and the arguments of the moment when the pool began.
+Workers are other processes: they had the variables, the directory and the arguments of the moment
+when the pool began.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def test_calls_see_what_has_changed(
 def test_the_time_zone_is_the_one_in_use(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before `time.tzset` in the caller: until then the loop's clock goes on as it was, whatever TZ says."""
+    """Not before `time.tzset` in the caller: until then the loop's clock goes on as it was,
+    whatever TZ says."""
     try:
         with monkeypatch.context() as patch:
             patch.setenv("TZ", "XXX-7")
@@ -154,7 +157,8 @@ def set_up(folder: str) -> None:
 def test_what_a_worker_has_set_itself_stays(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its initializer's variables, directory, paths and arguments; the numbers of threads that mpgrad sets."""
+    """Its initializer's variables, directory, paths and arguments; the numbers of threads that
+    mpgrad sets."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(NAME, raising=False)
     with mpgrad.Pool(1, initializer=set_up, initargs=(str(tmp_path),)) as pool:
@@ -190,7 +194,8 @@ class Scaled(torch.autograd.Function):
 def test_backwards_and_calls_that_run_again(
     graphs: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph that is made again finds what the forward had; its backward what the caller has when it runs."""
+    """A graph that is made again finds what the forward had; its backward what the caller has when
+    it runs."""
     with mpgrad.Pool(1, graphs=graphs) as pool:
         x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
         monkeypatch.setenv(NAME, "2")
@@ -216,7 +221,8 @@ class Seen(torch.autograd.Function):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """A backward that ran with its forward saw the forward's environment, not the caller's later one."""
+    """A backward that ran with its forward saw the forward's environment, not the caller's later
+    one."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return Seen.apply(x).sum()  # type: ignore[no-any-return, no-untyped-call]
@@ -237,7 +243,8 @@ def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_pat
 def test_the_successor_of_a_worker_that_died(
     fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A call that is tried again finds the environment of its operation, in a worker that began in another one."""
+    """A call that is tried again finds the environment of its operation, in a worker that began in
+    another one."""
 
     def fn(k: int) -> tuple[str, str]:
         if k == 1 and not os.path.exists("tried"):

@@ -1,4 +1,5 @@
-"""A pool in the world: scripts without guard, start methods, replacement of workers, and nothing left after any end."""
+"""A pool in the world: scripts without guard, start methods, replacement of workers, and nothing
+left after any end."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def test_a_module_beside_the_script_is_importable(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def twice(x):\n    return 2 * x\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "import mpgrad, helper\nwith mpgrad.Pool(1) as pool:\n    print(pool.map(helper.twice, [1, 2]))\n"
+        "import mpgrad, helper\nwith mpgrad.Pool(1) as pool:\n    print(pool.map(helper.twice, [1, "
+        "2]))\n"
     )
     assert run([sys.executable, str(script)], cwd="/").stdout == "[2, 4]\n"
 

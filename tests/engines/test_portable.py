@@ -1,6 +1,8 @@
-"""The portable branches, which macOS takes, on Linux: a program of its own runs without anything that only Linux has.
+"""The portable branches, which macOS takes, on Linux: a program of its own runs without anything
+that only Linux has.
 
-With `MPGRAD_PORTABLE=1` in the environment all other tests take them too, apart from those that are `linux_only`.
+With `MPGRAD_PORTABLE=1` in the environment all other tests take them too, apart from those that are
+`linux_only`.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def test_a_system_without_sockets_that_carry_descriptors() -> None:
     )
     assert done.stdout == "imported\n"
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
+        "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), "
+        "which this system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
 
@@ -182,7 +185,8 @@ def test_what_the_environment_may_say() -> None:
 
 def test_one_module_asks_for_the_system() -> None:
     asks = re.compile(
-        r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), |[\"']/(proc|sys)"
+        r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), "
+        r"|[\"']/(proc|sys)"
     )
     files = [*(ROOT / "mpgrad").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]
     asking = {path.relative_to(ROOT) for path in files if asks.search(path.read_text())}
@@ -211,7 +215,8 @@ class Full(socket.socket):
 
 
 class Exhausted(socket.socket):
-    """No descriptor is free to receive one with: it says so once, and gives the bytes afterwards."""
+    """No descriptor is free to receive one with: it says so once, and gives the bytes
+    afterwards."""
 
     was_asked = False
 
@@ -314,7 +319,8 @@ def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("calls", ["MEMFD_CREATE", "PIDFD_OPEN", "MEMFD_CREATE, PIDFD_OPEN"])
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
 def test_a_sandbox_that_refuses_calls_of_linux_is_another_system(calls: str, number: int) -> None:
-    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not implemented"."""
+    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not
+    implemented"."""
     done = sandboxed(
         f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)"
     )

@@ -1,4 +1,5 @@
-"""Worker processes as children: what they inherit, what multiprocessing gives its own, what they start from, how they end."""
+"""Worker processes as children: what they inherit, what multiprocessing gives its own, what they
+start from, how they end."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def content_of(name: str) -> int:
 def test_shared_memory_that_a_task_makes_outlives_its_worker(
     nursery: mpgrad.Pool, context: str | None
 ) -> None:
-    """FileNotFoundError in the next map: each worker had a resource tracker, which took it away when the worker ended."""
+    """FileNotFoundError in the next map: each worker had a resource tracker, which took it away
+    when the worker ended."""
     with mpgrad.Pool(2, maxtasksperchild=1, context=context) as pool:
         names = pool.map(make_block, [5, 6, 7], 1)
         assert pool.map(content_of, names, 1) == [5, 6, 7]
@@ -130,7 +132,8 @@ def fork_server(nursery: mpgrad.Pool) -> Iterator[None]:
 def test_what_multiprocessing_tells_its_children(
     fork_server: None, context: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """multiprocessing.set_executable had no effect on the children of tasks, nor had its start method."""
+    """multiprocessing.set_executable had no effect on the children of tasks, nor had its start
+    method."""
     wrapper = tmp_path / "another"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -415,7 +418,10 @@ with mpgrad.Pool(1) as pool:
     except RuntimeError as error:
         print(error)
 """
-READS = "def rights(): return [line for line in open('/proc/self/status') if line[:3] in ('Cap', 'Uid')]"
+READS = (
+    "def rights(): return [line for line in open('/proc/self/status') if line[:3] in ('Cap', "
+    "'Uid')]"
+)
 
 
 @linux_only("the nursery")
@@ -430,9 +436,11 @@ READS = "def rights(): return [line for line in open('/proc/self/status') if lin
     ],
 )
 def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:
-    """Root that had dropped its capabilities had workers with all of them: a program that root starts has them again.
+    """Root that had dropped its capabilities had workers with all of them: a program that root
+    starts has them again.
 
-    And as another user they could not load what a module's function needs, where Python was in a closed folder.
+    And as another user they could not load what a module's function needs, where Python was in a
+    closed folder.
     """
     (tmp_path / "of_the_user.py").write_text(READS)
     done = run(RIGHTS, tmp_path, rights, cwd="/")
@@ -533,7 +541,8 @@ def test_programs_of_tasks_inherit_nothing_of_the_worker(method: str) -> None:
         "from mpgrad.engines.launch import enter_process\n"
         "ends = os.pipe()\n"
         "for end in ends: os.set_inheritable(end, True)\n"
-        "enter_process(sys.argv[1], 'os', 'system', f'test -e /dev/fd/{ends[0]} -o -e /dev/fd/{ends[1]} || echo none')"
+        "enter_process(sys.argv[1], 'os', 'system', f'test -e /dev/fd/{ends[0]} -o -e "
+        "/dev/fd/{ends[1]} || echo none')"
     )
     assert run(code, method).stdout == "none\n"
 
@@ -543,7 +552,8 @@ def test_programs_of_tasks_inherit_nothing_of_the_worker(method: str) -> None:
 def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(
     fork_server: None, context: str, tmp_path: Path
 ) -> None:
-    """The program inherited the worker's pipe: the death was noticed when the program ended, or never."""
+    """The program inherited the worker's pipe: the death was noticed when the program ended, or
+    never."""
 
     def starts_and_dies(path: Path) -> None:
         if path.exists():
@@ -699,6 +709,7 @@ POOL = "with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1, -2]))"
     ],
 )
 def test_first_use_after_the_main_thread_has_ended(use: str) -> None:
-    """RuntimeError: can't register atexit after shutdown, since concurrent.futures.process was not imported before."""
+    """RuntimeError: can't register atexit after shutdown, since concurrent.futures.process was not
+    imported before."""
     done = run(LATE.format(use=use))
     assert (done.stdout, done.stderr) == ("[1, 2]\n", "")

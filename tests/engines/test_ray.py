@@ -1,4 +1,5 @@
-"""Engine "ray" on several raylets of this machine: what only Ray itself can show. The rest is in test_cluster.py."""
+"""Engine "ray" on several raylets of this machine: what only Ray itself can show. The rest is in
+test_cluster.py."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
         workers = [psutil.Process(int(pid)) for pid in line.split()[1:]]
         pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
         caller.send_signal(signal.SIGKILL)
-    # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and end by themselves
+    # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and
+    # end by themselves
     assert gone(pids, within=12)
 
 
@@ -194,7 +196,8 @@ def test_no_ray_cluster_there() -> None:
 
 
 def test_the_tutorials_cluster_of_its_own(tmp_path: Path) -> None:
-    """tests/project/test_pages.py leaves this block out, because all that start Ray run one after another."""
+    """tests/project/test_pages.py leaves this block out, because all that start Ray run one after
+    another."""
     text = (HERE.parents[1] / "docs" / "tutorials" / "cluster.md").read_text()
     (program,) = re.findall(
         r"^:caption: Not run here: starts a Ray cluster .*?\)\n(.*?)^```$",
@@ -239,7 +242,8 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
         "    assert first.map(abs, [-1]) == [1]\n"
         "    first.terminate()\n"
         "    sum(second.map(lambda x: (weight * x).sum(), [1.0, 2.0])).backward()\n"
-        "_, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)  # Ray's own take a moment\n"
+        "_, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)  # "
+        "Ray's own take a moment\n"
         "print(weight.grad.tolist(), len(left))\n"
     )
     ended = subprocess.run(
@@ -250,9 +254,11 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def autoscaled(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head without CPUs that can add two nodes of one CPU: its address, and the environment in which to join it.
+    """A head without CPUs that can add two nodes of one CPU: its address, and the environment in
+    which to join it.
 
-    Ray's own `AutoscalingCluster` stops all that this user has of Ray, and needs a file that is not in the wheel.
+    Ray's own `AutoscalingCluster` stops all that this user has of Ray, and needs a file that is not
+    in the wheel.
     """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -309,7 +315,10 @@ def autoscaled(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    start = f"start --block --head --num-cpus=0 --include-dashboard=false --dashboard-agent-listen-port=0 --port={address[10:]}"
+    start = (
+        "start --block --head --num-cpus=0 --include-dashboard=false "
+        f"--dashboard-agent-listen-port=0 --port={address[10:]}"
+    )
     command = [
         str(Path(sys.executable).with_name("ray")),
         *start.split(),
@@ -365,7 +374,8 @@ def test_an_autoscaler_adds_nodes_and_removes_them() -> None:
         tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder,
         autoscaled(Path(folder)) as (address, environment),
     ):
-        faulthandler.cancel_dump_traceback_later()  # it would leave the head behind; the caller has a limit of its own
+        # it would leave the head behind; the caller has a limit of its own
+        faulthandler.cancel_dump_traceback_later()
         command = [sys.executable, "-c", code, address]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     refused = "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"

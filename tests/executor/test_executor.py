@@ -1,4 +1,5 @@
-"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and gradients with ours."""
+"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and
+gradients with ours."""
 
 from __future__ import annotations
 
@@ -412,7 +413,8 @@ def say(x):
 def test_executors_that_nobody_shuts_down(
     tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]
 ) -> None:
-    """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
+    """Symptom: a program with a forked worker never ended. Cause: it was forked while another
+    thread imported a module.
 
     That was one that the caller imported next, or the one whose import makes the executor.
     """
@@ -486,7 +488,8 @@ def test_gradients_after_the_shutdown() -> None:
     "options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "keep"}], ids=str
 )
 def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> None:
-    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made again, counted as done."""
+    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made
+    again, counted as done."""
     before = threading.active_count()
     weight = torch.rand(3, requires_grad=True)
     xs = [torch.rand(3, requires_grad=True) for _ in range(6)]
@@ -708,7 +711,8 @@ def test_graphs_end_with_the_workers(ending: str, engine: str) -> None:
 
 
 def test_a_shutdown_that_kills(tmp_path: Path) -> None:
-    """As loky's: all that has not ended fails with a RuntimeError that says why, and no worker is left."""
+    """As loky's: all that has not ended fails with a RuntimeError that says why, and no worker is
+    left."""
     executor = mpgrad.Executor(2)
     futures = [executor.submit(runs, tmp_path, name) for name in ("a", "b")]
     pids = [pid_in(tmp_path / name) for name in ("a", "b")]

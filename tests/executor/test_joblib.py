@@ -1,4 +1,5 @@
-"""The backend of joblib: values and gradients are those of the serial loop, whatever joblib does with the calls."""
+"""The backend of joblib: values and gradients are those of the serial loop, whatever joblib does
+with the calls."""
 
 from __future__ import annotations
 
@@ -313,7 +314,8 @@ def test_batches_grow_and_shrink() -> None:
 
 @pytest.mark.quick
 def test_workers_that_cannot_be_had_are_the_futures_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the thread that goes on with joblib's calls, nobody would hear of it, and Parallel would wait for ever."""
+    """In the thread that goes on with joblib's calls, nobody would hear of it, and Parallel would
+    wait for ever."""
 
     def refuses(*_: Any, **__: Any) -> None:
         raise RuntimeError("no workers")

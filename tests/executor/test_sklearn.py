@@ -1,4 +1,5 @@
-"""scikit-learn with the backend of joblib: its results are those of the serial loop, and workers do not compete for CPUs."""
+"""scikit-learn with the backend of joblib: its results are those of the serial loop, and workers do
+not compete for CPUs."""
 
 from __future__ import annotations
 

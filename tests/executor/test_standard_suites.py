@@ -1,4 +1,5 @@
-"""CPython's own tests of executors and pools, run on ours; which of them differ on purpose, and which are left out, and why.
+"""CPython's own tests of executors and pools, run on ours; which of them differ on purpose, and
+which are left out, and why.
 
 Not every interpreter comes with its `test` package: what is missing is skipped.
 """
@@ -24,7 +25,10 @@ FUTURES = [PACKAGE, *(f"{PACKAGE}.{name}" for part in PARTS for name in (part, f
 POOLS = ["test._test_multiprocessing"]
 
 INSIDES = "looks at attributes that are not documented"
-LOADING = "what raises while an argument or a result is loaded is that call's own failure, and no worker dies of it"
+LOADING = (
+    "what raises while an argument or a result is loaded is that call's own failure, and no worker "
+    "dies of it"
+)
 RAISED = {
     INSIDES: AttributeError,
     LOADING: (pickle.UnpicklingError, SystemExit),
@@ -87,7 +91,8 @@ LEFT_OUT = {
     ],
     "replaces parts of the standard library's executor": [
         "ProcessPoolExecutorTest.test_python_finalization_error",
-        "ProcessPoolExecutorTest.test_terminate_workers",  # this and the following: from Python 3.14 on
+        # this and the following: from Python 3.14 on
+        "ProcessPoolExecutorTest.test_terminate_workers",
         "ProcessPoolExecutorTest.test_kill_workers",
         "ProcessPoolExecutorTest.test_force_shutdown_workers_invalid_op",
         "ExecutorDeadlockTest.test_gh105829_should_not_deadlock_if_wakeup_pipe_full",

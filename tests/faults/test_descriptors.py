@@ -1,7 +1,8 @@
-"""Functions that close, write to, or take the place of descriptors which are not theirs; and handlers that interrupt a send.
+"""Functions that close, write to, or take the place of descriptors which are not theirs; and
+handlers that interrupt a send.
 
-Daemons close all that is open. What mpgrad keeps as numbers are other files' numbers then, and so results were announced to,
-zeros written behind, and frames mixed with what belongs to the user.
+Daemons close all that is open. What mpgrad keeps as numbers are other files' numbers then, and so
+results were announced to, zeros written behind, and frames mixed with what belongs to the user.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def are_untouched(folder: Path) -> bool:
 def test_files_in_the_place_of_shared_memory_stay_as_they_are(
     fresh_pool: mpgrad.Pool, tmp_path: Path
 ) -> None:
-    """They got zeros behind their data. The worker goes on with new memory, and what it has borrowed stays readable."""
+    """They got zeros behind their data. The worker goes on with new memory, and what it has
+    borrowed stays readable."""
     item = torch.ones(100_000)
     assert (
         fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4
@@ -120,7 +122,8 @@ def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path)
 def test_a_child_of_the_caller_that_becomes_a_daemon(
     fresh_pool: mpgrad.Pool, tmp_path: Path
 ) -> None:
-    """It closes all, and opens files. The end of a result was written into one of them, and closed others."""
+    """It closes all, and opens files. The end of a result was written into one of them, and closed
+    others."""
     results: list[object] = fresh_pool.map(lambda k: torch.full((100_000,), k), range(4), 1)
     for folder in (tmp_path / "of_caller", tmp_path / "of_worker"):
         folder.mkdir()
@@ -173,7 +176,8 @@ assert pool.stats().deaths == 0
 @pytest.mark.slow
 @linux_only("memory that has a descriptor")
 def test_memory_ends_well_without_its_descriptor() -> None:
-    """PyTorch aborts the process, child or worker, where the descriptor of shared memory was closed by others."""
+    """PyTorch aborts the process, child or worker, where the descriptor of shared memory was closed
+    by others."""
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", CLOSES_ALL]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=58, cwd=Path(__file__).parent, env=TESTS
@@ -210,7 +214,8 @@ GARBAGE = [
 def test_garbage_on_the_pipe_is_the_death_of_that_worker(
     garbage: bytes, nursery: mpgrad.Pool
 ) -> None:
-    """One frame that could not be read broke the whole pool, or had it wait for a frame of exabytes."""
+    """One frame that could not be read broke the whole pool, or had it wait for a frame of
+    exabytes."""
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
@@ -262,7 +267,8 @@ FORGED = {
 def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
     what: str, nursery: mpgrad.Pool
 ) -> None:
-    """Where the mark was right it broke the whole pool: sizes, descriptors and messages were believed."""
+    """Where the mark was right it broke the whole pool: sizes, descriptors and messages were
+    believed."""
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(
@@ -283,7 +289,8 @@ def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
 @linux_only("the C library's fork")
 @pytest.mark.slow
 def test_a_task_that_forks_in_c(nursery: mpgrad.Pool) -> None:
-    """Python does not know of the child, which answers, too: an answer that nobody waited for broke the pool."""
+    """Python does not know of the child, which answers, too: an answer that nobody waited for broke
+    the pool."""
     with mpgrad.Pool(1, retries=0) as pool:
         with contextlib.suppress(mpgrad.WorkerDiedError):
             pool.map(lambda k: ctypes.CDLL(None).fork() and k, [1, 2], 1)
@@ -303,7 +310,8 @@ HANDLERS = ["prints", "logs", "raises"]
 def test_a_signal_while_a_frame_is_being_sent(
     handler: str, nursery: mpgrad.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A handler that printed or logged put its frame into the middle of the other; one that raised left a half of it."""
+    """A handler that printed or logged put its frame into the middle of the other; one that raised
+    left a half of it."""
 
     def fn(k: int) -> int:
         rung, may_raise = 0, False
@@ -352,7 +360,8 @@ def test_a_signal_while_a_frame_is_being_sent(
 
 
 class Interrupted(str):
-    """While it is added to what was written before, another thread writes: a switch at the worst moment."""
+    """While it is added to what was written before, another thread writes: a switch at the worst
+    moment."""
 
     def __radd__(self, before: str) -> str:
         write_elsewhere()

@@ -1,9 +1,11 @@
-"""A worker is killed at every message of a map and its backwards, one after the other: every run ends as if nothing had been.
+"""A worker is killed at every message of a map and its backwards, one after the other: every run
+ends as if nothing had been.
 
-On the workers' side of the pipe, the first worker to come to the n-th frame kills itself: before it handles it, after, with
-half of an answer in the pipe, or with all of it. On the parent's side, the worker is killed when the parent has just sent its
-n-th frame, or has just read one, so that what it was doing then is left to chance. An undisturbed run tells how many there are.
-Each way takes every second or fourth frame, from another one on; tests/simulation plays a death at every message.
+On the workers' side of the pipe, the first worker to come to the n-th frame kills itself: before it
+handles it, after, with half of an answer in the pipe, or with all of it. On the parent's side, the
+worker is killed when the parent has just sent its n-th frame, or has just read one, so that what it
+was doing then is left to chance. An undisturbed run tells how many there are. Each way takes every
+second or fourth frame, from another one on; tests/simulation plays a death at every message.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Tensor = torch.Tensor
 
 
 def scenario(pool: mpgrad.Pool) -> list[Tensor]:
-    """Losses, values, gradients of items and captures, second order with captures, a chain, a large tensor, random numbers."""
+    """Losses, values, gradients of items and captures, second order with captures, a chain, a large
+    tensor, random numbers."""
     torch.manual_seed(0)
     weight = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
     items = [
@@ -66,7 +69,8 @@ def scenario(pool: mpgrad.Pool) -> list[Tensor]:
 
 
 class Killer:
-    """Counts, over all workers, in a file; kills this one at the count that is written beside it."""
+    """Counts, over all workers, in a file; kills this one at the count that is written beside
+    it."""
 
     def __init__(self, folder: Path, when: str) -> None:
         self.folder = folder

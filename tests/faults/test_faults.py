@@ -31,7 +31,8 @@ pytestmark = pytest.mark.quick
 
 
 class OwnError(Exception):
-    """Defined where the worker cannot import it by accident, with arguments that its message does not show."""
+    """Defined where the worker cannot import it by accident, with arguments that its message does
+    not show."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -426,7 +427,8 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
 
 def interrupted(work: Callable[[], object]) -> None:
-    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end before."""
+    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end
+    before."""
     for child in psutil.Process().children(recursive=True):
         child.send_signal(signal.SIGINT)
     timer = threading.Timer(

@@ -1,4 +1,5 @@
-"""An interrupt stops the work: what nobody can ask for any more is cancelled, running calls with their workers."""
+"""An interrupt stops the work: what nobody can ask for any more is cancelled, running calls with
+their workers."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def meet(folder: Path, number: int) -> bool:
 
 
 class Stuck(torch.autograd.Function):
-    """The identity, whose backward says that it has begun, and does something for as long as nobody has said `go`."""
+    """The identity, whose backward says that it has begun, and does something for as long as nobody
+    has said `go`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, folder: Path, busy: Callable[[], None]) -> Tensor:
@@ -117,7 +119,8 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def interrupted(when: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's frames only."""
+    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's
+    frames only."""
 
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
     came = False
@@ -401,10 +404,11 @@ def test_a_future_that_somebody_holds_is_still_wanted(
 def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
     fresh_pool: mpgrad.Pool, tmp_path: Path, taken: bool
 ) -> None:
-    """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument was there.
+    """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument
+    was there.
 
-    Cause: after an interrupted wait a future is cancelled when nobody holds it; but calls of which others had been connected
-    with it no longer counted as its users.
+    Cause: after an interrupted wait a future is cancelled when nobody holds it; but calls of which
+    others had been connected with it no longer counted as its users.
     """
 
     def task(x: Tensor) -> Tensor:
@@ -518,7 +522,8 @@ def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: 
 def test_backwards_that_had_not_begun_can_be_asked_for_again(
     nursery: mpgrad.Pool, tmp_path: Path
 ) -> None:
-    """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come to them."""
+    """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come
+    to them."""
     xs = leaves(6)
     with mpgrad.Pool(1) as pool:
         results = pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), xs, 1)
@@ -553,7 +558,8 @@ def test_an_interrupt_in_a_hook_of_the_caller(
 
 @pytest.mark.slow
 def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """They are queued behind calls that are interrupted, more often than a call may lose its worker."""
+    """They are queued behind calls that are interrupted, more often than a call may lose its
+    worker."""
     with mpgrad.Pool(1, retries=1) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
         x = torch.ones(3, requires_grad=True)
@@ -628,7 +634,8 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
 def test_nothing_waits_behind_what_never_ends(
     nursery: mpgrad.Pool, tmp_path: Path, retries: int
 ) -> None:
-    """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
+    """Neither what was queued there before the interrupt, nor what comes right after it: the pool
+    seemed to hang."""
     xs = leaves(2)
     with mpgrad.Pool(1, retries=retries) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
@@ -819,7 +826,8 @@ def test_a_second_interrupt_while_the_first_one_cancels(
 def test_an_iterator_adds_a_call_after_all_were_cancelled(
     fresh_pool: mpgrad.Pool, ordered: bool
 ) -> None:
-    """As where one thread iterates while another one leaves the executor's `with` by an interrupt."""
+    """As where one thread iterates while another one leaves the executor's `with` by an
+    interrupt."""
     scheduler = fresh_pool._scheduler
 
     def source() -> Iterator[int]:
@@ -840,7 +848,8 @@ def test_an_iterator_adds_a_call_after_all_were_cancelled(
 
 
 class Interrupter:
-    """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after calls of C functions."""
+    """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after
+    calls of C functions."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -881,7 +890,8 @@ def test_an_interrupt_leaves_the_collector_on() -> None:
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops what a finalizer raises
 def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
-    """Whatever the caller is at: afterwards the pool gives what it should, or says that it cannot."""
+    """Whatever the caller is at: afterwards the pool gives what it should, or says that it
+    cannot."""
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = leaves(2)
 
@@ -1031,10 +1041,11 @@ def into_a_list(results: Iterator[Tensor]) -> Callable[[], list[Tensor]]:
 def test_who_was_interrupted_can_ask_again(
     fresh_pool: mpgrad.Pool, asked: Callable[..., Callable[[], list[Tensor]]]
 ) -> None:
-    # symptom: `get` raised KeyboardInterrupt for ever after, a future's second try gave a result without gradients, an iterator
-    # left an item out. cause: the error was kept as if a call had raised it; what leads from a call to its inputs was let go,
-    # and the item counted as given, before the result was put down.
-    # (A finalizer that is interrupted gives nothing back: the pool is hurt.)
+    # symptom: `get` raised KeyboardInterrupt for ever after, a future's second try gave a result
+    # without gradients, an iterator left an item out. cause: the error was kept as if a call had
+    # raised it; what leads from a call to its inputs was let go, and the item counted as given,
+    # before the result was put down. (A finalizer that is interrupted gives nothing back: the pool
+    # is hurt.)
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = leaves(2)
 

@@ -1,4 +1,5 @@
-"""Faults of the outside: little memory, few descriptors, large and many tensors, threads, forks, signals, abrupt ends.
+"""Faults of the outside: little memory, few descriptors, large and many tensors, threads, forks,
+signals, abrupt ends.
 
 What limits a whole process runs in a program of its own, which the test starts.
 """
@@ -77,7 +78,8 @@ def address_space():
 
 def run(code: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
     """What a program prints; it has to end well and say nothing on stderr."""
-    # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that fork see that it does not
+    # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that
+    # fork see that it does not
     command = [
         *before,
         sys.executable,
@@ -133,7 +135,8 @@ def test_a_small_dev_shm_and_a_full_disk(tmp_path: Path) -> None:
     )
     if tried.returncode != 0:
         pytest.skip(
-            f"needs a mount namespace of its own, which only root may have here ({tried.stderr.strip()})"
+            "needs a mount namespace of its own, which only root may have here "
+            f"({tried.stderr.strip()})"
         )
     assert (
         run(SMALL, before=("unshare", "-m", "sh", "-c", mounts + fill + 'exec "$0" "$@"'))
@@ -210,7 +213,8 @@ print("right")
 
 
 def test_few_descriptors_and_none() -> None:
-    """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large tensors."""
+    """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large
+    tensors."""
     pools = 3 if PORTABLE else 10  # workers that are spawned take a second to start
     code = (
         NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
@@ -290,7 +294,8 @@ print("right")
 @pytest.mark.slow
 @linux_only("memory that is a file")
 def test_a_limit_on_the_size_of_files_is_named() -> None:
-    """For the caller, and for workers, which ended three times in a row; it said "no room", with many gigabytes free."""
+    """For the caller, and for workers, which ended three times in a row; it said "no room", with
+    many gigabytes free."""
     assert run(LIMITED_FILES) == "right\n"
 
 
@@ -400,10 +405,12 @@ def test_memory_stays_what_it_is(fresh_pool: mpgrad.Pool, with_graphs: bool) -> 
         tenths.append(held(fresh_pool))
     second, last = tenths[1], tenths[-1]
     print(
-        f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}"
+        f"{count:,} calls, bytes in parent and workers after the second tenth and the last: "
+        f"{second[0]}, {last[0]}"
     )
     (parent, *workers), (parent_now, *workers_now) = second[0], last[0]
-    # on a busy machine one worker may have done little by then, and come later to where the other is
+    # on a busy machine one worker may have done little by then, and come later to where the other
+    # is
     assert parent_now - parent < NOISE and max(workers_now) - max(workers) < NOISE
     # a slab more or less is no leak: one would leave something in each of thousands of calls
     more = [

@@ -1,4 +1,5 @@
-"""What a dead worker had is done again by others: the results are those of the serial loop, whatever died and when."""
+"""What a dead worker had is done again by others: the results are those of the serial loop,
+whatever died and when."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ Tensor = torch.Tensor
 
 
 class Once:
-    """In a task: does something the first time only, whichever worker comes first; a file remembers."""
+    """In a task: does something the first time only, whichever worker comes first; a file
+    remembers."""
 
     def __init__(self, file: Path, what: Callable[[], object]) -> None:
         self.file = file
@@ -188,7 +190,8 @@ def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
             sum((grad**2).sum() for grad in first), inputs, create_graph=True
         )
         between()
-        # a loss and a penalty in one pass: graphs of both orders are made again, with the one they derive from
+        # a loss and a penalty in one pass: graphs of both orders are made again, with the one they
+        # derive from
         everything = [(each**2).sum() for each in (*results, *first, *second)]
         return [*first, *second, *torch.autograd.grad(everything, inputs)]
 
@@ -201,7 +204,8 @@ def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
 def test_a_sum_that_is_lost_before_it_is_collected(
     fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All backwards are done and answered when the workers die; what they had added up for the capture went with them."""
+    """All backwards are done and answered when the workers die; what they had added up for the
+    capture went with them."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     xs = items(8)
     results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
@@ -235,7 +239,8 @@ def test_a_sum_that_is_lost_before_it_is_collected(
 def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a derived graph another makes its graph again: a gradient of a capture was in the sum there, and came apart too."""
+    """For a derived graph another makes its graph again: a gradient of a capture was in the sum
+    there, and came apart too."""
     weight = torch.linspace(0.5, 1, 4, dtype=torch.float64, requires_grad=True)
 
     def penalized(loop: Any, xs: list[Tensor]) -> Iterator[Any]:
@@ -272,7 +277,8 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 def test_a_worker_that_is_stopped_with_a_sum(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has answered every call, and hangs when it is to hand over what it added up: that may time out too."""
+    """It has answered every call, and hangs when it is to hand over what it added up: that may time
+    out too."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(2, timeout=1) as pool:
         results = pool.map(lambda x: x * weight, items(8), 1)
@@ -469,7 +475,10 @@ def test_a_call_that_always_hangs(
     xs = items(4)
     with mpgrad.Pool(2, retries=1) as pool:
         begin = time.monotonic()
-        message = rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
+        message = (
+            rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed "
+            r"with its worker"
+        )
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
             results = pool.map(fn, xs, timeout=1)
             sum(y.sum() for y in results).backward()
@@ -493,7 +502,10 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mp
             lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return"
         )
         assert isinstance(late, mpgrad.CallTimeoutError)
-        message = r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); the graph .* was lost"
+        message = (
+            r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); "
+            r"the graph .* was lost"
+        )
         with pytest.raises(mpgrad.WorkerDiedError, match=message):
             done.sum().backward()
 
@@ -721,7 +733,8 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
 def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
     nursery: mpgrad.Pool,
 ) -> None:
-    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
+    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was
+    ended."""
     weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
     with mpgrad.Pool(2, maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x * weight, xs, 1)

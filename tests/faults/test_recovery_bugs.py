@@ -1,4 +1,5 @@
-"""Faults within faults: each test is what a hostile reading of the recovery found, with its symptom."""
+"""Faults within faults: each test is what a hostile reading of the recovery found, with its
+symptom."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
-    """Calls of the chunk that were done before another one killed the worker added to their inputs once more."""
+    """Calls of the chunk that were done before another one killed the worker added to their inputs
+    once more."""
 
     def adds(x: Tensor) -> float:
         if x[1] == 7:
@@ -92,7 +94,8 @@ def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills: bool) -> None:
-    """The second derivative was taken at the changed input, if a worker had died; the serial loop raises."""
+    """The second derivative was taken at the changed input, if a worker had died; the serial loop
+    raises."""
     x = torch.ones(5000, requires_grad=True)
     (y,) = fresh_pool.map(lambda x: x * 2, [x])
     (z,) = fresh_pool.map(lambda y: y**3, [y])
@@ -224,7 +227,8 @@ def test_a_pool_is_collected_while_locks_are_held(
 def test_a_pool_without_workers_for_a_moment(
     nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
 ) -> None:
-    """The successor of a worker that had done its calls could not be started, and nobody tried again."""
+    """The successor of a worker that had done its calls could not be started, and nobody tried
+    again."""
     word, go = tmp_path / "word", tmp_path / "go"
 
     def waits(x: int) -> int:
@@ -251,7 +255,8 @@ def test_a_pool_without_workers_for_a_moment(
 
 
 def test_a_frame_that_is_half_sent_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for it."""
+    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for
+    it."""
 
     def refuse(descriptors: Any) -> list[int]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -265,7 +270,8 @@ def test_a_frame_that_is_half_sent_needs_no_descriptor(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("block", [None, (1 << 32, 64)])
 def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | None) -> None:
-    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the pool lived.
+    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the
+    pool lived.
 
     Only captures on devices have slots of their own, so this asks the worker's side directly.
     """
@@ -336,10 +342,12 @@ def test_many_workers_that_start_die_at_once() -> None:
 
 @linux_only("the nursery")
 def test_the_nursery_is_dying_and_nobody_can_know() -> None:
-    """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
+    """A process that is killed closes its pipes before its parent is told; successors of its
+    workers were asked of it."""
     code = (
         "from mpgrad.engines.launch import NurseryProcess\n"
-        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
+        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without "
+        "a look\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
         "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
@@ -356,7 +364,8 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
 
 
 def test_calls_that_ended_in_time_while_nobody_looked(nursery: mpgrad.Pool) -> None:
-    """The pool's thread, after a callback had held it up, killed workers for calls that were done long ago."""
+    """The pool's thread, after a callback had held it up, killed workers for calls that were done
+    long ago."""
     with mpgrad.Pool(1, timeout=1, retries=0) as pool:
         pool.map(abs, [1])
         result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
@@ -406,7 +415,8 @@ def test_gradients_for_graphs_that_are_missing(nursery: mpgrad.Pool) -> None:
 
 
 def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
-    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after its death."""
+    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after
+    its death."""
 
     def slowly(y: Tensor) -> Tensor:
         time.sleep(0.02)
@@ -505,7 +515,8 @@ def test_a_fork_while_another_thread_starts_the_nursery() -> None:
 
 
 def test_a_forked_child_of_a_program_with_executors() -> None:
-    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its own."""
+    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its
+    own."""
     code = (
         "executors = [mpgrad.Executor(1) for _ in range(3)]\n"
         "assert [each.submit(abs, -1).result() for each in executors] == [1] * 3\n"
@@ -520,13 +531,15 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 
 
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
-    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
+    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its
+    pipe."""
     code = (
         "first = mpgrad.Pool(1)\n"
         "assert first.map(abs, [-1]) == [1]\n"
         "before = psutil.Process().num_fds()\n"
         "for spare in range(3):\n"
-        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "    held = []\n"
         "    try:\n"
         "        while True: held.append(os.dup(0))\n"
@@ -555,7 +568,8 @@ def test_a_nursery_that_somebody_has_stopped() -> None:
 
 
 def test_a_caller_that_blocks_signals() -> None:
-    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit code, and all waited."""
+    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit
+    code, and all waited."""
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
@@ -609,7 +623,8 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
 
 
 def test_a_chunk_stays_skipped_while_another_is() -> None:
-    """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
+    """What had been given to others was run all the same, if the worker was slow to look; then the
+    pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.worker_handle import UnderWay
     from mpgrad.wire.asides import Whereabouts
@@ -674,7 +689,8 @@ LARGE = 10 << 20  # elements, whose memory is a slab of its own
 
 
 def forget_first_slab(lost: list[int]) -> Callable[..., None]:
-    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that comes."""
+    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that
+    comes."""
     attach = Lenders.attach
 
     def attached(self: Lenders, number: int, descriptor: int | None, nbytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Emulated contexts against the serial loop ``[func.apply(*args) for args in args_per_call]``, in threads and in a pool."""
+"""Emulated contexts against the serial loop ``[func.apply(*args) for args in args_per_call]``, in
+threads and in a pool."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class WithSetup(Function):
 
 
 class Mixed(Function):
-    """Integers, non-tensors, None and a marked output beside the one that has a gradient; checks what it is given for them."""
+    """Integers, non-tensors, None and a marked output beside the one that has a gradient; checks
+    what it is given for them."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, label: str, nothing: None, index: Any) -> Any:
@@ -603,7 +605,8 @@ class SavedOutput(Function):
 
 
 class OnAttribute(Function):
-    """A tensor with a history that is no saved tensor: there a double backward reaches beyond what the node knows."""
+    """A tensor with a history that is no saved tensor: there a double backward reaches beyond what
+    the node knows."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any) -> Any:
@@ -1186,7 +1189,10 @@ def test_attributes_set_in_a_backward_stay() -> None:
 
 @pytest.mark.slow
 def test_the_package_imports_the_module_when_asked() -> None:
-    program = "import sys, mpgrad; print('mpgrad.workers' in sys.modules, mpgrad.EmulatedAutogradContext.__module__)"
+    program = (
+        "import sys, mpgrad; print('mpgrad.workers' in sys.modules, "
+        "mpgrad.EmulatedAutogradContext.__module__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,4 +1,5 @@
-"""The arena and what it lends, without processes: sizes, reuse, private and shared memory, who gives it back."""
+"""The arena and what it lends, without processes: sizes, reuse, private and shared memory, who
+gives it back."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def test_threads_allocate_and_free_at_once() -> None:
 @linux_only("memory that is reserved, given up and mapped again through a descriptor")
 @pytest.mark.parametrize("idle_bytes", [IDLE_BYTES, 0])
 def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -> None:
-    """Code that closes all that is open, and opens files then, found zeros behind its data, or holes in it."""
+    """Code that closes all that is open, and opens files then, found zeros behind its data, or
+    holes in it."""
     arena = Arena(1, idle_bytes=idle_bytes)
     lenders = Lenders(lambda: None)
     free, kept = arena.allocate(4 * PAGE), arena.allocate(COPY_BYTES + PAGE)
@@ -193,7 +195,8 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     private = lenders.borrow(kept.address, kept.memory.nbytes, private=True)
     private[6] = 8
     assert (private[5], kept.memory[5], kept.memory[6]) == (7, 7, 0)
-    # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped anew there
+    # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped
+    # anew there
     assert not [view for view in (*SHARED.values(), *PRIVATE.values()) if view[4] is lenders]
     del free
     again = [arena.allocate(4 * PAGE) for _ in range(3)]
@@ -233,7 +236,8 @@ def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_ag
 @linux_only("posix_fallocate")
 @pytest.mark.parametrize("why", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_to_reserve_memory_may_be_denied(why: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile of a container may forbid it, and a file system may not have it: that was taken for a lack of memory."""
+    """A profile of a container may forbid it, and a file system may not have it: that was taken for
+    a lack of memory."""
 
     def denied(*_: int) -> None:
         raise OSError(why, os.strerror(why))

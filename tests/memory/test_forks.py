@@ -1,6 +1,8 @@
-"""What forked children see of results, gradients and inputs, which lie in shared memory: what was there at the fork, for ever.
+"""What forked children see of results, gradients and inputs, which lie in shared memory: what was
+there at the fork, for ever.
 
-They read the numbers of later calls, once the caller had dropped its results, and what they wrote appeared in the caller.
+They read the numbers of later calls, once the caller had dropped its results, and what they wrote
+appeared in the caller.
 """
 
 from __future__ import annotations
@@ -312,7 +314,8 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
 
 @linux_only("private mappings")
 def test_children_that_overlap_keep_only_what_they_see() -> None:
-    """What was kept for one was kept for the next one, too: where there always was one, nothing was ever given back."""
+    """What was kept for one was kept for the next one, too: where there always was one, nothing was
+    ever given back."""
     lenders, slots, tensors = borrowed(3)
     children = [Child(lambda: numbers(tensors))]
     tensors.pop()

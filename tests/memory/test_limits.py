@@ -1,4 +1,5 @@
-"""How much memory there is: the machine's, or less where a control group limits it. The kernel kills at such a limit."""
+"""How much memory there is: the machine's, or less where a control group limits it. The kernel
+kills at such a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = linux_only("control groups")
 
 @pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
 def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Sets the limit of a group, and what it uses beside 1 GiB of cached files; this process is in /batch/job/step."""
+    """Sets the limit of a group, and what it uses beside 1 GiB of cached files; this process is in
+    /batch/job/step."""
     root = tmp_path / "cgroup"
     base = root / "memory" if request.param == 1 else root
     membership = tmp_path / "membership"

@@ -1,4 +1,5 @@
-"""mpgrad.nn: data parallelism over workers is the undivided module, as torch.nn.parallel means it."""
+"""mpgrad.nn: data parallelism over workers is the undivided module, as torch.nn.parallel means
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run as a script by test_objects.py: what a script may hold and use in functions that it maps, against its serial loop."""
+"""Run as a script by test_objects.py: what a script may hold and use in functions that it maps,
+against its serial loop."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_modules_that_use_ctypes(library: Any, nursery: mpgrad.Pool, engine: str) -> None:
-    """Symptom: type object 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the metaclass by value."""
+    """Symptom: type object 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried
+    the metaclass by value."""
     with mpgrad.Pool(1, engine=engine) as pool:
         for name in (*ANYWHERE, *OF_A_MODULE):
             function = getattr(library, name)
@@ -100,7 +101,8 @@ def test_scripts_that_use_ctypes(pool: mpgrad.Pool) -> None:
 
 
 def refusal(pool: mpgrad.Pool, function: Any) -> str:
-    """What is said of a library: a ValueError, which is ctypes's own, where its objects are met first, and else a TypeError."""
+    """What is said of a library: a ValueError, which is ctypes's own, where its objects are met
+    first, and else a TypeError."""
     with pytest.raises((TypeError, ValueError)) as caught:
         pool.map(function, [3])
     return "".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
@@ -169,7 +171,8 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_libraries_that_nothing_has_called_yet(
     others: Any, nursery: mpgrad.Pool, engine: str
 ) -> None:
-    """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of the library's functions."""
+    """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of
+    the library's functions."""
     with mpgrad.Pool(1, engine=engine) as pool:
         found = {
             name: pool.map(getattr(others, name), [3])

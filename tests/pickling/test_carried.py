@@ -1,4 +1,5 @@
-"""What can be carried to and from workers: sparse tensors, arrays, modules of every make, dtypes and strides."""
+"""What can be carried to and from workers: sparse tensors, arrays, modules of every make, dtypes
+and strides."""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ def test_gradients_of_uncoalesced_tensors(pool2: mpgrad.Pool) -> None:
 def test_gradients_of_sparse_results_of_one_element(
     pool2: mpgrad.Pool, layout: torch.layout
 ) -> None:
-    """Symptom: NotImplementedError: aten::_local_scalar_dense. Cause: they were taken for those of losses."""
+    """Symptom: NotImplementedError: aten::_local_scalar_dense. Cause: they were taken for those of
+    losses."""
     more = {"blocksize": (1, 1)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     for _ in range(3):  # a map learns from the ones before
@@ -456,7 +458,8 @@ def linear() -> torch.nn.Linear:
 
 
 class Whole(torch.nn.Module):
-    """Tied weights, a buffer, a tensor that is neither, and a submodule that is switched by train and eval."""
+    """Tied weights, a buffer, a tensor that is neither, and a submodule that is switched by train
+    and eval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +552,8 @@ class Unlike(torch.nn.Module):
 
 
 def test_modules_arrive_as_they_were(pool2: mpgrad.Pool) -> None:
-    """Dictionaries of hooks that are empty stay behind, and are there again: all of them, each its own."""
+    """Dictionaries of hooks that are empty stay behind, and are there again: all of them, each its
+    own."""
     net = torch.nn.Sequential(
         linear(), hooked(), Unlike(), torch.nn.BatchNorm1d(3), torch.nn.Dropout()
     )
@@ -689,7 +693,8 @@ class Weighted(torch.nn.Module):
 def test_tensors_in_the_code_of_a_script_are_those_of_each_operation(
     make: Callable[[], Any], engine: str
 ) -> None:
-    """Symptom: what one map had written to them the next one read. Cause: copies of a script have them in common."""
+    """Symptom: what one map had written to them the next one read. Cause: copies of a script have
+    them in common."""
     scripted = make()
     with mpgrad.Pool(1, engine=engine) as pool:  # type: ignore[arg-type]
         first, second = (

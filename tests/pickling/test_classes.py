@@ -233,7 +233,8 @@ def is_open(instance: Any) -> bool:
 
 @pytest.mark.parametrize("item", slotted(), ids=lambda item: item.__name__)
 def test_slots_are_slots_in_workers(any_pool: mpgrad.Pool, item: Any) -> None:
-    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is none of the caller's."""
+    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is
+    none of the caller's."""
     for _ in range(2):
         xs = leaves(10)
         results = any_pool.map(
@@ -333,7 +334,8 @@ def twice(x: torch.Tensor) -> OnlyForCheckers: return x * 2
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are made with the function")
 def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
-    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop does not look."""
+    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop
+    does not look."""
     script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
     exec(compile(UNRESOLVED, "script", "exec", dont_inherit=True), script)
     twice, scale = script["twice"], script["Scale"](3.0)

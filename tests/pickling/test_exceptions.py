@@ -1,4 +1,5 @@
-"""Exceptions of tasks whose classes make it hard to read, write or pickle them: they arrive, or a RemoteError names them."""
+"""Exceptions of tasks whose classes make it hard to read, write or pickle them: they arrive, or a
+RemoteError names them."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def raises(make: Any) -> torch.Tensor:
 def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any) -> None:
     """Symptom: RemoteError, or FrozenInstanceError: cannot assign to field '__traceback__'.
 
-    Cause: its cause and note, and its traceback where it left a block of ours, were set as attributes.
+    Cause: its cause and note, and its traceback where it left a block of ours, were set as
+    attributes.
     """
     with pytest.raises(type(make())) as caught:
         pool.map(raises, [make])
@@ -69,7 +71,8 @@ def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(
 ) -> None:
     """Symptom: as above; or FrozenWithSlots(code='__notes__').
 
-    Cause: of the latter, copies were made by the class's `__setstate__`, which is not for what `BaseException` gives it.
+    Cause: of the latter, copies were made by the class's `__setstate__`, which is not for what
+    `BaseException` gives it.
     """
     with (
         mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool,
@@ -166,7 +169,8 @@ def kind_of(error: BaseException | None) -> str:
 
 
 def test_no_exception_ends_a_worker(pool: mpgrad.Pool) -> None:
-    """Symptom: WorkerDiedError, for each worker that tried it. Cause: its text and traceback were read without a guard."""
+    """Symptom: WorkerDiedError, for each worker that tried it. Cause: its text and traceback were
+    read without a guard."""
     names = [name for name in HOSTILE if name != "exceptions" or sys.version_info >= (3, 11)]
     deaths = pool.stats().deaths
     for error in (RuntimeError("no"), SystemExit(3)):
@@ -264,7 +268,8 @@ def facts(error: Any) -> Any:
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: of what it has in slots and fields, nothing; or its args twice. Cause: it was made again by its class."""
+    """Symptom: of what it has in slots and fields, nothing; or its args twice. Cause: it was made
+    again by its class."""
     make = WITH_CODE_OF_THEIR_OWN[name]
     error = pool.submit(raises, make).exception()
     assert facts(error) == facts(make())
@@ -272,7 +277,8 @@ def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> N
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_such_an_exception_as_a_value(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called its class."""
+    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called
+    its class."""
     error = WITH_CODE_OF_THEIR_OWN[name]()
     of_item, of_capture, result = pool.map(lambda each: (facts(each), facts(error), each), [error])[
         0
@@ -283,7 +289,8 @@ def test_such_an_exception_as_a_value(pool: mpgrad.Pool, name: str) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made without its init."""
+    """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made
+    without its init."""
     make = WITH_CODE_OF_THEIR_OWN[name]
     group: Any = pool.submit(
         raises, lambda: BaseExceptionGroup("g", [make(), ValueError(1)])

@@ -1,6 +1,7 @@
 """Names that a script's functions find at run time: in strings, in `globals()`, in `__main__`.
 
-Before: NameError in workers; and `globals().get("w", zero)` was zero, without a gradient and without a word.
+Before: NameError in workers; and `globals().get("w", zero)` was zero, without a gradient and
+without a word.
 """
 
 from __future__ import annotations
@@ -241,7 +242,8 @@ def helper(x): return x * eval("w")
 
 
 def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
-    # symptom: an object of the script's that no function uses made each function with eval fail, or acted in workers
+    # symptom: an object of the script's that no function uses made each function with eval fail, or
+    # acted in workers
     main.LOADED = []
     exec(UNASKED, vars(main))
     assert pool.map(main.helper, [torch.tensor(3.0)]) == [6]
@@ -293,7 +295,8 @@ def look(name): return eval(name[::-1]) and len(LOADED)
 def test_what_its_init_would_make_again_is_not_carried_unasked(
     pool: mpgrad.Pool, main: Any
 ) -> None:
-    # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle call the class
+    # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle
+    # call the class
     main.LOADED = []
     exec(MADE_BY_INIT, vars(main))
     refused = vars(main).pop("refused")

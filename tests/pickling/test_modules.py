@@ -1,4 +1,5 @@
-"""The user's own modules: every call of an operation has them as they are in the caller when it begins."""
+"""The user's own modules: every call of an operation has them as they are in the caller when it
+begins."""
 
 from __future__ import annotations
 
@@ -210,7 +211,8 @@ def write_everywhere(user: Any, number: int) -> None:
 
 
 def test_all_calls_have_what_the_caller_has(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and the caller ran some."""
+    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and
+    the caller ran some."""
     for number in range(3):
         for fn in functions(user):
             check(any_pool, fn, xs(40))
@@ -248,7 +250,8 @@ def test_gradients_of_tensors_in_modules(any_pool: mpgrad.Pool, user: Any) -> No
 
 
 def test_what_a_cache_holds_is_a_capture(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Each worker made one of its own, and the caller's had no gradient; also where the module was known before it was made."""
+    """Each worker made one of its own, and the caller's had no gradient; also where the module was
+    known before it was made."""
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     cold = any_pool.map(user.simulation.through_cache, [x, x])
     with torch.no_grad():
@@ -273,7 +276,8 @@ def test_reloaded_from_another_file(any_pool: mpgrad.Pool, user: Any) -> None:
     for offset in (1.0, 2.0):
         user.write(
             "constants",
-            f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + {offset}\n",
+            f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + "
+            f"{offset}\n",
         )
         check(
             any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20)
@@ -352,7 +356,8 @@ def test_nothing_is_sent_while_nothing_changes(
 def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Pool) -> None:
     user.write(
         "held",
-        "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + LOG.readable()\n",
+        "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + "
+        "LOG.readable()\n",
     )
     held = importlib.import_module("held")
     try:
@@ -535,7 +540,8 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
 def test_attributes_of_classes_that_change_and_change_back(
     any_pool: mpgrad.Pool, user: Any
 ) -> None:
-    """Symptom: the value in between. Cause: states share classes, and one that was known was not loaded again."""
+    """Symptom: the value in between. Cause: states share classes, and one that was known was not
+    loaded again."""
     user.write(
         "given",
         "class Step:\n    dt = 1.0\ndef f(x): return x * Step.dt\ndef g(x): return x + Step.dt\n",
@@ -592,7 +598,8 @@ OPEN = """
 
 @pytest.mark.quick
 def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
-    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause: they were left out."""
+    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause:
+    they were left out."""
     user.write("readers", OPEN)
     readers = importlib.import_module("readers")
     try:
@@ -617,7 +624,8 @@ def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
     added = " + ".join(f"N{number}" for number in range(300))
     user.write(
         "many",
-        f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + total\n",
+        f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + "
+        "total\n",
     )
     many = importlib.import_module("many")
     try:
@@ -663,7 +671,8 @@ PLUGIN = """
     ],
 )
 def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.Pool) -> None:
-    """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle imports the parent of a name."""
+    """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle
+    imports the parent of a name."""
     plugin: Any = ModuleType(name)
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     sys.modules[name] = plugin
@@ -692,7 +701,8 @@ def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.
 
 
 def test_a_module_that_shares_its_name(pool2: mpgrad.Pool) -> None:
-    """Symptom: module 'json' has no attribute 'helper', or the other one's values. Cause: modules go by their names."""
+    """Symptom: module 'json' has no attribute 'helper', or the other one's values. Cause: modules
+    go by their names."""
     plugin: Any = ModuleType("json")
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     plugin.K = 7.0

@@ -1,4 +1,5 @@
-"""Whatever a script can hold: run as scripts, because what stands in one travels by value; and what cannot travel at all."""
+"""Whatever a script can hold: run as scripts, because what stands in one travels by value; and what
+cannot travel at all."""
 
 from __future__ import annotations
 
@@ -192,7 +193,8 @@ def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
 
 
 def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
-    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of where and why."""
+    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of
+    where and why."""
     library = torch.library.Library("registered_here", "FRAGMENT")
     try:
         library.define("twice(Tensor x) -> Tensor")
@@ -206,8 +208,8 @@ def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
             for value in (thrice, library):
                 said = refusal(pool, closing_over(value))
                 assert (
-                    "(<lambda>'s closure: value); register operators in a module that workers import"
-                    in said
+                    "(<lambda>'s closure: value); register operators in a module that workers "
+                    "import" in said
                 )
             with pytest.raises(
                 AttributeError,
@@ -263,7 +265,8 @@ def about(view: memoryview) -> tuple[Any, ...]:
 
 
 def test_views_of_memory(pool: mpgrad.Pool) -> None:
-    """Symptom: `sum(view)` was another number. Cause: cloudpickle makes bytes of a view, whatever its elements are."""
+    """Symptom: `sum(view)` was another number. Cause: cloudpickle makes bytes of a view, whatever
+    its elements are."""
     captured = pool.map(lambda name: about(VIEWS[name]), VIEWS)
     returned = pool.map(lambda view: (about(view), view), VIEWS.values())
     for name, there, (of_item, result) in zip(VIEWS, captured, returned, strict=True):
@@ -311,12 +314,16 @@ def test_what_is_not_made_again(pool2: mpgrad.Pool) -> None:
         ("WeakKeyDictionary", Keyed({kept: 1})),
         ("WeakValueDictionary", ByName(a=kept)),
     ):
-        said = f"{type(value).__name__!r} object, of a subclass of {base}; use a {base} (<lambda>'s closure: value"
+        said = (
+            f"{type(value).__name__!r} object, of a subclass of {base}; use a {base} (<lambda>'s "
+            "closure: value"
+        )
         assert said in refusal(pool2, closing_over(value))
 
 
 def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
-    """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom: AuthenticationError.)"""
+    """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom:
+    AuthenticationError.)"""
     with multiprocessing.get_context("spawn").Manager() as manager:
         squares, steps = manager.dict(), manager.Queue()
 
@@ -327,13 +334,14 @@ def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
         pool.starmap(notes, [(k, steps) for k in range(5)])
         assert squares.copy() == {k: k * k for k in range(5)}
         assert sorted(steps.get() for _ in range(5)) == list(range(5))
-        # The inline engine's worker lets go of a function in the next call. From Python 3.14 on a thread's connection lasts as
-        # long as any proxy of the manager does.
+        # The inline engine's worker lets go of a function in the next call. From Python 3.14 on a
+        # thread's connection lasts as long as any proxy of the manager does.
         pool.map(abs, [1])
 
 
 def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: each map looked through all names of all modules for each context variable of a script; 3 ms for one."""
+    """Symptom: each map looked through all names of all modules for each context variable of a
+    script; 3 ms for one."""
     searches: list[object] = []
     search = reducers.name_in_a_module
     monkeypatch.setattr(

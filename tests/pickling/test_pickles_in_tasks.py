@@ -1,4 +1,5 @@
-"""What a task pickles by name is what stands under that name in its worker: functions and classes of modules and scripts."""
+"""What a task pickles by name is what stands under that name in its worker: functions and classes
+of modules and scripts."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def user(request: pytest.FixtureRequest) -> Any:
 def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: Any) -> None:
     """Symptom: it's not the same object as mine.helper; attribute lookup Net on __main__ failed.
 
-    Cause: the modules of the worker's process had what it had imported, and its main module nothing of the script's.
+    Cause: the modules of the worker's process had what it had imported, and its main module nothing
+    of the script's.
     """
     helper, hook, decorated, net = user.helper, user.hook, user.decorated, user.Net
     cached = (
@@ -115,7 +117,8 @@ def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: A
 
 @pytest.mark.quick
 def test_each_operation_has_its_own(nursery: mpgrad.Pool, library: Any) -> None:
-    """Names that travelled give way to those of the next operation, and to the worker's own where these are meant."""
+    """Names that travelled give way to those of the next operation, and to the worker's own where
+    these are meant."""
 
     def pickled(x: torch.Tensor) -> list[torch.Tensor]:
         return [

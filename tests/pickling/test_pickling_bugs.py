@@ -45,7 +45,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 def test_captures_reached_through_the_code_of_a_class(
     nursery: mpgrad.Pool, own_module: Any
 ) -> None:
-    # symptom: values with the W of the import, and no gradient. cause: a class went by its name, only functions were searched.
+    # symptom: values with the W of the import, and no gradient. cause: a class went by its name,
+    # only functions were searched.
     with torch.no_grad():
         own_module.W.fill_(5)
     Net, function = own_module.Net, own_module.function
@@ -73,7 +74,8 @@ def test_captures_reached_through_the_code_of_a_class(
 
 
 def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the garbage collector.
+    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the
+    # garbage collector.
     weight = torch.ones(1 << 20)
 
     def recursive(n: int) -> float:
@@ -108,7 +110,8 @@ def local(x):
 def test_captures_in_other_containers_of_an_imported_module(
     nursery: mpgrad.Pool, tmp_path: Any, monkeypatch: Any
 ) -> None:
-    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors, but not everywhere."""
+    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors,
+    but not everywhere."""
     (tmp_path / "imported_model.py").write_text(IMPORTED)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = importlib.import_module("imported_model")
@@ -137,7 +140,8 @@ def test_while_another_thread_imports_the_compiler(
 
 
 def test_code_has_the_name_of_its_file(pool2: mpgrad.Pool) -> None:
-    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the name out."""
+    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the
+    name out."""
 
     def fn(x: int) -> list[str]:
         code = [sys._getframe().f_code, (lambda: sys._getframe().f_code)()]
@@ -157,7 +161,8 @@ class Head(torch.nn.Module):
 
 
 def test_attributes_of_tensors(pool: mpgrad.Pool) -> None:
-    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what it had in Python.
+    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what
+    # it had in Python.
     net = Head()
 
     def penalty(x: torch.Tensor) -> torch.Tensor:

@@ -510,7 +510,8 @@ def test_the_check_against_the_serial_loop(pool2: mpgrad.Pool) -> None:
 REFUSED = {
     "Slotted": (
         lambda: torch.ones(2).as_subclass(Slotted),
-        r"which has __slots__ of its own; pass tensor.as_subclass\(torch.Tensor\), and take as_subclass\(Slotted\)",
+        r"which has __slots__ of its own; pass tensor.as_subclass\(torch.Tensor\), and take "
+        r"as_subclass\(Slotted\)",
     ),
     "Batch": (
         lambda: torch.ones(2, 3).as_subclass(Batch),

@@ -1,4 +1,5 @@
-"""PyTorch's public classes survive the way to a worker and back: what can be made of each is pickled and loaded again.
+"""PyTorch's public classes survive the way to a worker and back: what can be made of each is
+pickled and loaded again.
 
 Each namespace is gone through, so a class that a newer PyTorch adds is tried too.
 """
@@ -142,7 +143,8 @@ NAMESPACES: dict[str, Any] = {
 @pytest.mark.parametrize("namespace", NAMESPACES.values(), ids=NAMESPACES.keys())
 @pytest.mark.filterwarnings("ignore")
 def test_every_class_of_a_namespace(namespace: Any) -> None:
-    """Symptom: `_inv must not be None`, `no attribute '_modules'` and the like. Cause: their own pickling leaves things out."""
+    """Symptom: `_inv must not be None`, `no attribute '_modules'` and the like. Cause: their own
+    pickling leaves things out."""
     tried = 0
     for made in objects_of(namespace):
         for way, (dumps, loads) in WAYS.items():
@@ -181,7 +183,8 @@ OPTIMIZERS = [
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_optimizers_go_on(kind: Any) -> None:
-    """Symptom: AttributeError: 'LBFGS' object has no attribute '_params'; hooks were gone. Cause: `Optimizer.__getstate__`."""
+    """Symptom: AttributeError: 'LBFGS' object has no attribute '_params'; hooks were gone. Cause:
+    `Optimizer.__getstate__`."""
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(2, 2))]
     made = kind(parameters)
     made.register_step_post_hook(lambda *_: None)
@@ -251,7 +254,8 @@ def rates(scheduler: Any) -> list[float]:
 @pytest.mark.quick
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 def test_schedulers_go_on(make: Callable[[], Any]) -> None:
-    """Symptom: a warning that `optimizer.step()` was overridden. Cause: what a scheduler keeps in an optimizer was left out."""
+    """Symptom: a warning that `optimizer.step()` was overridden. Cause: what a scheduler keeps in
+    an optimizer was left out."""
     made = make()
     if not hasattr(made, "optimizer"):
         made.optimizer = made._schedulers[0].optimizer
@@ -276,7 +280,8 @@ def names_modules(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.quick
 def test_modules_of_classes_of_their_own(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle 'GenericModule' object. Cause: only modules of the class `module` went by their names."""
+    """Symptom: cannot pickle 'GenericModule' object. Cause: only modules of the class `module` went
+    by their names."""
     cudnn, deterministic, backends = torch.backends.cudnn, torch.utils.deterministic, torch.backends
     items = [torch.ones(2), torch.ones(3)]
     for function in (
@@ -338,7 +343,8 @@ def made_in_a_function() -> Any:
 
 @pytest.mark.quick
 def test_classes_with_descriptors_of_subclasses(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle '_DependentProperty' object. Cause: cloudpickle knows `property` itself only."""
+    """Symptom: cannot pickle '_DependentProperty' object. Cause: cloudpickle knows `property`
+    itself only."""
     inner = made_in_a_function()
 
     def look(_: int) -> Any:
@@ -362,7 +368,8 @@ def attends(x: torch.Tensor, backends: Any) -> torch.Tensor:
 
 @pytest.mark.quick
 def test_enumerations_of_pybind11(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle 'pybind11_static_property' object. Cause: the class says that it has another name."""
+    """Symptom: cannot pickle 'pybind11_static_property' object. Cause: the class says that it has
+    another name."""
     x = torch.arange(8.0).view(1, 1, 2, 4)
     assert torch.equal(
         pool.map(lambda x: attends(x, SDPBackend.MATH), [x])[0], attends(x, SDPBackend.MATH)
@@ -435,7 +442,8 @@ def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_exported_programs(pool: mpgrad.Pool) -> None:
-    """Symptom: _ModuleStackTracer.__init__() wants a `scope_root`, where it is loaded. Cause: graphs of torch.export do not."""
+    """Symptom: _ModuleStackTracer.__init__() wants a `scope_root`, where it is loaded. Cause:
+    graphs of torch.export do not."""
     x = torch.ones(1, 2)
     program = torch.export.export(nn.Linear(2, 2), (x,))
     for each in (program, program.module(), program.graph_module, nn.Sequential(program.module())):

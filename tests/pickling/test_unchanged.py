@@ -1,4 +1,5 @@
-"""Functions are pickled and loaded again only where something that they depend on is another one."""
+"""Functions are pickled and loaded again only where something that they depend on is another
+one."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def test_what_has_an_object_is_pickled_each_time(function: Callable[..., Any]) -
 
 
 def test_no_object_is_kept_for_its_method() -> None:
-    """Symptom: its tensor lived on. Cause: the method was noted as one whose pickles are not kept."""
+    """Symptom: its tensor lived on. Cause: the method was noted as one whose pickles are not
+    kept."""
     for make in (lambda tensor: tensor.mul, lambda tensor: functools.partial(tensor.mul)):
         tensor = torch.ones(2)
         kept = weakref.ref(tensor)
@@ -174,7 +176,8 @@ def test_a_partial_function_is_not_what_it_calls(script: Any) -> None:
 
 
 def test_attributes_of_tensors_are_in_the_pickle(script: Any) -> None:
-    """Symptom: tensors without attributes had those of others, which had been captured by functions with the same code."""
+    """Symptom: tensors without attributes had those of others, which had been captured by functions
+    with the same code."""
     weight = torch.ones(2)
     weight.note = "of the first"  # type: ignore[attr-defined]
     dumps_function(script.closure(2.0, weight))
@@ -256,7 +259,8 @@ def test_what_changed_is_pickled_again(script: Any, change: str) -> None:
 
 
 def test_cells_that_are_shared(script: Any) -> None:
-    """Of two functions with equal values in cells, what one writes the other one reads, or does not."""
+    """Of two functions with equal values in cells, what one writes the other one reads, or does
+    not."""
     shared = script.sharing()
     dumps_function(shared)
     cells = shared.__closure__
@@ -304,7 +308,8 @@ def test_a_call_sees_what_the_caller_has_now(script: Any, engine: str) -> None:
 def test_what_a_call_writes_is_gone_in_the_next_operation(
     script: Any, engine: str, name: str
 ) -> None:
-    """As ever: an operation's calls share what they write, in a worker, and the next one begins as the caller has it."""
+    """As ever: an operation's calls share what they write, in a worker, and the next one begins as
+    the caller has it."""
     with mpgrad.Pool(1, engine=engine) as pool:
         for _ in range(3):
             assert pool.map(getattr(script, name), [0, 0], 1) == [1, 2]
@@ -332,7 +337,8 @@ SCALE = 2.0
 
 
 def test_what_was_not_known_whole_is_not_taken_for_known(pool: mpgrad.Pool) -> None:
-    """Symptom: IndexError, raised while loading a function that uses names of a module of the user's own."""
+    """Symptom: IndexError, raised while loading a function that uses names of a module of the
+    user's own."""
     weight = torch.linspace(1, 2, 3)
     for _ in range(3):
         assert torch.equal(
@@ -360,7 +366,8 @@ def test_operations_that_overlap(script: Any, engine: str) -> None:
 
 
 def test_items_that_bring_what_they_use(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a worker that had loaded the function without the module that the items use had an old one."""
+    """Symptom: a worker that had loaded the function without the module that the items use had an
+    old one."""
     module: Any = types.ModuleType("own_module_of_items")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec("RATE = 1\ndef scaled(x): return x * RATE", vars(module))
@@ -386,7 +393,8 @@ def test_what_items_bring_is_not_kept(script: Any, engine: str) -> None:
     exec("def made(big):\n def item(x): return big * x\n return item", vars(script))
     exec(
         "def large(_):\n import gc; gc.collect()\n"
-        " return sum(isinstance(o, torch.Tensor) and o.numel() == 1_000_003 for o in gc.get_objects())",
+        " return sum(isinstance(o, torch.Tensor) and o.numel() == 1_000_003 for o in "
+        "gc.get_objects())",
         vars(script),
     )
     with mpgrad.Pool(1, engine=engine) as pool:

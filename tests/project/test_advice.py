@@ -1,4 +1,5 @@
-"""`mpgrad.advise`: what it makes of figures, and one real run for each answer. Functions wait, so that load matters little."""
+"""`mpgrad.advise`: what it makes of figures, and one real run for each answer. Functions wait, so
+that load matters little."""
 
 from __future__ import annotations
 
@@ -99,7 +100,10 @@ def test_what_stands_in_the_way() -> None:
 
 # --- real runs
 
-BURNS = "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - start < 60: pass"
+BURNS = (
+    "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - "
+    "start < 60: pass"
+)
 
 
 def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +231,8 @@ def test_wrong_arguments() -> None:
 def test_long_items_are_run_a_few_times(
     nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Half-second items took 40 s, whatever `seconds` said; these take a quarter of `seconds`, too."""
+    """Half-second items took 40 s, whatever `seconds` said; these take a quarter of `seconds`,
+    too."""
 
     def long(x: torch.Tensor) -> torch.Tensor:
         with (tmp_path / "calls").open("a") as file:

@@ -1,4 +1,5 @@
-"""scripts/compatibility.py, and whether all places that name versions of Python, torch and dependencies name the same."""
+"""scripts/compatibility.py, and whether all places that name versions of Python, torch and
+dependencies name the same."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testcase classname="test_map" name="test_e"><skipped type="pytest.xfail" message="a known bug">here</skipped></testcase>
 </testsuite></testsuites>
 """
-PAGE = "before\n<!-- table: scripts/compatibility.py writes it -->\nold\n<!-- end of the table -->\nafter\n"
+PAGE = (
+    "before\n<!-- table: scripts/compatibility.py writes it -->\nold\n<!-- end of the table "
+    "-->\nafter\n"
+)
 
 
 def entry(python: str, torch: str, **changes: object) -> dict[str, object]:
@@ -82,7 +86,8 @@ def test_the_outcome(script: Any, tmp_path: Path) -> None:
     report.write_text(JUNIT)
     assert script.outcome(report, 0)["outcome"] == "failed"
     report.write_text(
-        "<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>"
+        "<testsuites><testsuite time='1'><testcase classname='m' "
+        "name='t'/></testsuite></testsuites>"
     )
     assert script.outcome(report, 0) == {
         "outcome": "passed",
@@ -102,7 +107,10 @@ def test_what_failed_is_run_once_more(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def case(name: str, failure: str = "") -> str:
-        return f"<testcase classname='m' name='{name}'>{failure and f'<failure message={failure!r}/>'}</testcase>"
+        return (
+            "<testcase classname='m' "
+            f"name='{name}'>{failure and f'<failure message={failure!r}/>'}</testcase>"
+        )
 
     def tox(
         name: str, workdir: Path, *options: str, stdout: int | None = None
@@ -145,9 +153,15 @@ def test_what_failed_is_run_once_more(
 
 
 def test_why_an_environment_could_not_be_made(script: Any) -> None:
-    pip = "ERROR: Could not find a version\nERROR: No matching distribution found for torch==2.15.*\npy310: exit 1 (1 s)\n"
+    pip = (
+        "ERROR: Could not find a version\nERROR: No matching distribution found for "
+        "torch==2.15.*\npy310: exit 1 (1 s)\n"
+    )
     assert script.reason_in(pip) == "No matching distribution found for torch==2.15.*"
-    tox = "py39: failed with could not find python interpreter matching any of the specs py39\n  py39: FAIL code 1\n"
+    tox = (
+        "py39: failed with could not find python interpreter matching any of the specs py39\n  "
+        "py39: FAIL code 1\n"
+    )
     assert (
         script.reason_in(tox) == "could not find python interpreter matching any of the specs py39"
     )
@@ -165,8 +179,8 @@ def test_the_table(script: Any) -> None:
     before, *lines, _, after = page.splitlines()
     assert (before, after) == ("before", "after")
     assert (
-        "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 | 1a2b3c4+ |"
-        in lines
+        "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 "
+        "| 1a2b3c4+ |" in lines
     )
     assert "| `c` |  |  |  |  |  | whole | not installed |  |  |  | 2026-11-30 |  |" in lines
     assert lines[-8:-6] == [
@@ -339,7 +353,10 @@ def test_an_error_after_the_tests_is_an_entry(
         return subprocess.CompletedProcess([], 0, "")
 
     monkeypatch.setattr(script, "tox", tox)
-    report = "<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>"
+    report = (
+        "<testsuites><testsuite time='1'><testcase classname='m' "
+        "name='t'/></testsuite></testsuites>"
+    )
     found = script.tried("py311", tmp_path)
     assert (found["outcome"], found["passed"]) == ("failed", 1)
     assert found["reason"] == "RuntimeError: the versions are not known (No module named psutil)"
@@ -353,7 +370,8 @@ def test_an_error_after_the_tests_is_an_entry(
 
 
 def test_what_is_tested_is_what_is_installed() -> None:
-    """Under tox that is the wheel, in a clone the clone; also in a child that has the tests' working directory."""
+    """Under tox that is the wheel, in a clone the clone; also in a child that has the tests'
+    working directory."""
     home = os.environ.get("TOX_ENV_DIR", str(ROOT))
     assert mpgrad.__file__.startswith(home)
     ask = "import importlib.util as util; print(util.find_spec('mpgrad').origin)"

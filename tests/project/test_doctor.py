@@ -1,4 +1,5 @@
-"""`python -m mpgrad doctor`: the page comes out, with the remedy, whatever is broken; and nothing is left behind."""
+"""`python -m mpgrad doctor`: the page comes out, with the remedy, whatever is broken; and nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -94,8 +95,8 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
     told = " ".join(ended.stdout.split())
     assert (
-        "X torch importing torch failed (ImportError: lib.so: no such file) -> install PyTorch again"
-        in told
+        "X torch importing torch failed (ImportError: lib.so: no such file) -> install PyTorch "
+        "again" in told
     )
     assert "no file of yours is named torch" in told
 
@@ -153,7 +154,8 @@ sys.exit(3)
 
 
 def test_a_trial_is_not_waited_for_longer_than_it_runs(tmp_path: Path) -> None:
-    """What it started holds its output open; the doctor said that the trial hung, long after its time limit."""
+    """What it started holds its output open; the doctor said that the trial hung, long after its
+    time limit."""
     start = time.monotonic()
     (finding,) = tried([sys.executable, "-S", "-c", LEAVES, str(tmp_path / "pid")], LIMIT)
     assert time.monotonic() - start < LIMIT / 2
@@ -206,7 +208,8 @@ del socket.SCM_RIGHTS, socket.CMSG_SPACE
         (
             AS_WINDOWS,
             {},
-            "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks",
+            "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
+            "system lacks",
         ),
     ],
     ids=["setting", "Windows"],
@@ -241,7 +244,10 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_is_known_without_importing_torch() -> None:
-    code = "import sys, mpgrad, mpgrad.doctor; print(mpgrad.__version__, 'torch' in sys.modules, 'psutil' in sys.modules)"
+    code = (
+        "import sys, mpgrad, mpgrad.doctor; print(mpgrad.__version__, 'torch' in sys.modules, "
+        "'psutil' in sys.modules)"
+    )
     assert run("-c", code).stdout == f"{mpgrad.__version__} False False\n"
 
 
@@ -334,7 +340,8 @@ class Times(NamedTuple):
 
 
 def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a guest, time is counted as the user's, too; what the host takes from us counts as busy."""
+    """Of a guest, time is counted as the user's, too; what the host takes from us counts as
+    busy."""
     monkeypatch.setattr(
         "psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)]
     )

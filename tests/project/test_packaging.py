@@ -1,4 +1,5 @@
-"""What a release is made of: sdist and wheel, the citation, the workflows; as far as it can be checked without publishing."""
+"""What a release is made of: sdist and wheel, the citation, the workflows; as far as it can be
+checked without publishing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyc
 
 
 def can_build() -> bool:
-    """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools needs no `wheel`.)"""
+    """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools
+    needs no `wheel`.)"""
     there = {
         each.metadata["Name"] for each in importlib.metadata.distributions()
     }  # a folder "build" is found, too
@@ -79,12 +81,14 @@ def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(script: Any, tmp_pat
 
 
 def runs_the_first_tutorial(script: Any, wheel: Path, folder: Path) -> None:
-    """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the like, not the clone."""
+    """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the
+    like, not the clone."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:  # to install a pure wheel is to unpack it
         archive.extractall(packages)
-    # searched after the environment's own folder; .pth files in them, as that of an editable install, are not read
+    # searched after the environment's own folder; .pth files in them, as that of an editable
+    # install, are not read
     (packages / "tests.pth").write_text(
         "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     )
@@ -109,7 +113,8 @@ def runs_the_first_tutorial(script: Any, wheel: Path, folder: Path) -> None:
     not can_build(), reason="build and a setuptools that it can use are not installed"
 )
 def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -> None:
-    """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie elsewhere."""
+    """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie
+    elsewhere."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES, symlinks=True)
     hook = f"import setuptools.build_meta as backend; backend.build_editable({str(tmp_path)!r})"

@@ -1,4 +1,5 @@
-"""The documentation: the code of each page runs and prints what it shows, links lead somewhere, every public name is there."""
+"""The documentation: the code of each page runs and prints what it shows, links lead somewhere,
+every public name is there."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A `heading`, with commas\n```sh\n# a comment\n```\n")
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](other.md#a-heading-with-commas) [b](other.md#a-comment) [c](none.md) [d](#here) [e](https://x.org)\n# Here\n"
+        "[a](other.md#a-heading-with-commas) [b](other.md#a-comment) [c](none.md) [d](#here) "
+        "[e](https://x.org)\n# Here\n"
     )
     assert broken_links(page) == ["other.md#a-comment", "none.md"]
 
@@ -206,7 +208,8 @@ def test_a_page_that_is_wrong_is_seen(
 def test_what_a_page_needs(script: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} python\nimport never\n```\n"
+        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} "
+        "python\nimport never\n```\n"
     )
     assert script.missing(page) == ["nor_this", "not_there"]
 

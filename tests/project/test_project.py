@@ -1,4 +1,5 @@
-"""The project around the code: the wheel, the wall between the folders, docstring examples, the oracle."""
+"""The project around the code: the wheel, the wall between the folders, docstring examples, the
+oracle."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def package_of(module: str) -> str:
 
 
 def arrows(root: Path) -> dict[str, set[str]]:
-    """Which packages, and modules beside them, each one imports; not so the package's root, which fetches what is asked for."""
+    """Which packages, and modules beside them, each one imports; not so the package's root, which
+    fetches what is asked for."""
     modules = sources(root)
     found: dict[str, set[str]] = {package_of(name): set() for name in modules}
     for name, file in modules.items():
@@ -392,7 +394,8 @@ def names_in_reference() -> Iterator[str]:
 
 
 def with_methods(name: str) -> Iterator[tuple[str, str]]:
-    """`name`, and the public methods of a class, each with the name of its docstring as doctest has it."""
+    """`name`, and the public methods of a class, each with the name of its docstring as doctest has
+    it."""
     value = pkgutil.resolve_name(f"mpgrad.{name}")
     home = f"{value.__module__}.{value.__qualname__}"
     yield name, home
@@ -453,7 +456,8 @@ for name in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_any_module_may_be_imported_first() -> None:
-    """And a worker's import little of the parent's side: each that they do is a part of what a start costs."""
+    """And a worker's import little of the parent's side: each that they do is a part of what a
+    start costs."""
     names = [name for name in sources(ROOT) if not name.endswith("__main__")]
     command = [sys.executable, "-c", EACH_FIRST, "mpgrad.workers.main", *names]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
@@ -479,7 +483,8 @@ with mpgrad.Pool(1) as pool:
 
 @pytest.mark.slow
 def test_the_parent_imports_nothing_of_the_workers_side() -> None:
-    """Nor does what comes from a worker name anything there: an exception that is put together again did."""
+    """Nor does what comes from a worker name anything there: an exception that is put together
+    again did."""
     ended = subprocess.run(
         [sys.executable, "-c", ODD_EXCEPTION], capture_output=True, text=True, timeout=58
     )
@@ -537,7 +542,8 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
             (negative_zero, "item 0, value: the pool and the serial loop differ by up to 0"),
             (
                 transposed,
-                r"item 0, value: the pool gave a .* strides \(1, 2\), the serial loop a .* strides \(2, 1\)",
+                r"item 0, value: the pool gave a .* strides \(1, 2\), the serial loop a .* strides "
+                r"\(2, 1\)",
             ),
             (detached, "item 0: requires_grad is False, serially True"),
         ):

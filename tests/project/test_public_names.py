@@ -1,4 +1,5 @@
-"""The public names and their parameters are those that the list has: none goes, and none comes, unnoticed.
+"""The public names and their parameters are those that the list has: none goes, and none comes,
+unnoticed.
 
 `python tests/project/test_public_names.py` writes the list anew.
 """
@@ -44,7 +45,8 @@ def public_names() -> Iterator[str]:
 
 
 def parameters(value: Any) -> str:
-    """Without annotations, which Python's versions print in their own ways, and "..." for each default."""
+    """Without annotations, which Python's versions print in their own ways, and "..." for each
+    default."""
     value = inspect.unwrap(
         value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     )

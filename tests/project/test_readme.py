@@ -1,4 +1,5 @@
-"""The README's first example, and the doctor, as a user starts them. Needs no conftest.py: `plain` in tox.ini says why."""
+"""The README's first example, and the doctor, as a user starts them. Needs no conftest.py: `plain`
+in tox.ini says why."""
 
 from __future__ import annotations
 

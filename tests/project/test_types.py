@@ -33,7 +33,8 @@ def skip_without(module: str) -> None:
 
 @pytest.mark.slow
 def test_mypy_refuses_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
-    """Elsewhere, so that it finds mpgrad as installed. It reads torch, which takes a minute where there is no cache of it."""
+    """Elsewhere, so that it finds mpgrad as installed. It reads torch, which takes a minute where
+    there is no cache of it."""
     skip_without("mypy")
     (tmp_path / PROGRAM.name).write_text(PROGRAM.read_text())
     command = [
@@ -52,7 +53,8 @@ def test_mypy_refuses_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pyright_refuses_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
-    """Its first run, after `pip install pyright`, fetches the program itself, so that one is the user's to make."""
+    """Its first run, after `pip install pyright`, fetches the program itself, so that one is the
+    user's to make."""
     skip_without("pyright")
     (tmp_path / PROGRAM.name).write_text(PROGRAM.read_text())
     command = [

@@ -1,4 +1,5 @@
-"""Programs of a user as type checkers see them; `test_types.py` runs mypy and pyright on it. It is never run itself.
+"""Programs of a user as type checkers see them; `test_types.py` runs mypy and pyright on it. It is
+never run itself.
 
 Each line that ends with `# wrong` has to be refused, and no other.
 """

@@ -151,7 +151,8 @@ def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Po
 
 
 class Noted:
-    """A call of 12 ms, and a line that says who began it. Its item has its own number in every place."""
+    """A call of 12 ms, and a line that says who began it. Its item has its own number in every
+    place."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -1,6 +1,8 @@
-"""Cheap items of a map travel in bundles, and mean what they mean one by one: against the serial loop.
+"""Cheap items of a map travel in bundles, and mean what they mean one by one: against the serial
+loop.
 
-Elsewhere in the suite maps are too short for bundles. Here their size is given, as if what calls cost had been measured.
+Elsewhere in the suite maps are too short for bundles. Here their size is given, as if what calls
+cost had been measured.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ OPTIONS: list[dict[str, Any]] = [{"graphs": "keep"}, {}, {"engine": "thread"}, {
 def pool(
     request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
 ) -> Iterator[mpgrad.Pool]:
-    """Workers of the session where graphs are kept; where backwards are eager, they are the test's own."""
+    """Workers of the session where graphs are kept; where backwards are eager, they are the test's
+    own."""
     if request.param == {"graphs": "keep"}:
         with every_loss_gets(None):
             yield shared_pools("process", 2)
@@ -280,7 +283,8 @@ def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
 
 
 def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """Up to then the function gave nothing but losses, so that each was differentiated before the next item began."""
+    """Up to then the function gave nothing but losses, so that each was differentiated before the
+    next item began."""
     runs = tmp_path / "runs"
 
     def one(pair: tuple[bool, Tensor]) -> Tensor:
@@ -343,8 +347,9 @@ def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """What is run again may give something else: threads share their generators. Where an eager backward turns out to be for a
-    part of a bundle only, and its graph has gone, that bundle runs again."""
+    """What is run again may give something else: threads share their generators. Where an eager
+    backward turns out to be for a part of a bundle only, and its graph has gone, that bundle runs
+    again."""
     may_run = {"once ", "once once "} if pool._options.predicts else {"once "}
 
     def dropped(pair: tuple[int, Tensor]) -> Tensor:
@@ -402,7 +407,8 @@ def test_sizes_of_bundles(seconds: float, total: int, sizes: list[int]) -> None:
 
 
 def test_workers_that_a_parent_cannot_feed() -> None:
-    """It takes 0.3 ms for each chunk. Where there is little work for many workers, some get none."""
+    """It takes 0.3 ms for each chunk. Where there is little work for many workers, some get
+    none."""
     assert fed(2, calls=64, seconds=20e-6) == 2
     for seconds, workers in (
         (0.0, 1),
@@ -421,7 +427,8 @@ def test_workers_that_a_parent_cannot_feed() -> None:
 
 
 def test_a_caller_keeps_up_with_many_machines() -> None:
-    """Towards the end of a map chunks are short; many workers asked for more of them than one caller can hand out."""
+    """Towards the end of a map chunks are short; many workers asked for more of them than one
+    caller can hand out."""
     assert [FAR.least(workers) for workers in (2, 64, 1000)] == [
         10e-3,
         pytest.approx(45e-3, rel=0.1),
@@ -457,7 +464,8 @@ def test_tensors_of_many_sizes(
 
 
 def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
-    """Results in shared memory, that one item's backward must find unchanged, have nothing to do with the others'."""
+    """Results in shared memory, that one item's backward must find unchanged, have nothing to do
+    with the others'."""
     length = (
         1 + BUCKETED_BYTES // 4
     )  # those up to there are copied, which takes less time than calls of their own
@@ -950,7 +958,8 @@ def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mp
 
 
 def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: mpgrad.Pool) -> None:
-    """Symptom: None. Cause: the node forgot its inputs after a backward, though nothing had been freed."""
+    """Symptom: None. Cause: the node forgot its inputs after a backward, though nothing had been
+    freed."""
     for chunksize in (None, 1):
         xs = leaves()
         results = pool.map(lambda x: (x**3 * weight.detach()).sum(), xs, chunksize)
@@ -961,7 +970,8 @@ def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: m
 
 
 def test_a_derivative_of_a_derivative_leaves_nothing(fresh_pool2: mpgrad.Pool) -> None:
-    """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to it."""
+    """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to
+    it."""
     xs = leaves()
     (first,) = torch.autograd.grad(fresh_pool2.map(cube, xs)[5], xs[5], create_graph=True)
     torch.autograd.grad(first.sum(), xs[5])

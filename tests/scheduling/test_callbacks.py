@@ -1,4 +1,5 @@
-"""Callbacks, handlers and streams of the caller run in a thread of their own, so nothing that they do holds up the pool."""
+"""Callbacks, handlers and streams of the caller run in a thread of their own, so nothing that they
+do holds up the pool."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class LockedStream(io.StringIO):
 def test_a_caller_that_holds_the_lock_of_a_stream(
     fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # symptom: a hang for ever. cause: the thread that delivers results also wrote what tasks had printed.
+    # symptom: a hang for ever. cause: the thread that delivers results also wrote what tasks had
+    # printed.
     stream = LockedStream()
     fresh_pool.map(abs, [-1] * 4, 1)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -130,7 +132,8 @@ def until(path: Path) -> None:
 
 
 def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers results.
+    # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers
+    # results.
     go, told = threading.Event(), []
     blocked = fresh_pool.submit(until, tmp_path / "go")
     blocked.add_done_callback(
@@ -314,6 +317,7 @@ def told_in_a_task(_: int) -> list[str]:
 
 @pytest.mark.parametrize("context", [None, "fork"])
 def test_callbacks_in_a_task_run(context: str | None) -> None:
-    """Symptom: none ran, without a word. Cause: a forked worker took itself for the thread that had forked it."""
+    """Symptom: none ran, without a word. Cause: a forked worker took itself for the thread that had
+    forked it."""
     with mpgrad.Pool(1, context=context) as pool:
         assert pool.map(told_in_a_task, [0]) == [["future", "map"]]

@@ -1,4 +1,5 @@
-"""Calls that take less time than sending them: they mean what they would in a loop, and the log says that they cost."""
+"""Calls that take less time than sending them: they mean what they would in a loop, and the log
+says that they cost."""
 
 from __future__ import annotations
 
@@ -348,7 +349,8 @@ def test_what_calls_take_is_that_of_forward_and_eager_backward() -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the log says of calls that are too cheap; nobody has been told of any function before."""
+    """What the log says of calls that are too cheap; nobody has been told of any function
+    before."""
     before = dict(TOLD)
     TOLD.clear()
     caplog.set_level(logging.WARNING, "mpgrad")

@@ -1,6 +1,7 @@
 """What operations cost, counted rather than timed: a slow-down by design is seen on any machine.
 
-The bounds are what the fixed cases take now, with a little room for how chunks fall; tighten them when a step is removed.
+The bounds are what the fixed cases take now, with a little room for how chunks fall; tighten them
+when a step is removed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.quick
 
 CALLS = 500
 CHUNK = 50
-AGAIN = 4  # frames more than there are chunks: news by itself, and what is taken back from one worker and sent to another
+# frames more than there are chunks: news by itself, and what is taken back from one worker and sent
+# to another
+AGAIN = 4
 
 COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
@@ -38,7 +41,9 @@ def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 def cost(pool: mpgrad.Pool, work: Callable[[], object]) -> PoolStats:
     """What one more run adds to the counters."""
     for _ in range(3):
-        work()  # functions are defined, slabs are there: by then in every worker, of which one may have done it all at first
+        # functions are defined, slabs are there: by then in every worker, of which one may have
+        # done it all at first
+        work()
     before = pool.stats()
     work()
     after = pool.stats()
@@ -116,7 +121,8 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
 
 
 def test_a_map_of_larger_tensors_in_bundles(pool: mpgrad.Pool) -> None:
-    """One slot holds those of a bundle, and its address travels: nothing of that is done for each tensor."""
+    """One slot holds those of a bundle, and its address travels: nothing of that is done for each
+    tensor."""
     xs = [torch.ones(5000, requires_grad=True) for _ in range(CALLS)]
     results: list[torch.Tensor] = []
 

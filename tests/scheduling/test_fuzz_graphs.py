@@ -1,4 +1,5 @@
-"""Random graphs of calls against the serial ones: values asked for early, late or never; workers killed meanwhile."""
+"""Random graphs of calls against the serial ones: values asked for early, late or never; workers
+killed meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Futures among the arguments of calls: a graph of calls that runs, forward and backward, without the caller in between."""
+"""Futures among the arguments of calls: a graph of calls that runs, forward and backward, without
+the caller in between."""
 
 from __future__ import annotations
 
@@ -171,7 +172,8 @@ def test_every_operation_takes_futures(pool: mpgrad.Pool, use: Callable[..., Any
 
 
 def test_captures_of_hidden_calls(pool: mpgrad.Pool) -> None:
-    """The sum of their gradients was asked for before it was added up, where nothing else had to be waited for first."""
+    """The sum of their gradients was asked for before it was added up, where nothing else had to be
+    waited for first."""
     x = torch.randn(3, 4, dtype=torch.float64)  # needs no gradient
     layers = [torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
     weights = [layer.weight for layer in layers]
@@ -224,7 +226,8 @@ def test_leaves_and_parameters_that_calls_make(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("first", ["before", "between", "after"])
 def test_gradients_of_what_lies_between(pool: mpgrad.Pool, first: str) -> None:
-    """A value that is asked for has the gradient that comes through the calls it was given to, whenever it is asked for."""
+    """A value that is asked for has the gradient that comes through the calls it was given to,
+    whenever it is asked for."""
     x = torch.randn(3000, requires_grad=True)
     a = pool.submit(wave, x)
     if first == "before":
@@ -383,7 +386,8 @@ def test_gradients_go_from_worker_to_worker(
 
 @pytest.mark.parametrize("size", [3, 3000])
 def test_a_chain_stays_where_it_is(fresh_pool: mpgrad.Pool, size: int) -> None:
-    """A call goes to the worker that has its input, though another one is idle, and comes first in its list."""
+    """A call goes to the worker that has its input, though another one is idle, and comes first in
+    its list."""
     fresh_pool.map(abs, range(8))
     last: Any = fresh_pool.submit(lambda: (torch.ones(size), [os.getpid()]))
     for _ in range(20):
@@ -674,7 +678,8 @@ def test_a_long_chain_and_its_end(pool2: mpgrad.Pool) -> None:
 
 
 def test_results_between_are_not_kept(pool2: mpgrad.Pool) -> None:
-    """Without gradients nothing that a chain has left behind stays: neither objects nor shared memory."""
+    """Without gradients nothing that a chain has left behind stays: neither objects nor shared
+    memory."""
     last = pool2.submit(torch.ones, 100_000)
     begun = weakref.ref(last)
     before = psutil.Process().memory_info().rss
@@ -704,7 +709,8 @@ def test_a_dropped_graph_leaves_nothing(pool2: mpgrad.Pool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_results_passed_on(pool2: mpgrad.Pool, layout: torch.layout, late: bool) -> None:
-    """They have no stand-ins: whether the first value is asked for, and when, makes no difference."""
+    """They have no stand-ins: whether the first value is asked for, and when, makes no
+    difference."""
 
     def gradients(submit: Any) -> list[Any]:
         source = torch.eye(3, dtype=torch.float64).mul(2).to_sparse(layout=layout).requires_grad_()

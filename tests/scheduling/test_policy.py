@@ -1,4 +1,5 @@
-"""What the scheduler does wrong by its policy, until it is rebuilt. No test waits for longer than some seconds."""
+"""What the scheduler does wrong by its policy, until it is rebuilt. No test waits for longer than
+some seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def logs(k: int) -> int:
 
 
 def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: a hang for ever. cause: the thread that delivers results also gives records of workers to handlers.
+    # symptom: a hang for ever. cause: the thread that delivers results also gives records of
+    # workers to handlers.
     handler, logger = logging.StreamHandler(io.StringIO()), logging.getLogger("policy")
     fresh_pool.map(abs, [-1] * 4, 1)
     logger.addHandler(handler)
@@ -62,7 +64,8 @@ def ends_slowly(_: int) -> None:
 
 
 def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
-    # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for the exit of one that ends.
+    # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for
+    # the exit of one that ends.
     with mpgrad.Pool(2) as pool:
         pool.map(ends_slowly, range(2), 1)
         pool.resize(1)
@@ -87,7 +90,8 @@ def cuts_its_pipe(_: int) -> None:
 
 @linux_only("fork, as other workers take as long to start")
 def test_a_worker_that_lives_on_without_its_pipe(nursery: mpgrad.Pool) -> None:
-    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what waited behind its call.
+    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what
+    # waited behind its call.
     with mpgrad.Pool(2, retries=0) as pool:
         pool.map(abs, [-1] * 4, 1)
         cut = pool.apply_async(cuts_its_pipe, (0,))
@@ -109,7 +113,8 @@ with mpgrad.Pool(1, maxtasksperchild=1) as pool:
 
 
 def test_retired_workers_and_a_low_limit_of_descriptors() -> None:
-    # symptom: the map waits for ever. cause: workers that have done their calls stay for their graphs, and no other can start.
+    # symptom: the map waits for ever. cause: workers that have done their calls stay for their
+    # graphs, and no other can start.
     script = EAT_LIMITS.replace("get(20)", f"get({ENOUGH})")
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
@@ -133,7 +138,8 @@ def refuses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_the_system_refuses_for_a_while(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:
-    # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them, never.
+    # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them,
+    # never.
     refuses(monkeypatch, WAIT / 2)
     with mpgrad.Pool(2, maxtasksperchild=1, graphs=graphs) as pool:
         xs = [torch.ones(1, requires_grad=True) for _ in range(6)]
@@ -170,8 +176,8 @@ def waits_for(path: Path | None) -> None:
 
 
 def test_a_fast_call_behind_a_slow_one(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: a fast call arrives when the slow one has ended. cause: what a worker has not begun is taken back only where it
-    # is thought to take long.
+    # symptom: a fast call arrives when the slow one has ended. cause: what a worker has not begun
+    # is taken back only where it is thought to take long.
     go = tmp_path / "go"
     with mpgrad.Executor(2) as executor:
         for _ in range(20):  # known to be fast
@@ -245,7 +251,8 @@ with mpgrad.Pool(2, maxtasksperchild=1, retries={retries}) as pool:
 @linux_only("the nursery")
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_nursery_that_may_not_fork(tmp_path: Path, retries: int) -> None:
-    # symptom: these are deaths of workers, three of which break the pool; and their reason is printed, and not raised.
+    # symptom: these are deaths of workers, three of which break the pool; and their reason is
+    # printed, and not raised.
     (tmp_path / "sitecustomize.py").write_text(NO_FORK)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", MORE_THAN_MAY_BE.format(retries=retries)]

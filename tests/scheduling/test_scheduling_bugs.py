@@ -33,8 +33,8 @@ from mpgrad.workers.run import Tracker
 
 
 def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
-    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a failure in the later one
-    # then dropped calls of the earlier one that were still wanted.
+    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
+    # failure in the later one then dropped calls of the earlier one that were still wanted.
     def fn(k: int) -> int:
         if k == 4:
             raise LookupError(k)
@@ -59,7 +59,8 @@ class KillsItsLoader:
 
 
 def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
+    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without
+    # counting.
     with pytest.raises(
         mpgrad.WorkerDiedError,
         match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)",
@@ -83,8 +84,8 @@ def test_a_working_directory_that_was_deleted(tmp_path: Path, nursery: mpgrad.Po
 
 
 def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
-    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed after its last outcome was
-    # not looked at again.
+    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed
+    # after its last outcome was not looked at again.
     done = threading.Event()
 
     def slow_source() -> Iterator[int]:
@@ -106,7 +107,8 @@ def slow_source_of(count: int) -> Iterator[int]:
 
 
 def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
-    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as multiprocessing's is.
+    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as
+    # multiprocessing's is.
     results = pool2.imap(abs, range(600))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = [value for part in threads.map(lambda _: list(results), range(4)) for value in part]
@@ -114,7 +116,8 @@ def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
 
 
 def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an error of its own.
+    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an
+    # error of its own.
     with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
         fresh_pool.map(
             lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10
@@ -122,7 +125,8 @@ def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
-    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of items, or targets.
+    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of
+    # items, or targets.
     with pytest.raises(ZeroDivisionError) as caught:
         pool2.map_reduce(lambda k: 1 / (k - 100), range(640), "sum")
     assert any("raised in block 10, worker" in note for note in caught.value.__notes__)
@@ -169,8 +173,8 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("ask", ["map", "map_async", "starmap"])
 def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> None:
-    # symptom: a million items were packed, and an endless source never came to its end, though the first item had failed.
-    # cause: whoever packed calls did not look at what came of them.
+    # symptom: a million items were packed, and an endless source never came to its end, though the
+    # first item had failed. cause: whoever packed calls did not look at what came of them.
     taken = 0
 
     def source() -> Iterator[Any]:
@@ -188,8 +192,9 @@ def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> Non
 
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_failing_early_item(failing: int, nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call of 0 s, so the function was
-    # cheap: the other items, however long they take, were sent, and were waited for.
+    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call
+    # of 0 s, so the function was cheap: the other items, however long they take, were sent, and
+    # were waited for.
 
     def simulate(k: int) -> None:
         (tmp_path / str(k)).touch()
@@ -225,8 +230,9 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
     "seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str
 )
 def test_time_limits_of_any_length(seconds: Any, nursery: mpgrad.Pool) -> None:
-    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the system takes milliseconds as
-    # 32 bits where the pool sleeps, and nanoseconds as 64 where a caller does.
+    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the
+    # system takes milliseconds as 32 bits where the pool sleeps, and nanoseconds as 64 where a
+    # caller does.
     with mpgrad.Pool(1, timeout=seconds) as pool:
         assert pool.map(abs, [-1], timeout=seconds) == [1]
         future, result = pool.submit(time.sleep, 0.02), pool.map_async(time.sleep, [0.02])
@@ -255,7 +261,8 @@ WAITS: dict[str, Callable[[mpgrad.Pool, Any], Any]] = {
 def test_what_is_no_time_is_refused_by_name(
     pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]
 ) -> None:
-    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert to float"
+    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert
+    # to float"
     for wrong, error in {
         "5": TypeError,
         True: TypeError,
@@ -289,8 +296,8 @@ ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], A
 def test_a_stop_iteration_ends_nothing_silently(
     pool: mpgrad.Pool, iterate: Callable[..., Any]
 ) -> None:
-    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map` in a worker, took it for
-    # the end. As in a generator it becomes a RuntimeError.
+    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map`
+    # in a worker, took it for the end. As in a generator it becomes a RuntimeError.
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         iterate(pool, stops, [0, 1, 2])
     assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(
@@ -335,7 +342,8 @@ class Submits:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread: bool) -> None:
-    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code pickled the arguments.
+    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code
+    # pickled the arguments.
     with mpgrad.Executor(1) as executor:
         ask = threading.Thread(
             target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))),
@@ -363,7 +371,8 @@ def test_statistics_without_a_free_descriptor(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
-    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the same oldest one.
+    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the
+    # same oldest one.
     by_task: dict[int, int] = {}
     errors, numbers = [], itertools.count()
 
@@ -400,7 +409,8 @@ def forgets_its_next_sum() -> None:
 
 
 def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> None:
-    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for backwards that were eager.
+    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for
+    # backwards that were eager.
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = [torch.ones(3), torch.full((3,), 2.0)]
 
@@ -416,8 +426,9 @@ def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> No
 
 @pytest.mark.quick
 def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    # symptom, on processors that change the order of stores: the chunk that a worker is at with the position in the one before.
-    # cause: nothing kept the order of plain stores and loads but what x86 promises.
+    # symptom, on processors that change the order of stores: the chunk that a worker is at with the
+    # position in the one before. cause: nothing kept the order of plain stores and loads but what
+    # x86 promises.
     did: list[Any] = []
 
     class Numbers(list[int]):
@@ -450,7 +461,8 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
 def test_short_calls_are_sent_ahead_even_where_they_are_the_last(
     seconds: float, waiting: int, waits: bool
 ) -> None:
-    # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who has nothing to do.
+    # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who
+    # has nothing to do.
     call = SimpleNamespace(items=1)
     options = SimpleNamespace(function=None, at_rest=False, chunksize=None)
     operation: Any = SimpleNamespace(

@@ -1,4 +1,5 @@
-"""Timelines: every call is there, once, where and when it ran; Perfetto reads the file; off, nothing is left of them."""
+"""Timelines: every call is there, once, where and when it ran; Perfetto reads the file; off,
+nothing is left of them."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def check(events: Events) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def fonts() -> None:
-    """Matplotlib keeps the files of its fonts open; better before the test that draws than as something it left behind."""
+    """Matplotlib keeps the files of its fonts open; better before the test that draws than as
+    something it left behind."""
     from matplotlib.figure import Figure  # which takes long to import
 
     figure = Figure()
@@ -370,7 +372,8 @@ MS = 1_000_000
 
 
 def recorded(shift: int = 0, node: str = "") -> Events:
-    """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift` more than ours."""
+    """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift`
+    more than ours."""
     recording = Recording()
     start = recording.began
     recording.workers[1] = WorkerName(1, 4242, "cpu", node)
@@ -455,7 +458,8 @@ class Unpicklable:
 
 @pytest.mark.quick
 def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
-    """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets attributes of exceptions."""
+    """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets
+    attributes of exceptions."""
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline(), pytest.raises(Frozen) as caught:
         pool.map(abs, [Unpicklable()])
     assert caught.value.code == 3

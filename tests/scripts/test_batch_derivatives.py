@@ -1,4 +1,5 @@
-"""batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's business."""
+"""batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's
+business."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The GPU benchmark: what it says without a GPU, and that its simulations are what they claim to be."""
+"""The GPU benchmark: what it says without a GPU, and that its simulations are what they claim to
+be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench_peers.py: systems agree with the serial loop before they are timed, and ratios are taken as it says."""
+"""bench_peers.py: systems agree with the serial loop before they are timed, and ratios are taken as
+it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench_speed.py runs every row, checks before it times, and computes with its figures as it says."""
+"""bench_speed.py runs every row, checks before it times, and computes with its figures as it
+says."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_speed.py"
 
 
-ROWS = {  # in three runs, each well within its time; with the rows that have aims, once for each aim
+# in three runs, each well within its time; with the rows that have aims, once for each aim
+ROWS = {
     ("tiny", "forward", "budget", "python", "op"): ["tiny", "forward", "python", "op"],
     ("lone", "layers", "gradients", "huge", "transfer", "captures"): [
         *["lone"] * 5,

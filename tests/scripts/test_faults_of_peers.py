@@ -1,4 +1,5 @@
-"""faults_of_peers.py runs each fault in a process of its own and says what came; what peers do is no test's business."""
+"""faults_of_peers.py runs each fault in a process of its own and says what came; what peers do is
+no test's business."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The phenobarbital script: NONMEM's figures, exact gradients, refused files, and the pool against the serial loop.
+"""The phenobarbital script: NONMEM's figures, exact gradients, refused files, and the pool against
+the serial loop.
 
-NONMEM's objectives are the check from outside; gradcheck and the stationarity of the inner optimum are the ones from
-inside, and each comes with a test that a wrong gradient or figure does not pass.
+NONMEM's objectives are the check from outside; gradcheck and the stationarity of the inner optimum
+are the ones from inside, and each comes with a test that a wrong gradient or figure does not pass.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def infants() -> list[Infant]:
 
 @pytest.fixture(autouse=True, scope="module")
 def fonts() -> None:
-    """Matplotlib keeps the files of its fonts open; better before the test that draws than as something it left behind."""
+    """Matplotlib keeps the files of its fonts open; better before the test that draws than as
+    something it left behind."""
     figure = Figure()
     figure.subplots().semilogy([1, 10])
     figure.savefig(io.BytesIO())
@@ -130,7 +132,8 @@ class TestModel:
 
 
 class TestInnerOptimum:
-    # the start, then clearance, volume or variances off by factors that a bad step of the outer optimiser may bring
+    # the start, then clearance, volume or variances off by factors that a bad step of the outer
+    # optimiser may bring
     @pytest.mark.parametrize(
         "natural",
         [

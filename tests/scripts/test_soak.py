@@ -89,7 +89,8 @@ def test_the_smallest_difference_is_found(
     record = json.loads(out.read_text())
     assert not record["equal"] and record["first_difference"] == 3 and record["hangs"] == 0
     assert record["injured"]["error"] is None and record["undisturbed"]["error"] is None
-    # the parameters at the end need not differ: how many steps there are is the machine's to say, and they may round it away
+    # the parameters at the end need not differ: how many steps there are is the machine's to say,
+    # and they may round it away
     injured, undisturbed = compared
     assert (
         len(injured) == len(undisturbed)

@@ -1,4 +1,5 @@
-"""train_data_parallel.py trains the same model in every way, and notices where not; times are no test's business."""
+"""train_data_parallel.py trains the same model in every way, and notices where not; times are no
+test's business."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_a_wrong_gradient_is_found(scikit_learn: None, tmp_path: Path) -> None:
 def test_a_rank_that_fails_ends_the_run(
     scikit_learn: None, script: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0, which waits for the gradients of the one that failed, does not keep the run waiting."""
+    """Rank 0, which waits for the gradients of the one that failed, does not keep the run
+    waiting."""
     plan = script.Plan(batch=512, width=8)
     digits = script.load_images()
     of_rank_1 = script.shuffled(len(digits.labels), 0)[256:512]

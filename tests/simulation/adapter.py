@@ -1,6 +1,8 @@
-"""All that the simulation knows of the classes of the scheduler: how they are made, and where to look into them.
+"""All that the simulation knows of the classes of the scheduler: how they are made, and where to
+look into them.
 
-Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and `history.py` knows neither.
+Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and
+`history.py` knows neither.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Environment:
 
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is not asked for modes."""
+    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is
+    not asked for modes."""
     lenders = type("Lenders", (SimulatedLenders,), {"world": world})
     replies = CountedReplies()
     with contextlib.ExitStack() as stack:
@@ -95,7 +98,8 @@ class CountedReplies:
 
 
 class SimulatedScheduler(Scheduler):
-    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says so."""
+    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says
+    so."""
 
     def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
         super().__init__(settings, engine)
@@ -221,7 +225,8 @@ def new_operation(
 def add_call(
     operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]
 ) -> None:
-    """A call that is sent as the number of its task, with memory of the caller's if there is a `slot`."""
+    """A call that is sent as the number of its task, with memory of the caller's if there is a
+    `slot`."""
     placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
     call = PackedCall(operation.added, task.number, placed, [source.claim() for source in sources])
     if items > 1:

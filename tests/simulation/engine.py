@@ -1,12 +1,15 @@
-"""A simulated engine: workers, links and shared memory that exist only as Python objects of this process.
+"""A simulated engine: workers, links and shared memory that exist only as Python objects of this
+process.
 
     the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker ── a step at a time ──► World
 
-A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who holds what. It decides which
-worker makes a step next, and who dies, hangs or is late. A worker is a generator: wherever it yields, anything may happen.
+A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who
+holds what. It decides which worker makes a step next, and who dies, hangs or is late. A worker is a
+generator: wherever it yields, anything may happen.
 
-It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is given something that it
-cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and `backward.py` above all), in their simplest form.
+It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is
+given something that it cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and
+`backward.py` above all), in their simplest form.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ class CheckFailed(AssertionError):
 
 
 class Rates(NamedTuple):
-    """How often things go wrong in a history: probabilities at each step of a worker, or each time that one is asked for."""
+    """How often things go wrong in a history: probabilities at each step of a worker, or each time
+    that one is asked for."""
 
     death: float = 0.0
     hang: float = 0.0
@@ -105,7 +109,8 @@ class Task:
 
 
 class WorkerGraph:
-    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with the other."""
+    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with
+    the other."""
 
     def __init__(self, task: Task, held: list[int], base: WorkerGraph | None = None) -> None:
         self.task = task
@@ -138,7 +143,8 @@ class SimulatedSlab:
 
 
 class SimulatedSlot:
-    """Memory of the caller's that is lent to workers. It must live until all of them have given it back."""
+    """Memory of the caller's that is lent to workers. It must live until all of them have given it
+    back."""
 
     def __init__(self, slab: SimulatedSlab, place: int) -> None:
         self.slab = slab
@@ -229,7 +235,8 @@ class World:
             worker.step()
 
     def sites_report(self, patient: bool = False) -> bool:
-        """Sites tell what they have seen. One that is `patient` waits until there is something: whether there will be."""
+        """Sites tell what they have seen. One that is `patient` waits until there is something:
+        whether there will be."""
         links = [
             worker.link
             for worker in self.workers
@@ -244,7 +251,8 @@ class World:
         return patient and bool(moments)
 
     def calm(self) -> None:
-        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can happen."""
+        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can
+        happen."""
         self.rates = Rates()
         self.refused_until = 0.0
 
@@ -770,7 +778,8 @@ class SimulatedLink:
                     self._unanswered.pop(message.chunk, None)
                     if self.world.events is not None:
                         self.world.note(
-                            f"worker {self.number} has answered chunk {message.chunk}: {in_words(message)}"
+                            f"worker {self.number} has answered chunk {message.chunk}: "
+                            f"{in_words(message)}"
                         )
             return frame
         if not self.worker.alive:
@@ -876,7 +885,8 @@ class SimulatedLink:
 
 
 class SiteLink(SimulatedLink):
-    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the scheduler's, comes late."""
+    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the
+    scheduler's, comes late."""
 
     shares_memory = False
     keeps_time = True

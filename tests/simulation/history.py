@@ -1,14 +1,19 @@
-"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so after each event.
+"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so
+after each event.
 
     seed ──► Program: settings, rates, steps ──► History: each step, then the rest until nothing happens any more ──► checks
-A step has random numbers of its own, so steps can be left out and the others stay what they are: `shortest` does that.
+A step has random numbers of its own, so steps can be left out and the others stay what they are:
+`shortest` does that.
 
 Checked after each turn of the scheduler
-    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under way with one worker
-    - each backward that has no reply waits for others, or is in one backlog, or under way with one worker
+    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under
+      way with one worker
+    - each backward that has no reply waits for others, or is in one backlog, or under way with one
+      worker
     - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
 and at the end
-    - everything is answered; each failure is one that the truth (see `engine.World`) explains, and names its call
+    - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
+      names its call
     - sums of captures' gradients are the sums of what each backward of them gave
     - nothing is left once all results are dropped; no worker lives once the pool has ended
 """
@@ -37,7 +42,8 @@ from mpgrad.errors import (
 IDLE_DEATHS = 2  # as in `recovery`
 STAFF_PATIENCE = 2.0  # as in `staffing`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
-MOST_LOOKS = 50  # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
+# at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
+MOST_LOOKS = 50
 STEPS = {  # how often each is taken
     "something_happens": 60,
     "map": 14,
@@ -237,7 +243,8 @@ class History:
                 break
 
     def happens(self, patient: bool = True) -> bool:
-        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False if nothing can happen."""
+        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False
+        if nothing can happen."""
         self._events += 1
         if self._events > MOST_EVENTS:
             raise CheckFailed("it goes on for ever")
@@ -441,7 +448,8 @@ class History:
             if not keep:
                 graph.family.freeing.append(len(self.sent))
             self.note(
-                f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep {keep}, create {create}"
+                f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep "
+                f"{keep}, create {create}"
                 f"{'' if promised is None else f', after backward {promised.graph_task} of {promised.call}'}"
             )
         self.scheduler.wake()
@@ -648,7 +656,10 @@ class History:
             if not (sent.reply.arrived or sent.is_cancelled):
                 waits = sent.promised is not None and not sent.promised.reply.arrived
                 if replies[id(sent.reply)] != (0 if waits else 1):
-                    text = f"backward {sent.graph_task} of {sent.call} is in {replies[id(sent.reply)]} places"
+                    text = (
+                        f"backward {sent.graph_task} of {sent.call} is in "
+                        f"{replies[id(sent.reply)]} places"
+                    )
                     raise CheckFailed("a backward is not in one state", text)
 
     def _is_open_task(self, task: Task) -> bool:
@@ -692,7 +703,8 @@ class History:
                 killed = tried > retries or task.idle_deaths + task.overdue > max(
                     retries, IDLE_DEATHS
                 )
-                # of a lost node all fails that it was given: also what could not be sent, which is not seen here
+                # of a lost node all fails that it was given: also what could not be sent, which is
+                # not seen here
                 killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
                 return killed or life.broken is not None
             case SharedMemoryError():

@@ -1,4 +1,5 @@
-"""The scheduler in thousands of simulated histories: see `history.py`, and `scripts/guards/simulate.py` for millions."""
+"""The scheduler in thousands of simulated histories: see `history.py`, and
+`scripts/guards/simulate.py` for millions."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def check_all(seeds: Iterable[int]) -> None:
     fault = first_fault(seeds)
     if fault is not None:
         pytest.fail(
-            f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay {fault.program.seed}"
+            f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay "
+            f"{fault.program.seed}"
         )
 
 
@@ -53,7 +55,8 @@ def test_a_seed_gives_the_same_history_twice() -> None:
 
 @pytest.mark.quick
 def test_nobody_else_sees_what_is_simulated() -> None:
-    """Symptom: a child that was forked later died of a look at simulated memory; pools of other tests had its clock."""
+    """Symptom: a child that was forked later died of a look at simulated memory; pools of other
+    tests had its clock."""
     world = World(Rates(), retries=1)
     seen: list[float] = []
     with simulated(world):

@@ -1,4 +1,5 @@
-"""What mpgrad relies on PyTorch to do: that each probe can fail, and that no private name can go without being missed."""
+"""What mpgrad relies on PyTorch to do: that each probe can fail, and that no private name can go
+without being missed."""
 
 from __future__ import annotations
 
@@ -418,7 +419,8 @@ def is_private(name: str) -> bool:
 
 
 def private_names() -> set[tuple[str, str]]:
-    """PyTorch's private names in our code, and what is reached through one: each with the module or class that has it."""
+    """PyTorch's private names in our code, and what is reached through one: each with the module or
+    class that has it."""
     trees = [
         ast.parse(file.read_text())
         for folder in ("mpgrad", "workers")
@@ -465,7 +467,8 @@ def private_names() -> set[tuple[str, str]]:
 
 
 def pairs_along(path: list[str]) -> set[tuple[str, str]]:
-    """From the first private name on: each of a module's or class's attributes; not those of an object."""
+    """From the first private name on: each of a module's or class's attributes; not those of an
+    object."""
     found, owner = set(), torch
     for number, name in enumerate(path[1:], start=1):
         if not isinstance(owner, types.ModuleType | type):

@@ -1,6 +1,8 @@
-"""Generators of random numbers that a function captures, or that several items have in common: a stream for each item.
+"""Generators of random numbers that a function captures, or that several items have in common: a
+stream for each item.
 
-Before, items drew from their worker's copy of the generator: several got the same numbers, others for each number of workers.
+Before, items drew from their worker's copy of the generator: several got the same numbers, others
+for each number of workers.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ GENERATORS.update(OF_SCIPY)
 def held_in_several_ways(
     pool: mpgrad.Pool, name: str, chunksize: int | None
 ) -> tuple[list[Any], list[Any]]:
-    """What items draw from a generator that the function captures, in two maps, and from one that all items hold."""
+    """What items draw from a generator that the function captures, in two maps, and from one that
+    all items hold."""
     make, draw = GENERATORS[name]
     generator, another = make(), make()
 
@@ -123,7 +126,8 @@ def held_in_several_ways(
 
 @each_kind
 def test_each_item_has_a_stream_of_its_own(pool: mpgrad.Pool, name: str) -> None:
-    """Also in the next map; and the same ones however the items are cut, and for any engine and number of workers."""
+    """Also in the next map; and the same ones however the items are cut, and for any engine and
+    number of workers."""
     expected = held_in_several_ways(pool, name, 1)
     for maps in expected:
         drawn = [number for results in maps for pair in results for number in pair]
@@ -185,7 +189,8 @@ def test_captured_and_given(pool2: mpgrad.Pool) -> None:
 
 
 def test_an_object_holds_it(pool: mpgrad.Pool) -> None:
-    """A bound method's object, and its class; the gradients are those of these numbers, also when a backward is repeated."""
+    """A bound method's object, and its class; the gradients are those of these numbers, also when a
+    backward is repeated."""
     simulation, x = Simulation(), torch.tensor(1.0)
     results = pool.map(simulation.step, [x] * 6)
     assert len({result.item() for result in results}) == 6
@@ -223,7 +228,8 @@ def test_reductions(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("mode", ["reverse", "forward", "batched"])
 def test_rows_and_columns_of_one_function(pool2: mpgrad.Pool, mode: str) -> None:
-    """Symptom: shares of one Jacobian belonged to different functions, as each worker drew on from its copy."""
+    """Symptom: shares of one Jacobian belonged to different functions, as each worker drew on from
+    its copy."""
     x = torch.ones(4, dtype=torch.float64)
     rng = numpy.random.default_rng(0)
     stream = numpy.random.default_rng(0).spawn(1)[0].spawn(1)[0]
@@ -259,7 +265,8 @@ def test_a_death_changes_nothing(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
 
 
 def test_the_process_s_own(pool2: mpgrad.Pool) -> None:
-    """Symptom: `from random import gauss` captured a copy of the generator behind it, the same for all items."""
+    """Symptom: `from random import gauss` captured a copy of the generator behind it, the same for
+    all items."""
     seeded = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -281,7 +288,8 @@ def test_without_a_state(pool2: mpgrad.Pool) -> None:
 
 
 def test_the_pickle_stays_the_same() -> None:
-    """Else each map would be that of a function of which nothing is known, and calls that draw would not be bundled."""
+    """Else each map would be that of a function of which nothing is known, and calls that draw
+    would not be bundled."""
     rng, engine = numpy.random.default_rng(0), random.Random(0)
     with mpgrad.Pool(1, engine="inline") as pool:
         for _ in range(3):

@@ -92,7 +92,8 @@ def test_the_default_dtype_of_the_caller_counts(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("engine", ["inline", "thread"])
 def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any) -> None:
-    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool found counted."""
+    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool
+    found counted."""
 
     def nested(x: float) -> tuple[torch.dtype, list[torch.dtype], torch.dtype]:
         before = torch.get_default_dtype()
@@ -167,7 +168,10 @@ def test_random_numbers_follow_the_parents_seed(
 @pytest.mark.slow
 def test_numpys_generator_is_there_before_it_is_needed(nursery: mpgrad.Pool) -> None:
     """Else the first map would read files, and need a descriptor."""
-    code = "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); pool.terminate()"
+    code = (
+        "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); "
+        "pool.terminate()"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=58) == "True\n"
     with mpgrad.Pool(1) as pool:
         assert pool.apply(lambda: "numpy.random" in sys.modules)
@@ -217,7 +221,8 @@ def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
 
 
 def test_split_mix_against_the_published_sequence() -> None:
-    # the first outputs of SplitMix64 seeded with 1234567, as printed on rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    # the first outputs of SplitMix64 seeded with 1234567, as printed on
+    # rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
     seed = 1234567 * pow(0x9E3779B97F4A7C15, -1, 1 << 64)
     outputs = [modes.split_mix(seed + step) for step in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -1,7 +1,8 @@
-"""PyTorch's own settings and modes around calls: they travel, or a call under them is refused by name, or a warning says so.
+"""PyTorch's own settings and modes around calls: they travel, or a call under them is refused by
+name, or a warning says so.
 
-Symptom of the tests before: values and gradients as if the caller had not changed anything. Cause: only modes that somebody had
-thought of travelled.
+Symptom of the tests before: values and gradients as if the caller had not changed anything. Cause:
+only modes that somebody had thought of travelled.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def found() -> dict[str, Any]:
 
 
 class Looks(torch.autograd.Function):
-    """Its gradient has as many elements that are not 0 as settings differ from their defaults in the backward."""
+    """Its gradient has as many elements that are not 0 as settings differ from their defaults in
+    the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +219,8 @@ def double() -> Iterator[None]:
 @pytest.mark.parametrize("changed", [torch.sparse.check_sparse_tensor_invariants, double])
 @pytest.mark.parametrize("within", [False, True])
 def test_calls_in_threads_put_back_what_the_caller_has(changed: Any, within: bool) -> None:
-    """Symptom: with engine "thread", set in the caller for ever. Cause: each call put back what it found: another one's."""
+    """Symptom: with engine "thread", set in the caller for ever. Cause: each call put back what it
+    found: another one's."""
     with changed():
         other_than_now = modes.current_modes()
     before, now = modes.current_modes(), other_than_now
@@ -248,7 +251,8 @@ def test_an_initializers_settings_stay_where_the_caller_has_the_default() -> Non
 
 
 def test_new_and_old_names_of_precision_together(pool2: mpgrad.Pool) -> None:
-    """Symptom: a RuntimeError from every call. Cause: PyTorch refuses to read the old setting then."""
+    """Symptom: a RuntimeError from every call. Cause: PyTorch refuses to read the old setting
+    then."""
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("this PyTorch has the old ones only")
     with set_to("torch.backends.mkldnn.matmul.fp32_precision", "bf16"):
@@ -417,7 +421,8 @@ def checkpointed(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [torch.nn.Sigmoid(), checkpointed])
 def test_hooks_for_all_modules_travel(function: Any, pool: mpgrad.Pool) -> None:
-    """Symptom: values and gradients without them, silently; so in a part that a checkpoint runs again."""
+    """Symptom: values and gradients without them, silently; so in a part that a checkpoint runs
+    again."""
     x = torch.ones(3, requires_grad=True)
     handles = [
         torch.nn.modules.module.register_module_forward_hook(doubled),
@@ -504,7 +509,8 @@ def test_a_checkpoint_with_a_policy_around_a_call(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("context", ["fork", None])
 def test_workers_begin_with_no_modes_of_their_makers(context: str | None) -> None:
-    """With "fork", a worker has what the thread had that made it; only a thread's start was thought of."""
+    """With "fork", a worker has what the thread had that made it; only a thread's start was thought
+    of."""
     with Doubles(), torch.device("meta"), torch.sparse.check_sparse_tensor_invariants():
         pool = mpgrad.Pool(1, context=context)
     with pool:
@@ -551,7 +557,8 @@ def test_what_travels_is_in_the_inventory(script: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_nothing_in_pytorch_is_unaccounted_for() -> None:
-    """Where this fails, PyTorch has something new that changes a state: decide what becomes of it, and add it to the list."""
+    """Where this fails, PyTorch has something new that changes a state: decide what becomes of it,
+    and add it to the list."""
     ended = subprocess.run(
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=110
     )

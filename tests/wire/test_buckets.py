@@ -1,4 +1,5 @@
-"""Many tensors that are alike travel as one run of memory: what comes out is what went in, each with memory of its own."""
+"""Many tensors that are alike travel as one run of memory: what comes out is what went in, each
+with memory of its own."""
 
 from __future__ import annotations
 
@@ -315,7 +316,8 @@ def test_no_room_for_all_of_them(nursery: mpgrad.Pool) -> None:
 def test_half_precision_of_another_kind_than_that_of_autocast(
     pool2: mpgrad.Pool, autocast: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """They were put together under autocast, which refuses to do that: the map raised, and so did its backward."""
+    """They were put together under autocast, which refuses to do that: the map raised, and so did
+    its backward."""
 
     def fn(x: Tensor) -> Tensor:
         return (x.float() ** 2).sum().to(dtype)

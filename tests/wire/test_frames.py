@@ -1,4 +1,5 @@
-"""Frames on a socket: they arrive whole, in order and with their descriptors, however the pipe takes them."""
+"""Frames on a socket: they arrive whole, in order and with their descriptors, however the pipe
+takes them."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ def test_frames_arrive_whole_in_any_pieces() -> None:
 
 
 def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
-    """A send that a signal interrupts has sent a part; what was left stayed with the worker, and the parent waited for ever."""
+    """A send that a signal interrupts has sent a part; what was left stayed with the worker, and
+    the parent waited for ever."""
     ours, theirs = socket.socketpair()
     code = (
-        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages import Returned;"
+        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages "
+        "import Returned;"
         "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
         "print('here', flush=True);"
         "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"

@@ -1,4 +1,5 @@
-"""Tensors packed and viewed again, without processes: every layout arrives, and lies where it may."""
+"""Tensors packed and viewed again, without processes: every layout arrives, and lies where it
+may."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def again(view: Callable[[], Tensor]) -> Tensor:
 
 
 def outcome(results: list[Any], xs: list[Tensor]) -> list[Tensor]:
-    """The tensors of the results, and the gradients of the items, which go back to where those came from."""
+    """The tensors of the results, and the gradients of the items, which go back to where those came
+    from."""
     tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor)]
     needing = [each for each in tensors if each.requires_grad]
     return [
@@ -66,7 +67,8 @@ def outcome(results: list[Any], xs: list[Tensor]) -> list[Tensor]:
 
 
 def within(x: Tensor) -> Any:
-    """What a view's own elements say, by `as_strided` too: counted from where it begins, in its storage here or there."""
+    """What a view's own elements say, by `as_strided` too: counted from where it begins, in its
+    storage here or there."""
     start = x.storage_offset()
     return (
         x * 2,
@@ -148,7 +150,8 @@ def test_past_the_end_of_an_argument_pytorch_raises(
 
 @pytest.mark.parametrize("size", [30, LARGE], ids=["rides", "lies in a slab"])
 def test_past_the_end_of_others_pytorch_raises(pool2: mpgrad.Pool, size: int) -> None:
-    """Captures, results that are passed on, several tensors of an item, and results in the caller."""
+    """Captures, results that are passed on, several tensors of an item, and results in the
+    caller."""
     row, other = base(3, size)[1], base(3, size)[2]
     for fn in PAST_THE_END:
         with pytest.raises(RuntimeError, match=BEYOND):
@@ -180,7 +183,8 @@ def test_past_the_end_in_a_backward_pytorch_raises(pool2: mpgrad.Pool, size: int
 
 @pytest.mark.parametrize("run", [bundled, alone])
 def test_before_a_view_others_numbers_are_read(pool2: mpgrad.Pool, run: Callable[..., Any]) -> None:
-    """The one access whose numbers are not the loop's: see the guarantees. Offset 0 is where the view begins."""
+    """The one access whose numbers are not the loop's: see the guarantees. Offset 0 is where the
+    view begins."""
     rows = list(base(300, 30)[280:])
     for mine, row in zip(
         run(pool2, lambda x: x.as_strided((2,), (1,), 0), rows), rows, strict=True

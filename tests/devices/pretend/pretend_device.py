@@ -1,7 +1,9 @@
-"""The device of `pretend/device.cpp` as an accelerator of mpgrad's: GPUs, as far as anybody but the hardware can tell.
+"""The device of `pretend/device.cpp` as an accelerator of mpgrad's: GPUs, as far as anybody but the
+hardware can tell.
 
-Its tensors are on devices "pretend:0" and "pretend:1", its shared memory is opened by a handle, and it can be told to fail
-where a GPU could. What it has not is time of its own: copies are done when they are asked for.
+Its tensors are on devices "pretend:0" and "pretend:1", its shared memory is opened by a handle, and
+it can be told to fail where a GPU could. What it has not is time of its own: copies are done when
+they are asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Pools with devices, on machines without one: on the device of `pretend_device`, which PyTorch takes for a GPU.
+"""Pools with devices, on machines without one: on the device of `pretend_device`, which PyTorch
+takes for a GPU.
 
 The order of copies on real devices is `test_lanes.py`'s; what needs a real GPU is `test_gpu.py`'s.
 """
@@ -33,7 +34,8 @@ if LIBRARY is None:
 
 
 class Known(torch.autograd.Function):
-    """The autograd engine's threads for devices stay; here they become known to Python, before threads are counted."""
+    """The autograd engine's threads for devices stay; here they become known to Python, before
+    threads are counted."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
