@@ -5,7 +5,8 @@ That code takes its time, waits for the pool, and needs locks that the caller's 
 meanwhile. The scheduling thread feeds all workers and delivers all results, so it must not run any
 of that code. It queues it for this second thread:
 
-    scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the pool's own records
+    scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the
+                                   pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
 Every other thread that calls `later` is the caller's, as with engine "inline", or after the end of

@@ -243,7 +243,9 @@ class UnsupportedTorchError(RuntimeError):
 
     Example:
         >>> import mpgrad
-        >>> error = mpgrad.UnsupportedTorchError("2.6.0", ["a backward runs later nodes first"], ["2.8", "2.9"])
+        >>> error = mpgrad.UnsupportedTorchError(
+        ...     "2.6.0", ["a backward runs later nodes first"], ["2.8", "2.9"]
+        ... )
         >>> f"install torch {error.tried[-1]} instead of {error.version}"
         'install torch 2.9 instead of 2.6.0'
     """

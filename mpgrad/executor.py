@@ -227,7 +227,8 @@ class Executor(concurrent.futures.Executor):
             >>> with mpgrad.Executor(max_workers=1) as executor:
             ...     with executor.timeline() as timeline:
             ...         _ = executor.submit(abs, -1).result()
-            >>> [event["pid"] for event in timeline.events if event.get("cat") == "forward"]      # on worker 1
+            >>> forwards = [each for each in timeline.events if each.get("cat") == "forward"]
+            >>> [event["pid"] for event in forwards]  # on worker 1
             [2]
         """
         return self._pool.timeline(path)
@@ -238,8 +239,10 @@ class Executor(concurrent.futures.Executor):
         Example:
             >>> import mpgrad
             >>> shown = []
+            >>> def show(done, total, seconds_left):
+            ...     shown.append((done, total))
             >>> with mpgrad.Executor(max_workers=1) as executor:
-            ...     with executor.progress(lambda done, total, seconds_left: shown.append((done, total))):
+            ...     with executor.progress(show):
             ...         _ = list(executor.map(abs, range(10)))
             >>> shown[-1]
             (10, 10)

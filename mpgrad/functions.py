@@ -11,9 +11,13 @@ PyTorch's engine runs one CPU node after another, so Functions that wait (for a 
 simulator, another library) wait in turn. Here the calls run in threads, with stand-ins for their
 contexts, and one Function around them all keeps the books:
 
-    arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1] every call's forward in a thread of its own
-                                    │ saved tensors                        [2] the stand-ins' books become the node's
-    their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3] every call's backward in a thread of its own
+    arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1]
+                                    │ saved tensors                        [2]
+    their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3]
+
+    [1] every call's forward in a thread of its own
+    [2] the stand-ins' books become the node's
+    [3] every call's backward in a thread of its own
 
 Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on
     one call waits for all; saved tensors are the node's: checked for in-place writes, freed after a
@@ -188,7 +192,10 @@ def run_isolated_backward(
         ...     def backward(ctx, grad):
         ...         return grad * 3
         >>> ctx, _ = mpgrad.run_isolated_forward(Triple, torch.ones(2))
-        >>> [mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor)) for factor in (1.0, 2.0)]
+        >>> [
+        ...     mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor))
+        ...     for factor in (1.0, 2.0)
+        ... ]
         [(tensor([3., 3.]),), (tensor([6., 6.]),)]
     """
     check_function(func)

@@ -178,8 +178,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             finalizer.atexit = False
         return self._pool.processes
 
-    def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:
-        # [2]
+    def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:  # [2]
         """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}

@@ -125,9 +125,10 @@ def replicate(
     Example:
         >>> import torch, mpgrad, mpgrad.nn
         >>> module = torch.nn.Linear(2, 1)
+        >>> inputs = [torch.ones(1, 2), torch.ones(3, 2)]
         >>> with mpgrad.Pool(processes=2) as pool:
         ...     replicas = mpgrad.nn.replicate(module, pool.workers)
-        ...     outputs = mpgrad.nn.parallel_apply(replicas, [torch.ones(1, 2), torch.ones(3, 2)], pool.workers)
+        ...     outputs = mpgrad.nn.parallel_apply(replicas, inputs, pool.workers)
         ...     sum(output.sum() for output in outputs).backward()
         >>> module.weight.grad
         tensor([[4., 4.]])
@@ -274,7 +275,8 @@ def parallel_apply(
         >>> import torch, mpgrad, mpgrad.nn
         >>> with mpgrad.Pool(processes=2) as pool:
         ...     modules = [torch.nn.Softmax(dim=0), torch.nn.ReLU()]
-        ...     mpgrad.nn.parallel_apply(modules, [torch.zeros(2), torch.tensor([-1.0, 1.0])], pool.workers)
+        ...     inputs = [torch.zeros(2), torch.tensor([-1.0, 1.0])]
+        ...     mpgrad.nn.parallel_apply(modules, inputs, pool.workers)
         [tensor([0.5000, 0.5000]), tensor([0., 1.])]
     """
     if devices is None:
@@ -329,7 +331,9 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
 
     Example:
         >>> import torch, mpgrad.nn
-        >>> mpgrad.nn.gather([(torch.zeros(1), {"a": torch.ones(1)}), (torch.zeros(2), {"a": torch.ones(1)})])
+        >>> mpgrad.nn.gather(
+        ...     [(torch.zeros(1), {"a": torch.ones(1)}), (torch.zeros(2), {"a": torch.ones(1)})]
+        ... )
         (tensor([0., 0., 0.]), {'a': tensor([1., 1.])})
     """
     if not outputs:

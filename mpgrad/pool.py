@@ -489,7 +489,8 @@ class Pool:
         Example:
             >>> import torch, mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
-            ...     result = pool.starmap_async(torch.mul, [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)])
+            ...     pairs = [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)]
+            ...     result = pool.starmap_async(torch.mul, pairs)
             ...     result.get()
             [tensor(6.), tensor(20.)]
         """
@@ -776,7 +777,8 @@ class Pool:
             ...     with pool.timeline() as timeline:
             ...         results = pool.map(torch.square, [torch.ones(3, requires_grad=True)] * 8)
             ...         torch.stack(results).sum().backward()
-            >>> sorted({event["cat"] for event in timeline.events if event["ph"] == "X"} & {"forward", "backward"})
+            >>> spans = [event for event in timeline.events if event["ph"] == "X"]
+            >>> sorted({event["cat"] for event in spans} & {"forward", "backward"})
             ['backward', 'forward']
         """
         if not isinstance(path, str | os.PathLike | None):
@@ -942,7 +944,9 @@ class Pool:
             >>> import torch, mpgrad
             >>> a, b = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
             >>> with mpgrad.Pool(processes=2) as pool:
-            ...     total, other = pool.reduce(lambda target, item: target.add_(item), [a, b], [a * 10, b * 10])
+            ...     total, other = pool.reduce(
+            ...         lambda target, item: target.add_(item), [a, b], [a * 10, b * 10]
+            ...     )
             ...     (total * other).backward()
             >>> total, other, a.grad
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))

@@ -5,7 +5,7 @@ does.
 loop run by the caller is the reference, so values and the gradients of items must agree bit for
 bit, and no tolerance can hide a mistake.
 
-    loop ──► loop again, last item first ──► the pool ──► the pool, last item first, one call at a time
+    loop ─► loop again, last item first ─► the pool ─► the pool, last item first, one call at a time
 A function that the pool cannot run as the loop does (it counts its calls, remembers what it was
 given, writes to what it captures) may agree by chance in any one of these, but not in all.
 """

@@ -10,7 +10,8 @@ unlinks has to go with the program rather than with a worker. Most programs neve
 worker asks for it (`engines.launch.SharedTracker`) when multiprocessing first looks for its
 descriptor:
 
-    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where there is none
+    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where
+                                                          there is none
 """
 
 from __future__ import annotations

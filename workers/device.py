@@ -1,7 +1,8 @@
 """The device that a worker stands at: its set-up, its lane to the caller, and where tensors are to
 lie there.
 
-    frame comes ──► `arrive`: wait on the device for the caller's copies ──► call ──► `finish`: wait here for the device
+    frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
+        ──► `finish`: wait here for the device
 Results are reported when the device is done with them, which costs a few microseconds a call. In
 return an error on the device is the error of the call that made it, times and timeouts are those of
 the work, and a worker that dies has said nothing that is not there.

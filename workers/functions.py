@@ -15,7 +15,8 @@ In the loop a backward would come to the caller's. Here it would end at one that
 the caller is told which results lead there, and its backward raises.
 
     loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
-    the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
+    the function has run ──► leaves behind its results ──► copied, or kept by a module? ◄──────╯
+                                                               └──► `Result.strays` ──► the caller
 Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one
 that the initializer made.
 Assumes: a function that reaches a package has its name in its pickle, or is given something that

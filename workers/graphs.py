@@ -7,14 +7,20 @@ backward, are not imitated, they happen.
 The life of a graph, by call. Each arrow is a method of `GraphTable`:
 
     (none) ── keep ──► KEPT ── spend ──► SPENT
-                        │                  │             KEPT      here, and whole
-                       trim               trim           SPENT     here, but emptied, which PyTorch tells a second backward
-                        ▼                  │             DROPPED   not here, and the caller does not know it
-    (none) ── find ──► DROPPED ◄───────────╯             (none)    never here, or the caller knows that it is not
+                        │                  │
+                       trim               trim
+                        ▼                  │
+    (none) ── find ──► DROPPED ◄───────────╯
               miss      │
                   take_dropped                           any ── release ──► (none)
                         ▼
                      (none)
+
+    KEPT      here, and whole
+    SPENT     here, but emptied, which PyTorch tells a second backward
+    DROPPED   not here, and the caller does not know it
+    (none)    never here, or the caller knows that it is not
+
 keep: a call has run, for the first time or again; or a backward whose gradients are to be
 differentiated. spend: a backward ran through it that was not to keep it. release: the caller's node
 has died, or the backward was the last one. trim: graphs take too much memory. find: a backward
@@ -23,8 +29,10 @@ call once more with the next backward that needs it.
 
 Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
 
-    inputs ──► dress ──► the function ──► outputs            forward: entrances remember where the inputs came in
-    edges_at(entrances) ◄── gradients_at ◄── edge_of(output)      backward: PyTorch's own, between these edges
+    forward: entrances remember where the inputs came in
+        inputs ──► dress ──► the function ──► outputs
+    backward: PyTorch's own, between these edges
+        edges_at(entrances) ◄── gradients_at ◄── edge_of(output)
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ of the parent), and its loop.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
-    news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
+    news       Define, Forget ─► FunctionTable             Release ─► GraphTable
+               Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
     timelines  Record ─► Recorded, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the

@@ -1,8 +1,10 @@
 """Memory that a worker lends and borrows, what its own process uses, and whether memory is about to
 end.
 
-    caller's slots ──► views: tensors that look at them ──► nothing looks any more ──► take_returns: the caller is told
-    results ──► lend: slots of ours ──► the caller sends them back: take_back ──► free for the next result
+    caller's slots ──► views: tensors that look at them ──► nothing looks any more
+        ──► take_returns: the caller is told
+    results ──► lend: slots of ours ──► the caller sends them back: take_back
+        ──► free for the next result
 Guarantees: each address that came is returned once for each time that it came, also for calls that
     did not run. What is lent stays until it is returned.
 

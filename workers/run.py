@@ -1,11 +1,13 @@
 """What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed
 over.
 
-    Forward ──► each call: views ──► dress ──► the function ──► result_structure ──► CallRun: tensors, shapes, graph
+    Forward ──► each call: views ──► dress ──► the function ──► result_structure
+                    ──► CallRun: tensors, shapes, graph
                     results: lend ──► Results
                     graph: keep; or the backward of a loss runs at once: gradients, lent too
-    Backwards ──► each: before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
-                                                            captures' gradients: added up ──┘
+    Backwards ──► each: before: run the call again, or the backward that made its graph
+                    ──► differentiate ──► lend ──► Gradients
+                            └──► captures' gradients: added up
     Collect ──► the sum ──► lend ──► Collected
 
 An eager backward is run for a loss right after its forward, while the graph is hot in the cache,

@@ -5,9 +5,10 @@ PyTorch's engine runs one CPU node at a time: a node that waited for its worker 
 workers. So the work of one call is split over two kinds of node, and the engine's own priorities
 put all waiting behind all sending:
 
-    item's tensors ──► Gate (identity, runs late) ──┐
-    captures ──► CaptureGate (runs last of all) ────┴─► Call ──► outputs                         forward, left to right
-    real gradients ◄── wait, take ◄─────────────────── send the outputs' gradients, return at once   backward, right to left
+    item's tensors ──► Gate (identity, runs late) ──┐           forward, left to right
+    captures ──► CaptureGate (runs last of all) ────┴─► Call ──► outputs
+    real gradients ◄── wait, take ◄──────────────────── send the outputs' gradients, return at once
+                                                                backward, right to left
 
 A call may have been given the result of another one that nobody else sees (`hidden`). Then its gate
 does not wait: it passes on a `Promise`, and the gradient goes from worker to worker as soon as it

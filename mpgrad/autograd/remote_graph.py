@@ -1,7 +1,8 @@
 """The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes
 one to the gates.
 
-    Call.backward ──► Backward ──► home.send ──► a worker ──► settle ──► gates of inputs: take; of captures: take_captures
+    Call.backward ──► Backward ──► home.send ──► a worker ──► settle ─┬─► gates of inputs: take
+                                                                      └─► of captures: take_captures
 Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers;
 `settle` is called once for each time that a backward is sent, or by who drops it, in any thread.
 Nothing here makes autograd nodes.
@@ -414,8 +415,8 @@ class Backward(Settled):
         # of it need not be kept
         could_be_made = graph.recipe is not None and not isinstance(graph.recipe, Backward)
         self.is_last = whole and could_be_made and not (keep or create)
-        # on its way
-        # of the outputs: tensors and promises; then as they are packed, one after another
+        # on its way. `grads`: of the outputs, tensors and promises; then as they are packed, one
+        # after another
         self.grads: Any = ()
         self.parts: list[int] = []  # how many each of them has
         self.waits = False  # for what other backwards compute

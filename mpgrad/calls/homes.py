@@ -3,7 +3,8 @@ captures' gradients; and, for `graphs="auto"`, what gradient a function's losses
 only; any of the caller's threads.
 
     Backward ──► predicted rightly, and its gradients came with the result: settled at once ──┐
-             └─► sent to the worker that keeps the graph ──► settled when they come ──────────┴──► gates
+             └─► sent to the worker that keeps the graph ──► settled when they come ──────────┤
+                                                                                    gates ◄───┘
     captures ──► of each worker that adds them up its sum, of the others each backward's own part
 A `Predictor` learns from the gradients that came:
 

@@ -1,7 +1,8 @@
 """An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with
 gradients. Caller only.
 
-    caller's thread: pack ──► queue ──► scheduling thread: send, receive, `deliver` ──► caller's thread: `value`
+    caller's thread       pack ──► queue ─┐                             ┌─► `value`
+    scheduling thread                     └─► send, receive, `deliver` ─┘
 `submit` is an operation of one call (`Submitted`), whose result other calls may be given before it
 is there: a `Claim` is the place of that result among their arguments, and has gates to it.
 

@@ -295,7 +295,11 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
             >>> import time, mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     future = pool.submit(time.sleep, 60)
-            ...     future.cancel(force=True), mpgrad.wait([future]).done == {future}, future.cancelled()
+            ...     (
+            ...         future.cancel(force=True),
+            ...         mpgrad.wait([future]).done == {future},
+            ...         future.cancelled(),
+            ...     )
             (True, True, True)
         """
         cancelled = super().cancel()

@@ -1,8 +1,10 @@
 """The engine of workers on other machines: places them on sites, one for each node, and notices
 which are gone. Caller's side.
 
-    start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
-    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
+    start ──► a site with room, or a new one ──► SiteLink
+    carrier's threads ──► inbox ──► wait ──► links with news
+    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══╗
+                              frames of a SiteLink ◄── take ◄── reply ◄═╝
 Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
 that join or leave change it. Two threads of its own ask for the nodes, and keep the sites from
 taking us for dead.

@@ -216,7 +216,10 @@ class RayCarrier:
             remedy = (
                 ""
                 if self._starts_own
-                else '; start one (ray start --head), say its address, or use mpgrad.Ray(address="local")'
+                else (
+                    "; start one (ray start --head), say its address, or use "
+                    'mpgrad.Ray(address="local")'
+                )
             )
             raise ConnectionError(
                 f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})"

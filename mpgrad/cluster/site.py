@@ -3,19 +3,24 @@ the node; needs no torch. And what both ends of a site share: records as bytes, 
 
     caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
-                                               └─ slabs: the caller's, mirrored here, shared with all workers of the site
+                                               └─ slabs: the caller's, mirrored here, shared with
+                                                         all workers of the site
 Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the
 caller's offset, so addresses in frames stay valid. What a worker lends the caller travels inside
 its frames.
 
-    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
+    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes)
+                   ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
                    ("follow", worker, seconds for which it is said where it is)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
-    site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
-                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed, each second
-                   ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
+    site ► caller: ("hello", Hello) ("frame", worker, header, body)
+                   ("gone", worker, exit code, last words)
+                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed,
+                        each second
+                   ("skipped", worker, place, chunk): written, and all that it had answered by then
+                        has been passed on
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has

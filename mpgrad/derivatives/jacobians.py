@@ -8,7 +8,8 @@ shares that run side by side, as do the items of a ragged list. Arguments and ou
 of tensors, as in torch.func. Both are flattened at each evaluation, so that everything in between
 computes with lists of tensors.
 
-    [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns ──► [3] joined, item by item
+    [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
+        ──► [3] joined, item by item
 
 Caller only; workers run the tasks of `tasks/jacobians.py`.
 # Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but
@@ -125,10 +126,13 @@ def jacobian(
         {'y': {'a': tensor([1., 2., 3.]), 'b': tensor([[2., 0., 0.],
                 [0., 2., 0.],
                 [0., 0., 2.]])}}
-        >>> jacobian(lambda x: (x.sum(), {"norm": x.norm()}), torch.tensor([3.0, 4.0]), has_aux=True)
+        >>> jacobian(
+        ...     lambda x: (x.sum(), {"norm": x.norm()}), torch.tensor([3.0, 4.0]), has_aux=True
+        ... )
         (tensor([1., 1.]), {'norm': tensor(5.)})
         >>> with mpgrad.Pool(processes=2) as pool:
-        ...     jacobian(lambda c, x: (c * x).cumsum(0), c, [torch.ones(2), torch.ones(3)], argnums=0, pool=pool)
+        ...     items = [torch.ones(2), torch.ones(3)]
+        ...     jacobian(lambda c, x: (c * x).cumsum(0), c, items, argnums=0, pool=pool)
         [tensor([1., 2.]), tensor([1., 2., 3.])]
     """
     return differentiated(

@@ -77,13 +77,15 @@ def per_item_grad(
     Example:
         >>> import torch, mpgrad
         >>> c = torch.tensor(2.0, requires_grad=True)
+        >>> items = [torch.tensor([1.0]), torch.tensor([2.0, 3.0])]
         >>> with mpgrad.Pool(processes=2) as pool:
-        ...     results = pool.map(lambda x: (c ** x).sum(), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+        ...     results = pool.map(lambda x: (c ** x).sum(), items)
         ...     mpgrad.per_item_grad(results, c)
         [tensor(1.), tensor(16.)]
         >>> p = {"a": c, "b": torch.tensor(1.0, requires_grad=True)}
+        >>> items = [torch.tensor(3.0), torch.tensor(4.0)]
         >>> with mpgrad.Pool(processes=2) as pool:
-        ...     results = pool.map(lambda x: p["a"] * x + p["b"], [torch.tensor(3.0), torch.tensor(4.0)])
+        ...     results = pool.map(lambda x: p["a"] * x + p["b"], items)
         ...     mpgrad.per_item_grad(results, p)
         [{'a': tensor(3.), 'b': tensor(1.)}, {'a': tensor(4.), 'b': tensor(1.)}]
     """

@@ -1,8 +1,8 @@
 """What an engine is: it starts workers and says when they have answered. And which there are, by
 name. Caller's side.
 
-                         scheduler ── start, wait, wake, close ──► Engine
-    scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
+                      scheduler ── start, wait, wake, close ──► Engine
+    scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
 write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.

@@ -7,11 +7,13 @@ travels as an address, as on the CPU. What is borrowed on a device is copied at 
 so no slot waits for the life of a tensor, a task may write into what it got, and what a worker gave
 outlives it.
 
-    caller                                                       worker
-    departures: wait for the current stream, copy    slots ──►   current stream: wait for the event, copy
-                into a slot, record the event
-    arrivals:   copy into a slot, record the event   ◄── slots   current stream: copy into a slot; then the worker itself
-                                                                 waits until its stream is done, and answers
+    caller                                                   worker
+    departures: wait for the current stream,      slots ──►  current stream: wait for the event,
+                copy into a slot, record the                 copy
+                event
+    arrivals:   copy into a slot, record the      ◄── slots  current stream: copy into a slot; then
+                event                                        the worker itself waits until its
+                                                             stream is done, and answers
 Guarantees: nothing is read before it was written, nor written again before it was read. An event is
     only ever recorded on one stream, so a later record covers all earlier ones, and whoever waits
     for it when a message has come never waits too little. Nobody's stream ever waits for a

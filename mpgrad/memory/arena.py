@@ -7,8 +7,10 @@ which takes a microsecond to make and to view.
 
     owner                                                borrower
     arena.allocate(nbytes) -> Slot   1. [w] written
-    lend the slot's address ────────────────────────►    2. [r] borrow(address) -> memory, for any number of tensors
-                                                         3. the last tensor dies; its address joins `returns`
+    lend the slot's address ────────────────────────►    2. [r] borrow(address) -> memory, for any
+                                                            number of tensors
+                                                         3. the last tensor dies; its address
+                                                            joins `returns`
     4. [x] slot dropped, reusable    ◄──── returns ───
 Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again
     before every borrower gave it back, whatever the borrower's code did with the tensor meanwhile.
@@ -572,8 +574,8 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
     )
 
 
-# --- what a forked child sees of memory that is borrowed here: what was there at the fork, as of all
-# its other memory
+# --- what a forked child sees of memory that is borrowed here: what was there at the fork, as of
+# all its other memory
 #
 # A shared mapping stays shared after a fork. A child would see what the owner of a slot, or we,
 # write there later, and we would see what it writes. So what is borrowed at an `os.fork` becomes

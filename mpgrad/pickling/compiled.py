@@ -7,8 +7,9 @@ tensors of its own. So where a compiled function is among what is loaded, equal 
 one object, and functions of one module share one dictionary of globals, as in the caller, from
 operation to operation.
 
-    caller  compiled ──► (original, options)      worker  load: code and globals as before, values noted ──► Placement
-                                                          call, backward: `with placement` puts the values in their places
+    caller  compiled ──► (original, options)
+    worker  load: code and globals as before, values noted ──► Placement
+            call, backward: `with placement` puts the values in their places
 Guarantees: a call and its backward see the globals of their own operation, whatever was loaded
 since.
 Assumes: a thread runs one function at a time, or one within another.

@@ -1,7 +1,8 @@
 """Generators of random numbers that a function captures, on their way. (Those of items:
 `ItemStreams`.)
 
-    [1] `captured`: a `Root` in the place of its state ─► [2] `drawn`, for one operation, a capture like others
+    [1] `captured`: a `Root` in the place of its state
+        ─► [2] `drawn`, for one operation, a capture like others
         ─► [3] `kept`, in a worker: a `Stream`, which begins anew before each item
 A root is a tensor, so that the pickle of a function stays the same, and its cost known, while its
 generators move on.

@@ -1,8 +1,8 @@
 """Operations from when callers hand them in until they have ended; calls and backwards that wait
 for others. Caller's side.
 
-    submit(g, a)      a's outcome is put into g's call when it has come      ──► the queue
-    a's backward      its gradients are those that g's backward gives        ──► the worker of a's graph
+    submit(g, a)    a's outcome is put into g's call when it has come    ──► the queue
+    a's backward    its gradients are those that g's backward gives      ──► the worker of a's graph
 Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long
 a chain is.
 Assumes: called by the scheduling thread.

@@ -10,9 +10,10 @@ What the worker knows is left out of a message, what it lacks goes before:
 The states of a graph:
 
     forward, or a differentiable backward ──► HERE ──► a backward not to keep it ──► FREED ──┐
-                                               │                                             ├──► released: forgotten
-                 dropped there for want of room ▼        the last backward, of which          │
-                                            MISSING      nothing is left ──► SPENT ───────────┘
+                                               │                                             │
+                dropped there for want of room ▼        the last backward, of which          │
+                                            MISSING     nothing is left ──► SPENT ───────────┤
+                                                                     released: forgotten ◄───┘
     the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
 Assumes: called by the scheduling thread; any may look into `functions`, and ask how many graphs
     there are. What has been written is sent, in this order, or the worker is gone.

@@ -1,12 +1,16 @@
 """The scheduler: which worker gets what and when, and what follows when one dies. It knows no
 thread and no selector.
 
-    callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread] ◄──► links ◄──► workers
-    callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘
+    callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
+    callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲
+                                                     workers ◄──► links ◄──────────┘
 
-    admissions ──► queue ──► deliveries ──► the worker          gradient_sender ──► its backlog ──► deliveries ──► the worker
+    admissions ──► queue ──► deliveries ──► the worker
+    gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
-    staffing: workers come and go    cancelling: what nobody wants, or takes too long    recovery: what is lost is done again
+
+    staffing: workers come and go    cancelling: what nobody wants, or takes too long
+    recovery: what is lost is done again
 Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what
 comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread
 of its own, `InlineScheduler` the caller's. Any thread calls `lifecycle`, `gradient_sender`, the

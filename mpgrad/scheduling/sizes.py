@@ -1,7 +1,8 @@
 """How much goes together, where the caller does not say: items in a wave and in a bundle, calls in
 a chunk. Caller's side.
 
-    items ── wave: packed before the workers hear ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
+    items ── wave: packed before the workers hear
+        ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
 What calls take is measured (`function_cache.Measured`), never guessed: before the first answer they
 go one by one.
 """

@@ -1,9 +1,12 @@
 """The workers of a pool come and go: started, replaced, sent away, buried; and what they leave
 behind is seen to. (Caller.)
 
-    hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
-               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► leave
-    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough ──► bury ──► rescue
+    hire ──► ready ──► retiring ──► told to stop ──┐
+               └──────────────────► died: lose ────┴──► leave
+
+    retiring: no new calls; it stays while graphs there are wanted
+    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough
+        ──► bury ──► rescue
 Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
 settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.

@@ -1,12 +1,15 @@
 """What the public methods of a pool ask for: an operation, run while the caller waits, or
 meanwhile, or as far as it asks.
 
-    function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult, an iterator, a future
-    Feeder: calls ──► alone, or in bundles once they are known to be cheap ──► `scheduler.admit`, wave by wave
+    function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult,
+                                                             an iterator, a future
+    Feeder: calls ──► alone, or in bundles once they are known to be cheap
+        ──► `scheduler.admit`, wave by wave
 Reductions are operations that follow one another; what a call of either does is
 `tasks/wrappers.py`:
 
-    [1] blocks of items: a fold each, side by side ──► accumulators ──► [2] one fold of these for each target
+    [1] blocks of items: a fold each, side by side ──► accumulators
+        ──► [2] one fold of these for each target
 Caller only.
 Every call is sent, so that what it gives and does never depends on how long it takes. Whether that
 pays cannot be known beforehand. But workers report how long the calls of a map took by themselves,

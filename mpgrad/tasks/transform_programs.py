@@ -6,8 +6,11 @@ workers need the function as a program on plain tensors, and a way to make new p
 `VjpProgram`, `JvpProgram` and `Batched` wrap any program, also one another, which is how transforms
 are nested. Parents make and pickle them, workers run them.
 
-    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...      program(load, common, own) ─► tensors
-    `common`: the function's captures, and tangents of them; `own`: the tensors of one call, then cotangents or tangents
+    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...
+    program(load, common, own) ─► tensors
+
+    `common`: the function's captures, and tangents of them
+    `own`: the tensors of one call, then cotangents or tangents
 """
 
 from __future__ import annotations

@@ -607,7 +607,8 @@ def over(
     return [next(results) if there else None for there in present]
 
 
-# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a refused `torch.no_grad`
+# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a refused
+# `torch.no_grad`
 
 
 # What is copied in the body of this one stays what it is:

@@ -378,7 +378,9 @@ def what_it_was_made_with_can_be_read() -> None:
 
 # run apart, where functions are carried that torch.compile made: this loads the compiler
 OF_THE_COMPILER = {
-    "torch.compile leaves what it was given where it can be read": what_it_was_made_with_can_be_read,
+    "torch.compile leaves what it was given where it can be read": (
+        what_it_was_made_with_can_be_read
+    ),
 }
 
 

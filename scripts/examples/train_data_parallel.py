@@ -10,11 +10,11 @@ rounding. The loss is a sum over images, so that gradients of parts add up to th
 DistributedDataParallel takes their mean, and gets each loss times the number of processes. All ways
 stay alive and take turns, an epoch each, in a random order.
 
-    rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread or on several
-        ├── first part  ──► worker 0 ─┐
+    rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread
+        ├── first part  ──► worker 0 ─┐                             or on several
         └── second part ──► worker 1 ─┴► logits ──► sum of losses   mpgrad: one SGD step, here
-        ├── first part  ──► rank 0 ──► its share of the sum ─┐
-        └── second part ──► rank 1 ──► its share of the sum ─┴──►   gloo: gradients averaged, the same SGD step in each
+        ├── first part  ──► rank 0 ──► its share of the sum ─┐      gloo: gradients averaged, the
+        └── second part ──► rank 1 ──► its share of the sum ─┴──►   same SGD step in each
 
     python scripts/examples/train_data_parallel.py --processes 2
 """
@@ -363,7 +363,8 @@ def trained(plan: Plan, perturb: float) -> list[Result]:
 
 def print_table(rows: Sequence[Record]) -> None:
     print(
-        f"\n{'':26}{'s an epoch':>12}{'speed-up':>10}{'of gloo':>10}{'difference':>12}{'accuracy':>10}"
+        f"\n{'':26}{'s an epoch':>12}{'speed-up':>10}{'of gloo':>10}"
+        f"{'difference':>12}{'accuracy':>10}"
     )
     for row in rows:
         print(

@@ -1,7 +1,8 @@
 """A simulated engine: workers, links and shared memory that exist only as Python objects of this
 process.
 
-    the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker ── a step at a time ──► World
+    the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker
+        ── a step at a time ──► World
 
 A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who
 holds what. It decides which worker makes a step next, and who dies, hangs or is late. A worker is a
