@@ -62,10 +62,11 @@ BEGIN, END = "<!-- table: scripts/compatibility.py writes it -->\n", "<!-- end o
 ASK_VERSIONS = """
 import importlib.util, json, pathlib, platform, runpy
 from importlib.metadata import version
-torch = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")
-there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if importlib.util.find_spec(name)]
-versions = {name: version(name) for name in there}
-print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
+asked = ("mpgrad", "cloudpickle", "psutil", "numpy")
+versions = {name: version(name) for name in asked if importlib.util.find_spec(name)}
+origin = importlib.util.find_spec("torch").origin
+torch = runpy.run_path(pathlib.Path(origin).with_name("version.py"))["__version__"]
+print(json.dumps({"python": platform.python_version(), "torch": torch, **versions}))
 """
 SHOWN = {
     "python": "Python",

@@ -617,7 +617,8 @@ class Captured:
                 weight.grad = None
 
 
-# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing else is idle
+# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing
+# else is idle
 
 STARTED = """
 import time
@@ -670,12 +671,15 @@ with Pool(processes, **options) as pool:
 HELD = """
 import logging, re, threading
 
-logging.getLogger("mpgrad").setLevel(logging.ERROR)  # it says of tiny functions that they cost more to send than to run
+# it says of tiny functions that they cost more to send than to run
+logging.getLogger("mpgrad").setLevel(logging.ERROR)
 
 def held():
-    '''MiB of the caller and each other: PSS, so shared memory counts once, without files, which others may map too.'''
+    '''MiB of the caller and each other: PSS, so shared memory counts once, without files, which
+    others may map too.'''
+    what = "Pss_(?:Anon|Shmem): *([0-9]+)"
     rollups = [pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in everyone()]
-    return [sum(map(int, re.findall("Pss_(?:Anon|Shmem): *([0-9]+)", each))) / 2**10 for each in rollups]
+    return [sum(map(int, re.findall(what, each))) / 2**10 for each in rollups]
 
 def exp_of(leaves):
     results = pool.map(torch.exp, leaves)
@@ -707,7 +711,8 @@ with Pool(processes, **options) as pool:
     before = held()
     go_on(calls)
     after = held()
-    peaks = [peak() - sum(after) for _ in range(repeats)]  # the first few are lower: what is freed is kept for later
+    # the first few are lower: what is freed is kept for later
+    peaks = [peak() - sum(after) for _ in range(repeats)]
     print(json.dumps([after[0] - before[0], sum(after[1:]) - sum(before[1:]), peaks]))
 """
 
@@ -719,7 +724,8 @@ def used(tasks):
 
 def state():
     tasks = [task for pid in everyone() for task in pathlib.Path(f"/proc/{pid}/task").iterdir()]
-    return used([task for task in tasks if task.name != str(os.getpid())])  # this thread sleeps and reads
+    # this thread sleeps and reads
+    return used([task for task in tasks if task.name != str(os.getpid())])
 
 with Pool(processes, **options) as pool:
     all_answer(pool, processes)

@@ -75,7 +75,8 @@ OWN = """
 import torch
 class Listing:
     def __init__(self): self.net = torch.nn.Linear(1, 1)
-    def __getstate__(self): return {key: each.tolist() for key, each in self.net.state_dict().items()}
+    def __getstate__(self):
+        return {key: each.tolist() for key, each in self.net.state_dict().items()}
     def __setstate__(self, state):
         Listing.__init__(self)
         self.net.load_state_dict({key: torch.tensor(each) for key, each in state.items()})
@@ -133,7 +134,8 @@ def test_state_of_an_installed_package(any_pool: mpgrad.Pool, installed: Any) ->
         return x * within.WEIGHT  # type: ignore[no-any-return]
 
     reaching: dict[str, Callable[[Any], Any]] = {
-        r"WEIGHT \(a tensor of shape \(\)\), .*register_pickle_by_value\(installed_leaves\)": installed.weighted,
+        r"WEIGHT \(a tensor of shape \(\)\), .*"
+        r"register_pickle_by_value\(installed_leaves\)": installed.weighted,
         "WEIGHT ": lambda x: x * installed.WEIGHT,
         "WEIGHT  ?": local_import,
         r"STORE\['loc'\]": functools.partial(installed.scaled, name="loc"),
@@ -346,10 +348,9 @@ def of_this_module(x: torch.Tensor) -> torch.Tensor:
 def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are
     # copies that nobody knows of
-    reduce: Callable[[Any], Any] = lambda each: (
-        registered_again,
-        (each.net.weight.tolist(), each.net.bias.tolist()),
-    )  # noqa: E731
+    def reduce(each: Any) -> Any:
+        return registered_again, (each.net.weight.tolist(), each.net.bias.tolist())
+
     monkeypatch.setitem(copyreg.dispatch_table, Registered, reduce)
     for kind in (Saving, Detaching, Listing, Registered):
         copying = kind()

@@ -31,7 +31,8 @@ WITHOUT_LINUX = """
 import ctypes, mmap, os, signal, socket, sys
 
 for module, names in (
-    (os, "eventfd memfd_create pidfd_open pipe2 posix_fallocate sched_getaffinity sched_setaffinity"),
+    (os, "eventfd memfd_create pidfd_open pipe2 posix_fallocate"),
+    (os, "sched_getaffinity sched_setaffinity"),
     (signal, "pidfd_send_signal"),
     (socket, "MSG_CMSG_CLOEXEC SOCK_SEQPACKET"),
 ):
@@ -57,8 +58,9 @@ def of_mpgrad():
 def refuse(event, arguments):
     if event == "mmap.__new__" and arguments[2] == mmap.ACCESS_COPY:
         raise OSError(22, "no private mappings of shared memory")
-    if event in ("open", "os.listdir") and str(arguments[0]).startswith(("/proc", "/sys")) and of_mpgrad():
-        raise OSError(2, f"no {arguments[0]}")
+    if event in ("open", "os.listdir") and str(arguments[0]).startswith(("/proc", "/sys")):
+        if of_mpgrad():
+            raise OSError(2, f"no {arguments[0]}")
 
 sys.addaudithook(refuse)
 
@@ -88,7 +90,8 @@ def descriptors():
     return sorted(target for _, target in links() if "/dev/shm" in target or "socket" in target)
 
 def names_of(processes):
-    return set(os.listdir("/dev/shm")) & {name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
+    pids = (os.getpid(), *(each.pid for each in processes))
+    return set(os.listdir("/dev/shm")) & {name_of(pid)[1:] for pid in pids}
 
 def leave_a_name(pid):
     """As a process does that is killed right after it has made it."""
@@ -115,7 +118,8 @@ def all_of_it():
         large = torch.zeros(1_000_000)  # above what is copied anyway
         private = [torch.full((500_000,), float(k), requires_grad=True) for k in range(4)]
         results = pool.starmap(writes, [(x * 1, large) for x in private])
-        assert all((y == 2 * k).all() and seen.tolist() == [7, 0] for k, (y, seen) in enumerate(results))
+        for k, (y, seen) in enumerate(results):
+            assert (y == 2 * k).all() and seen.tolist() == [7, 0]
         sum(y.sum() for y, _ in results).backward()
         assert all((x.grad == 2).all() for x in private) and (large == 0).all()
         assert pool.apply(str.upper, ["x" * 3_000_000]) == "X" * 3_000_000  # through small pipes
@@ -274,14 +278,17 @@ def refuse(number, *calls):
     load, equal, answer = 0x20, 0x15, 0x06
     code = struct.pack("HBBI", load, 0, 0, 0)
     for call in calls:
-        code += struct.pack("HBBI", equal, 0, 1, call) + struct.pack("HBBI", answer, 0, 0, 0x00050000 | number)
+        code += struct.pack("HBBI", equal, 0, 1, call)
+        code += struct.pack("HBBI", answer, 0, 0, 0x00050000 | number)
     code += struct.pack("HBBI", answer, 0, 0, 0x7FFF0000)
     held = ctypes.create_string_buffer(code)
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held)))
+    address = ctypes.addressof(held)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, address))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 
-MEMFD_CREATE, PIDFD_OPEN, FALLOCATE = (319, 434, 285) if os.uname().machine == "x86_64" else (279, 434, 47)
+NUMBERS = (319, 434, 285) if os.uname().machine == "x86_64" else (279, 434, 47)
+MEMFD_CREATE, PIDFD_OPEN, FALLOCATE = NUMBERS
 """
 IN_IT = """
 import torch, mpgrad

@@ -80,7 +80,8 @@ def make(_):
     return block.name
 
 def trackers():
-    return sum("resource_tracker" in " ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
+    children = psutil.Process().children(recursive=True)
+    return sum("resource_tracker" in " ".join(each.cmdline()) for each in children)
 
 with mpgrad.Pool(2) as pool:
     pool.map(abs, range(4))
@@ -367,7 +368,8 @@ def who():
     umask = os.umask(0)
     os.umask(umask)
     ids = os.getresuid(), os.getresgid(), os.getgroups()
-    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("SOME_VARIABLE")
+    variable = os.environ.get("SOME_VARIABLE")
+    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), variable
 
 with mpgrad.Pool(1, maxtasksperchild=1) as old:
     root = old.apply(who)

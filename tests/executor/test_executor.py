@@ -390,11 +390,13 @@ def run_last():
 import mpgrad
 def say(x):
     import slow
-    print("done %s\\n" % x, end="", flush=True)  # in one write, for several processes share the pipe
+    # in one write, for several processes share the pipe
+    print("done %s\\n" % x, end="", flush=True)
 {guard}
     executors = []
     for number, method in enumerate({methods}):
-        executors.append(mpgrad.Executor(1, mp_context=method and multiprocessing.get_context(method)))
+        context = method and multiprocessing.get_context(method)
+        executors.append(mpgrad.Executor(1, mp_context=context))
         import slow
         executors[-1].submit(say, number)
 """

@@ -257,8 +257,13 @@ def test_options_are_the_pools() -> None:
     assert joblib.Parallel(n_jobs=2, backend="mpgrad")(
         [joblib.delayed(torch.get_num_threads)()] * 2
     ) == [1, 1]
-    with joblib.parallel_config(backend="mpgrad", n_jobs=2, inner_max_num_threads=3, initializer=torch.set_default_dtype,
-                                initargs=(torch.float64,)):  # fmt: skip
+    with joblib.parallel_config(
+        backend="mpgrad",
+        n_jobs=2,
+        inner_max_num_threads=3,
+        initializer=torch.set_default_dtype,
+        initargs=(torch.float64,),
+    ):
         assert joblib.Parallel()([joblib.delayed(torch.get_num_threads)()] * 2) == [3, 3]
     with pytest.raises(TypeError, match="did you mean 'graphs'"):
         joblib.Parallel(n_jobs=2, backend="mpgrad", graph="keep")([joblib.delayed(abs)(1)])
@@ -334,7 +339,8 @@ class Squares:
     def __call__(self, x):
         return x ** 2
 x = torch.ones(2, requires_grad=True)
-sum(joblib.Parallel(n_jobs=2)(joblib.delayed(f)(x) for f in (lambda y: y.sum(), Squares()))).sum().backward()
+calls = (joblib.delayed(f)(x) for f in (lambda y: y.sum(), Squares()))
+sum(joblib.Parallel(n_jobs=2)(calls)).sum().backward()
 print(x.grad.tolist())
 """
 WITHOUT = """

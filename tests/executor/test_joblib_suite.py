@@ -77,7 +77,8 @@ LEFT_OUT = {
         "test_dask_backend_when_dask_not_installed",
         "test_zero_worker_backend",
     ],
-    "expects the workers of the Parallel before, which end with it; those of one parallel_config stay": [
+    "expects the workers of the Parallel before, which end with it; those of one "
+    "parallel_config stay": [
         "test_loky_reuse_workers",
         "test_initializer_reused",
     ],
@@ -87,7 +88,8 @@ LEFT_OUT = {
         "test_parallel_as_context_manager",
     ],
     "pickles with loky, which leaves a process running": ["test_parallel_pickling"],
-    "expects threads in tasks; ours run serially there, as threads would not have the caller's modes": [
+    "expects threads in tasks; ours run serially there, as threads would not have the caller's "
+    "modes": [
         "test_nested_backend_context_manager",
         "test_nested_parallelism_limit",
     ],
@@ -99,9 +101,8 @@ LEFT_OUT = {
         "test_auto_memmap_on_arrays_from_generator",
         "test_memmapping_leaks",
     ],
-    "a worker is sent a second short call while it runs the first, which here then turns out to take 30 s": [
-        "test_parallel_unordered_generator_returns_fastest_first"
-    ],
+    "a worker is sent a second short call while it runs the first, which here then turns out to "
+    "take 30 s": ["test_parallel_unordered_generator_returns_fastest_first"],
     "replaces a function of loky's backend, or counts its threads": [
         "test_parallel_thread_limit",
         "test_main_thread_renamed_no_warning",

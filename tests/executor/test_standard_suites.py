@@ -46,7 +46,8 @@ DIFFERS = {  # these fail, and have to
         "_TestPool.test_make_pool",
         "_TestPoolWorkerLifetime.test_pool_worker_lifetime",
     ],
-    "our class of remote tracebacks is a subclass of those of both modules, and the test asks for the very class": [
+    "our class of remote tracebacks is a subclass of those of both modules, and the test asks "
+    "for the very class": [
         "ProcessPoolExecutorTest.test_traceback",
         "_TestPool.test_traceback",
     ],
@@ -78,7 +79,8 @@ LEFT_OUT = {
         "AsCompletedTests.test_duplicate_futures",
         "_TestPool.test_map_no_failfast",
     ],
-    "its program imports the standard library's by name; test_executor.py and test_lifecycle.py run ours": [
+    "its program imports the standard library's by name; test_executor.py and test_lifecycle.py "
+    "run ours": [
         "ProcessPoolShutdownTest.test_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_submit_after_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_hang_gh83386",

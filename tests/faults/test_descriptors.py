@@ -168,7 +168,9 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 for _ in range(2):
-    assert [each.sum() for each in pool.map(lambda x: close_all(True) or x * 2, items, 1)] == [2e7] * 2
+    assert [
+        each.sum() for each in pool.map(lambda x: close_all(True) or x * 2, items, 1)
+    ] == [2e7] * 2
 assert pool.stats().deaths == 0
 """
 

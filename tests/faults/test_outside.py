@@ -50,7 +50,8 @@ import faulthandler, gc, logging, os, resource, sys, time
 faulthandler.dump_traceback_later(50, exit=True)
 import torch, mpgrad
 
-logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))  # these tiny calls do
+# these tiny calls do cost more to send
+logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 MIB = 1 << 20
 
 def works(pool):
@@ -105,7 +106,8 @@ def works(pool: mpgrad.Pool) -> None:
 SMALL = """
 free = os.statvfs("/dev/shm")
 assert free.f_blocks * free.f_frsize <= 16 * MIB
-assert isinstance(error_of(lambda: open(os.environ["TMPDIR"] + "/more", "wb").write(bytes(MIB))), OSError)
+more = os.environ["TMPDIR"] + "/more"
+assert isinstance(error_of(lambda: open(more, "wb").write(bytes(MIB))), OSError)
 before = os.listdir("/dev/shm")
 nbytes = 0
 with mpgrad.Pool(2) as pool:
@@ -169,7 +171,8 @@ NO_DESCRIPTORS = """
 limit(resource.RLIMIT_NOFILE, 64)
 with mpgrad.Pool(2) as pool:
     works(pool)
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(60 - len(os.listdir("/proc/self/fd")))]
+    room = 60 - len(os.listdir("/proc/self/fd"))
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(room)]
     # each result has a slab, and so a descriptor, of its own
     error = error_of(lambda: pool.map(lambda k: torch.full((9 * MIB,), float(k)), range(8)))
     assert isinstance(error, (OSError, MemoryError)), repr(error)
@@ -230,7 +233,8 @@ for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         limit(what, MIB if what == resource.RLIMIT_FSIZE else address_space() + 90 * MIB)
         for _ in range(3):
             error = error_of(lambda: pool.map(lambda t: t.sum(), [large]))
-            assert isinstance(error, mpgrad.SharedMemoryError) and "104,857,600 bytes asked for" in str(error), repr(error)
+            assert isinstance(error, mpgrad.SharedMemoryError), repr(error)
+            assert "104,857,600 bytes asked for" in str(error), repr(error)
             works(pool)
         unlimited(what)
         pool.map(lambda t: t.sum(), [large])[0].backward()
@@ -254,7 +258,8 @@ print("right")
 
 NO_ROOM_FOR_A_MESSAGE = """
 logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # of messages that could not be read
-with mpgrad.Pool(2, retries=1) as pool:  # by workers that the limit does not hold for: it may for their successors
+# retried by workers that the limit does not hold for: it may for their successors
+with mpgrad.Pool(2, retries=1) as pool:
     works(pool)
     limit(resource.RLIMIT_AS, address_space() + 90 * MIB)
     error = error_of(lambda: pool.map(lambda k: "x" * k, [100 * MIB]))
@@ -285,7 +290,8 @@ errors = [error_of(in_a_pool)]
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 errors.append(error_of(lambda: in_a_pool(limited)))
 for error in errors:
-    assert isinstance(error, mpgrad.SharedMemoryError) and "1,048,576 bytes" in str(error) and "ulimit -f" in str(error), error
+    assert isinstance(error, mpgrad.SharedMemoryError), error
+    assert "1,048,576 bytes" in str(error) and "ulimit -f" in str(error), error
 in_a_pool()
 print("right")
 """
@@ -648,10 +654,18 @@ weight = torch.ones(3, requires_grad=True)
 (y,) = pool.map(lambda t: t * weight, [torch.ones(3)])
 busy = pool.map_async(time.sleep, [0.01] * 100)
 iterator = pool.imap(abs, range(10))
-atexit.register(lambda: print("parent at exit", flush=True) if os.getpid() == pid_of_parent else None)
+atexit.register(
+    lambda: print("parent at exit", flush=True) if os.getpid() == pid_of_parent else None
+)
 
 def in_the_child():
-    uses = [lambda: pool.map(abs, [1]), lambda: y.sum().backward(), lambda: next(iterator), lambda: busy.get(), pool.stats]
+    uses = [
+        lambda: pool.map(abs, [1]),
+        lambda: y.sum().backward(),
+        lambda: next(iterator),
+        lambda: busy.get(),
+        pool.stats,
+    ]
     for use in uses:
         error = error_of(use)
         assert "cannot be used in its forked child" in str(error), repr(error)
@@ -717,10 +731,12 @@ def computes(k):
 
 def task(name):
     (where / f"{os.getpid()}").write_text(name)
-    {"spins": spins, "computes": computes, "sleeps": lambda k: time.sleep(1000), "stopped": spins}[name](0)
+    sleeps = lambda k: time.sleep(1000)
+    {"spins": spins, "computes": computes, "sleeps": sleeps, "stopped": spins}[name](0)
 
 pool = mpgrad.Pool(4)
-pool.map(time.sleep, [0.1] * 8, 1)  # all have started: the first to be ready would get two of the calls
+# all have started: the first to be ready would get two of the calls
+pool.map(time.sleep, [0.1] * 8, 1)
 result = pool.map_async(task, ["spins", "computes", "sleeps", "stopped"], 1)
 time.sleep(1000)
 """

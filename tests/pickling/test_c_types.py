@@ -49,13 +49,16 @@ SOURCE = """
     table = {"lib": lib}
 
     def types(x):
-        return Prototype(lambda y: y + x)(1), OfPython(lambda y, z: y + z)(1, x), Pointer(ctypes.c_int(x)).contents.value
+        prototyped, of_python = Prototype(lambda y: y + x)(1), OfPython(lambda y, z: y + z)(1, x)
+        return prototyped, of_python, Pointer(ctypes.c_int(x)).contents.value
     def arrays(x): return [*Three(x, x, x), *array]
     def library(x): return lib.labs(x)
     def function(x): return absolute(x)
     def called_back(x): return callback(x)
     def pointed(x): return pointer.contents.value + x
-    def structures(x): return Pair(x, 2.0).second, pair.second, Either(whole=x).pairs[0].first, isinstance(pair, Pair)
+    def structures(x):
+        either = Either(whole=x).pairs[0].first
+        return Pair(x, 2.0).second, pair.second, either, isinstance(pair, Pair)
     def held(x): return holder.lib.labs(x), table["lib"].labs(x)
 """
 ANYWHERE = ["types", "arrays"]
@@ -131,7 +134,8 @@ OTHERS = """
         lib, function = ctypes.CDLL(None), ctypes.CDLL(None).abs
         def both(self): return getattr(self, "lib").abs(-2), type(self).function(-3)
 
-    untouched, with_errno, python = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
+    untouched, with_errno = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True)
+    python = ctypes.PyDLL(None)
     several, own, big = [ctypes.cdll.LoadLibrary(None), ctypes.CDLL(None)], Own(None), Big(5)
     of_python, Swapped = ctypes.pythonapi, ctypes.c_int.__ctype_be__
     Array = numpy.ctypeslib.ndpointer(dtype=numpy.float64)

@@ -193,10 +193,11 @@ def test_sparse_captures(pool: mpgrad.Pool) -> None:
     rows = [torch.randn(4, 1 + n, dtype=torch.float64) for n in range(4)]
     for capture in (leaf, inner, parameter, sparse(6, torch.sparse_csr).requires_grad_()):
         assert_same_as_serial(lambda x, capture=capture: torch.sparse.mm(capture, x), rows, pool)
+
         # gradients of both layouts meet, in a worker and in the caller
-        mixed = lambda x, capture=capture: (
-            (capture @ x) if x.shape[1] % 2 else torch.sparse.mm(capture, x)
-        )  # noqa: E731
+        def mixed(x: torch.Tensor, capture: torch.Tensor = capture) -> torch.Tensor:
+            return (capture @ x) if x.shape[1] % 2 else torch.sparse.mm(capture, x)
+
         assert_same_as_serial(mixed, rows, pool)
 
 
@@ -206,9 +207,10 @@ def test_sparse_gradients_of_dense_captures(pool: mpgrad.Pool, chunksize: int | 
     numbers = [torch.tensor(each) for each in ([1, 2, 2], [2, 5], [9, 1, 9, 9], [0], [2])]
     run = functools.partial(mpgrad.Pool.map, chunksize=chunksize)
     assert_same_as_serial(words, numbers, pool, run=run)
-    mixed: Callable[[torch.Tensor], torch.Tensor] = lambda n: (
-        words(n) if len(n) % 2 else words.weight[n]
-    )  # noqa: E731
+
+    def mixed(n: torch.Tensor) -> torch.Tensor:
+        return words(n) if len(n) % 2 else words.weight[n]
+
     for order in (numbers, numbers[::-1]):
         assert_same_as_serial(mixed, order, pool, run=run)
     ours, theirs = copy.deepcopy(words), copy.deepcopy(words)

@@ -293,8 +293,9 @@ def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
     without its init."""
     make = WITH_CODE_OF_THEIR_OWN[name]
     group: Any = pool.submit(
-        raises, lambda: BaseExceptionGroup("g", [make(), ValueError(1)])
-    ).exception()  # noqa: F821
+        raises,
+        lambda: BaseExceptionGroup("g", [make(), ValueError(1)]),  # noqa: F821
+    ).exception()
     assert type(group).__name__ == ("BaseExceptionGroup" if name == "exit" else "ExceptionGroup")
     assert [facts(each) for each in group.exceptions] == [facts(make()), facts(ValueError(1))]
 

@@ -259,7 +259,9 @@ def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any
 MADE_BY_INIT = """
 import collections, datetime, enum, types
 import numpy
-def init(self, base, *args, **names): base.__init__(self, *args, **names); LOADED.append(type(self).__name__)
+def init(self, base, *args, **names):
+    base.__init__(self, *args, **names)
+    LOADED.append(type(self).__name__)
 class Error(Exception):
     def __init__(self, *, code): init(self, Exception, code)
 class Bag(set):
@@ -285,8 +287,11 @@ class Plain(dict):
 class Planet(enum.Enum):
     EARTH = 1, 2
     def __init__(self, mass, radius): self.mass = mass
-refused = {"bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
-    "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1), "numbers": numpy.ones(2).view(Numbers)}
+refused = {
+    "bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
+    "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1),
+    "numbers": numpy.ones(2).view(Numbers),
+}
 plain, planet, error = Plain(1), Planet.EARTH, Error(code=1)
 def look(name): return eval(name[::-1]) and len(LOADED)
 """

@@ -185,7 +185,8 @@ PROGRAM = """
         def __getitem__(self, i): return torch.ones(1) * i
     def helper(x): return x + 1
     def spawns(x):
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
             return list(executor.map(helper, [x]))
     def loads(x):
         loader = DataLoader(Data(), 1, num_workers=1, multiprocessing_context="spawn")

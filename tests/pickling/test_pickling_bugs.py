@@ -94,7 +94,10 @@ def new(): return torch.tensor(2.0, requires_grad=True)
 @dataclasses.dataclass(slots=True)
 class Slots:
     w: torch.Tensor
-W = new(); NAMESPACE = types.SimpleNamespace(w=new()); SLOTS = Slots(new()); DEQUE = collections.deque([new()])
+W = new()
+NAMESPACE = types.SimpleNamespace(w=new())
+SLOTS = Slots(new())
+DEQUE = collections.deque([new()])
 @functools.lru_cache(None)
 def cached(): return W * 1
 def namespace(x): return x * NAMESPACE.w

@@ -25,11 +25,16 @@ SCRIPT = ROOT / "scripts" / "compatibility.py"
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="1" failures="1" skipped="3" tests="6" time="12.6">
 <testcase classname="test_map" name="test_a" time="0.1" />
-<testcase classname="test_map" name="test_b[1]"><failure message="assert 1 == 2">1 == 2</failure></testcase>
-<testcase classname="test_map" name="test_b[1]"><error message="failed on teardown">left behind</error></testcase>
-<testcase classname="test_gpu" name="test_c"><skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
-<testcase classname="test_gpu" name="test_d"><skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
-<testcase classname="test_map" name="test_e"><skipped type="pytest.xfail" message="a known bug">here</skipped></testcase>
+<testcase classname="test_map" name="test_b[1]">
+<failure message="assert 1 == 2">1 == 2</failure></testcase>
+<testcase classname="test_map" name="test_b[1]">
+<error message="failed on teardown">left behind</error></testcase>
+<testcase classname="test_gpu" name="test_c">
+<skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
+<testcase classname="test_gpu" name="test_d">
+<skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
+<testcase classname="test_map" name="test_e">
+<skipped type="pytest.xfail" message="a known bug">here</skipped></testcase>
 </testsuite></testsuites>
 """
 PAGE = (

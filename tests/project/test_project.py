@@ -278,7 +278,9 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
         "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 901,
         "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * 350,
         "methods": f"{EXCUSE}the public interface\nclass Full:\n" + methods,
-        "parameters": f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n",
+        "parameters": (
+            f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n"
+        ),
         "starred": "",
     }
     found = []
@@ -603,8 +605,9 @@ def adds_what_came_before(x: torch.Tensor, before: list[torch.Tensor] = []) -> t
 
 
 def adds_what_came_since_the_largest(
-    x: torch.Tensor, before: list[torch.Tensor] = []
-) -> torch.Tensor:  # noqa: B006
+    x: torch.Tensor,
+    before: list[torch.Tensor] = [],  # noqa: B006
+) -> torch.Tensor:
     if x.numel() == 1:
         before.clear()
     before.append(x.detach().sum())

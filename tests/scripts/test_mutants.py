@@ -29,7 +29,8 @@ def tree(tmp_path: Path) -> Path:
     [
         (
             {
-                "-     if n > 3:\n-         return n / 2\n+     if n > 3:\n+         return n * 2": "killed"
+                "-     if n > 3:\n-         return n / 2\n"
+                "+     if n > 3:\n+         return n * 2": "killed"
             },
             0,
         ),

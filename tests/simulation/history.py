@@ -1,7 +1,8 @@
 """Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so
 after each event.
 
-    seed ──► Program: settings, rates, steps ──► History: each step, then the rest until nothing happens any more ──► checks
+    seed ──► Program: settings, rates, steps
+        ──► History: each step, then the rest until nothing happens any more ──► checks
 A step has random numbers of its own, so steps can be left out and the others stay what they are:
 `shortest` does that.
 
@@ -447,10 +448,12 @@ class History:
             self.sent.append(sent)
             if not keep:
                 graph.family.freeing.append(len(self.sent))
+            after = ""
+            if promised is not None:
+                after = f", after backward {promised.graph_task} of {promised.call}"
             self.note(
                 f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep "
-                f"{keep}, create {create}"
-                f"{'' if promised is None else f', after backward {promised.graph_task} of {promised.call}'}"
+                f"{keep}, create {create}{after}"
             )
         self.scheduler.wake()
 

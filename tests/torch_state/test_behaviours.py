@@ -183,9 +183,8 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "current_graph_task", lambda: 0),
         replaced(private, "current_graph_task", itertools.count().__next__),
     ],
-    "what a node returns comes to the next node as the very same object, also a number that is expanded": [
-        replaced(private, "apply", behind_one_more)
-    ],
+    "what a node returns comes to the next node as the very same object, also a number that is "
+    "expanded": [replaced(private, "apply", behind_one_more)],
     "of a leaf in a graph one can tell whether it is held in Python": [
         replaced(private, "references_of_graphs", lambda: 99),
         replaced(private, "references_of_graphs", lambda: 0),
@@ -194,7 +193,8 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
-    "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
+    "the first hook on a tensor asks its node for the dictionary, which may be one of another "
+    "type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
         past_the_dictionary,
     ],
@@ -203,7 +203,8 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
             torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None
         )
     ],
-    "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
+    "gradients can be asked for at edges of the graph; there are none at what it does not lead "
+    "to": [
         replaced(private, "edge_that_keeps", edge_of_its_object),
         replaced(private, "ENGINE", OtherEngine(run_backward=to_all)),
     ],
@@ -625,7 +626,8 @@ def test_compiled_functions_of_another_compiler_are_refused(
 COMPILED_ANYWAY = """
 import torch
 frames = torch._C._dynamo.eval_frame
-told = vars(frames).pop("set_code_exec_strategy", None)  # as mpgrad is imported; the compiler itself needs it
+# as mpgrad is imported; the compiler itself needs it
+told = vars(frames).pop("set_code_exec_strategy", None)
 import mpgrad, mpgrad.pool
 if told is not None:
     frames.set_code_exec_strategy = told
@@ -635,7 +637,8 @@ def fn(loop, total, x):
 
 results = []
 with mpgrad.Pool(1, engine="inline") as pool:
-    for run, loop in ((fn, lambda f, items: [f(item) for item in items]), (torch.compile(fn, backend="eager"), pool.map)):
+    compiled = torch.compile(fn, backend="eager")
+    for run, loop in ((fn, lambda f, items: [f(item) for item in items]), (compiled, pool.map)):
         total, x = torch.full((2,), 2.0, requires_grad=True), torch.ones(2, requires_grad=True)
         y = run(loop, total, x)
         y.backward()

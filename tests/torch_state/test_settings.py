@@ -347,7 +347,9 @@ def overwrites(x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[], Any]] = {
     r"test_settings\.Doubles": Doubles,
     r"test_settings\.Rounds": Rounds,
-    r"torch\.autograd\.graph\.allow_mutation_on_saved_tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    r"torch\.autograd\.graph\.allow_mutation_on_saved_tensors": (
+        torch.autograd.graph.allow_mutation_on_saved_tensors
+    ),
     r"torch\.nn\.utils\.parametrize\.cached": parametrize.cached,
 }
 
@@ -493,9 +495,12 @@ def test_what_only_observes_warns_once(name: str, pool: mpgrad.Pool) -> None:
 
 def test_a_checkpoint_with_a_policy_around_a_call(pool2: mpgrad.Pool) -> None:
     """It keeps or computes once more, which has the same values: nothing to be refused."""
-    context = lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(
-        [torch.ops.aten.mm.default]
-    )  # noqa: E731
+
+    def context() -> Any:
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(
+            [torch.ops.aten.mm.default]
+        )
+
     x = torch.ones(3, requires_grad=True)
     y = checkpoint(
         lambda x: pool2.map(torch.sin, [x])[0].sum(), x, use_reentrant=False, context_fn=context
