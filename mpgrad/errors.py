@@ -91,7 +91,7 @@ class PoolClosedError(ValueError):
         >>> try:
         ...     pool.map(abs, [-1])
         ... except mpgrad.PoolClosedError as error:
-        ...     print(error)
+        ...     print(error)  # doctest: +NORMALIZE_WHITESPACE
         the pool is closed; make a new one, or call it inside the with block (with mpgrad.Pool() as
         pool: ...)
     """
