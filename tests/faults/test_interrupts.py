@@ -589,8 +589,10 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
     stuck = fresh_pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
     wait_for(lambda: count(tmp_path, "begun") == 1)
     with interrupted(
-        lambda: count(tmp_path, "slow") == 1 and len(fresh_pool._scheduler._waiters) == 2
-    ):  # type: ignore[attr-defined]
+        lambda: (
+            count(tmp_path, "slow") == 1 and len(fresh_pool._scheduler._waiters) == 2  # type: ignore[attr-defined]
+        )
+    ):
         thread.start()
         stuck.get()
     del stuck

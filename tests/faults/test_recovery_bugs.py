@@ -632,11 +632,11 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(
             operation,
-            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],
+            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],  # type: ignore[misc]
             [],
             None,
             None,
-        )  # type: ignore[misc]
+        )
 
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
@@ -666,8 +666,12 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(
-            operation, [(number, types.SimpleNamespace(index=number))], [], None, None
-        )  # type: ignore[list-item]
+            operation,
+            [(number, types.SimpleNamespace(index=number))],  # type: ignore[list-item]
+            [],
+            None,
+            None,
+        )
     worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
     monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()

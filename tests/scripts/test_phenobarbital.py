@@ -415,9 +415,11 @@ class TestComplaints:
         other = at_start._replace(gradient=zero + pool_gradient)
         return list(
             complaints(
-                fitted._replace(**changes), Comparison([at_start], [other], [0.0]), with_nonmem
+                fitted._replace(**changes),  # type: ignore[arg-type]
+                Comparison([at_start], [other], [0.0]),
+                with_nonmem,
             )
-        )  # type: ignore[arg-type]
+        )
 
     def test_none_about_nonmems_own_fit(self) -> None:
         assert self.complaints() == []
