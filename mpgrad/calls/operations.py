@@ -107,12 +107,12 @@ class Operation:
         self._arrived = listener._arrived
         self.was_interrupted = False  # somebody who waited for the results
         # written by the caller
-        self.queue: deque[PackedCall] = deque()
-        self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
+        self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the scheduling thread
+        self.queue: deque[PackedCall] = deque()  # calls that have all that they need, and no worker
         self.unsorted = False  # the queue may have to be put in order before calls are taken from it
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
@@ -127,14 +127,14 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
-        """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
+        """Hand a call to the scheduling thread, once it is told; ValueError: one has a future of another pool."""
         call.options = self.options
         if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
             raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
         call.item = self.items
         self.added += 1
         self.items += call.items
-        (self.waiting if call.claims else self.queue).append(call)
+        self.packed.append(call)
 
     @property
     def finished(self) -> bool:
@@ -331,7 +331,7 @@ class Operation:
         """Give every call that is still to come the same error."""
         failed = Failed.with_copies(error)
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         for index in range(self.added):
             if index not in self.outcomes:
                 self.deliver(index, failed)
@@ -343,7 +343,7 @@ class Operation:
         self.limit = 0
         self.sealed = True
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         self.outcomes.clear()
         self._failed = None
 

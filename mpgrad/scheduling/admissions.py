@@ -56,8 +56,12 @@ class Admissions:
             self._driver.tell_waiters()
             return
         self.unfinished[operation] = None
-        while operation.waiting:
-            self._look_at_call(operation, operation.waiting.popleft())
+        while operation.packed:
+            call = operation.packed.popleft()
+            if call.claims:
+                self._look_at_call(operation, call)
+            else:
+                operation.queue.append(call)
         if operation.queue:
             operation.unsorted = operation.options.at_rest and operation.sealed
             self._line.join(operation)

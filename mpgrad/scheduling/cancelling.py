@@ -75,8 +75,8 @@ class Cancelling:
 
     def cancel_queued(self, operation: Operation) -> None:
         """Calls that no worker has been given."""
-        while operation.queue or operation.waiting:
-            call = (operation.queue or operation.waiting).popleft()
+        while operation.queue or operation.packed:
+            call = (operation.queue or operation.packed).popleft()
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
