@@ -129,9 +129,8 @@ def __getattr__(name: str) -> _typing.Any:
     try:
         found = getattr(_importlib.import_module(_HOMES[name]), name)
     except (AttributeError, ImportError):
-        _importlib.import_module(
-            "mpgrad.torch_state.behaviours"
-        ).check()  # where a part of PyTorch is missing, it says which
+        # where a part of PyTorch is missing, it says which
+        _importlib.import_module("mpgrad.torch_state.behaviours").check()
         raise
     globals()[name] = found
     return found

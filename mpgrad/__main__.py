@@ -24,9 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", metavar="COMMAND", choices=["doctor"], help=summary)
     parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a terminal's encoding is no reason to fail
+        # a terminal's encoding is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = doctor.run()
         sys.stdout.flush()

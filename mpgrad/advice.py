@@ -34,10 +34,8 @@ T = TypeVar("T")
 Function = Callable[[Any], Any]
 
 LEAST_GAIN = 1.15  # below which a pool is not worth the change
-SAMPLE_SHARE, LONG_SHARE = (
-    0.1,
-    0.3,
-)  # of the time, for the sample; if it takes the second one, all is run once
+# of the time, for the sample; if it takes the second one, all is run once
+SAMPLE_SHARE, LONG_SHARE = 0.1, 0.3
 FEWEST, FEWEST_LONG, MOST_SAMPLED = 4, 2, 512  # items in the sample
 ROUNDS, WARM_UPS = 6, 1  # in the first one functions are sent, and pools learn what an item costs
 LARGE_SHARE = 0.2  # of a pool's time, from which on it is worth a remark
@@ -343,9 +341,8 @@ def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Non
         len({(each.shape, each.dtype, each.device) for each in outputs}) == 1
         and not outputs[0].dim()
     ):
-        outputs = [
-            torch.stack(outputs).sum()
-        ]  # losses: a gradient for each would take a third of a tiny item's time
+        # losses: a gradient for each would take a third of a tiny item's time
+        outputs = [torch.stack(outputs).sum()]
     if outputs and inputs:
         torch.autograd.grad(
             outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True

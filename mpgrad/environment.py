@@ -124,10 +124,8 @@ class Since:
 
     def __init__(self) -> None:
         self.begin = current_environment()
-        self._seen: tuple[tuple[Any, ...], bytes] = (
-            (),
-            b"",
-        )  # the fields at the last look, and what had changed
+        # the fields at the last look, and what had changed
+        self._seen: tuple[tuple[Any, ...], bytes] = (), b""
 
     def changes(self) -> bytes:
         """A pickle, the same object until something changes; no bytes where all is as at the
@@ -353,9 +351,8 @@ def take_over(wanted: dict[str, Any]) -> None:
 
 class Inherited(NamedTuple):
     standing: dict[str, Any]
-    read_early: dict[
-        str, str
-    ]  # variables of the environment; workers follow the others by themselves
+    # variables of the environment; workers follow the others by themselves
+    read_early: dict[str, str]
 
     def changes(self, now: Inherited) -> dict[str, Any] | None:
         """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""

@@ -59,9 +59,8 @@ class CallNames(NamedTuple):
     """How errors name the calls of an operation."""
 
     function: str = ""  # as Python calls it; "" for one of mpgrad's own
-    noun: str = (
-        "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
-    )
+    # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    noun: str = "item"
 
     def words(self, index: int | range | None) -> str:
         """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""

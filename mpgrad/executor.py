@@ -105,9 +105,8 @@ class Executor(concurrent.futures.Executor):
         self._pool = Pool(
             max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options
         )
-        self._lock = (
-            threading.RLock()
-        )  # of the sets below; finalizers, and handlers of signals, may come here again
+        # of the sets below; finalizers, and handlers of signals, may come here again
+        self._lock = threading.RLock()
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
@@ -133,9 +132,8 @@ class Executor(concurrent.futures.Executor):
         function = callable_of(fn)
         self._check_open()
         try:
-            future = self._pool.submit(
-                function, *args, **kwargs
-            )  # no lock is held: the caller's code is run, to pickle it
+            # no lock is held: the caller's code is run, to pickle it
+            future = self._pool.submit(function, *args, **kwargs)
         except Exception as error:
             self._check_open()  # another thread may have shut it down meanwhile
             self._pool._scheduler.life.check_open()

@@ -406,9 +406,8 @@ class ParallelCalls(Function):
         ctx.set_materialize_grads(False)
         ctx.func, ctx.contexts, ctx.saved = func, contexts, [len(each) for each in saved]
         for each in contexts:
-            each.to_save = each.dirty_tensors = (
-                each.non_differentiable
-            ) = ()  # or they would never be freed
+            # or they would never be freed
+            each.to_save = each.dirty_tensors = each.non_differentiable = ()
         return joined(outputs)
 
     @staticmethod
@@ -476,9 +475,8 @@ def settled(
         is_argument = among(output, args) and not among(output, ctx.dirty_tensors)
         if among(output, fixed):
             if is_argument:
-                settled[position] = (
-                    output.detach()
-                )  # another call may return the same argument with a gradient
+                # another call may return the same argument with a gradient
+                settled[position] = output.detach()
             constant.append(settled[position])
             smooth[position] = None
         elif not (output.is_floating_point() or output.is_complex()):
@@ -557,9 +555,8 @@ def behind_one_node(
         call: [each for each in own if create and requires_grad(each)]
         for call, own in gated.items()
     }
-    nodes = {
-        gate.grad_fn for own in gates.values() for gate in own
-    }  # before a write in place moves a gate
+    # before a write in place moves a gate
+    nodes = {gate.grad_fn for own in gates.values() for gate in own}
     found = side_by_side(
         "backward", {call: functools.partial(backward, call, *own) for call, own in gated.items()}
     )
@@ -655,9 +652,8 @@ class Joint(Function):
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.inputs = likes(tensors)
-        return tuple(
-            [tensor.detach() for tensor in tensors]
-        )  # as views of the inputs they could not be written to
+        # as views of the inputs they could not be written to
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Values:

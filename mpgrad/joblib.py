@@ -56,10 +56,8 @@ except ImportError as error:
 
 __all__ = ["register"]
 
-SHORTEST, LONGEST = (
-    0.02,
-    0.2,
-)  # seconds from sending a batch to its end, between which batches keep their size
+# seconds from sending a batch to its end, between which batches keep their size
+SHORTEST, LONGEST = 0.02, 0.2
 # what joblib tells every backend; these concern its own ones
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException

@@ -97,9 +97,8 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
         there = [[grad for grad in of_one if grad is not None] for of_one in each]
-        add = (
-            summed if torch.is_grad_enabled() else ReduceAdd.apply
-        )  # the first has derivatives of its own
+        # the first has derivatives of its own
+        add = summed if torch.is_grad_enabled() else ReduceAdd.apply
         return None, *(add(of_one) if of_one else None for of_one in there)
 
 

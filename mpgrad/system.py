@@ -60,11 +60,8 @@ __all__ = [
     "usable_cpus",
 ]
 
-REFUSED = (
-    errno.ENOSYS,
-    errno.EPERM,
-    errno.EACCES,
-)  # how a call fails that an older kernel, or a sandbox, does not have
+# how a call fails that an older kernel, or a sandbox, does not have
+REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 # of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker;
 # macOS has no such flag
 NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))

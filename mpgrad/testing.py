@@ -347,10 +347,8 @@ def gradients_of(
         for each in outputs
     )
     cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
-    asked = [
-        *inputs,
-        ROOT,
-    ]  # where that is wanted, all is, as in a backward that nobody gave any inputs
+    # where that is wanted, all is, as in a backward that nobody gave any inputs
+    asked = [*inputs, ROOT]
     # kept, because captures may share a history with those of the other run
     try:
         found = torch.autograd.grad(

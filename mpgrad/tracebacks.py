@@ -180,9 +180,8 @@ def is_source(line: str, frame: re.Match[str]) -> bool:
 def without_own(lines: list[str]) -> Iterator[str]:
     """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad
     itself has raised."""
-    frames: list[
-        tuple[re.Match[str], list[str]]
-    ] = []  # of the traceback that we are in, with their lines
+    # of the traceback that we are in, with their lines
+    frames: list[tuple[re.Match[str], list[str]]] = []
     latest: re.Match[str] | None = None
     for line in lines:
         frame = FRAME.fullmatch(line)

@@ -186,9 +186,8 @@ class Plan:
     ) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
         self.counts = [len(each) for each in outputs]
-        return tuple(itertools.chain(*outputs)) or (
-            torch.zeros((), device="cpu"),
-        )  # a Function has at least one output
+        # a Function has at least one output
+        return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)
 
     def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """One value per tensor, split into those of the common ones and those of each call."""

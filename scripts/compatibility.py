@@ -174,10 +174,8 @@ def tox(
         name,
         *options,
     ]
-    environment = {
-        **os.environ,
-        "PIP_NO_CACHE_DIR": "1",
-    }  # it would grow by what each environment takes
+    # it would grow by what each environment takes
+    environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True
     )
@@ -237,9 +235,8 @@ def counts_in(junit: str) -> Entry:
     """From pytest's report: how many passed, which failed, how many were skipped for each reason,
     seconds."""
     suites = ElementTree.fromstring(junit)
-    outcomes: dict[str, set[str]] = collections.defaultdict(
-        set
-    )  # a test that failed has a second case if its end did, too
+    # a test that failed has a second case if its end did, too
+    outcomes: dict[str, set[str]] = collections.defaultdict(set)
     for case in suites.iter("testcase"):
         outcomes[f"{case.get('classname')}::{case.get('name')}"].update(part.tag for part in case)
     failed = [test for test, tags in outcomes.items() if tags & {"failure", "error"}]
@@ -310,9 +307,8 @@ def lines_of(entries: Entries) -> Iterator[str]:
         f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items()
     )
     yield ""
-    skipped: dict[str, dict[str, int]] = collections.defaultdict(
-        dict
-    )  # how many in which environment, by reason
+    # how many in which environment, by reason
+    skipped: dict[str, dict[str, int]] = collections.defaultdict(dict)
     for name, entry in entries.items():
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"

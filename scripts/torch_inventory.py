@@ -32,15 +32,8 @@ EPILOG = (
     "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for "
     "wrong arguments"
 )
-SKIPPED = {
-    "bin",
-    "contrib",
-    "include",
-    "lib",
-    "share",
-    "test",
-    "testing",
-}  # no modules for users' programs
+# no modules for users' programs
+SKIPPED = {"bin", "contrib", "include", "lib", "share", "test", "testing"}
 SETTERS = re.compile(
     r"(set|enable|disable|use|allow|register|unregister|preferred|activate|restore|rename|swap)(_|$)"
 )

@@ -34,13 +34,11 @@ from mpgrad.calls.homes import Predicted
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.system import PORTABLE
 
-collect_ignore = (
-    [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
-)  # has a process of its own
+# has a process of its own
+collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
 
-os.environ.setdefault(
-    "TORCHINDUCTOR_COMPILE_THREADS", "1"
-)  # else inductor keeps processes, on torch 2.8 from its import on
+# else inductor keeps processes, on torch 2.8 from its import on
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # torch's compiler and joblib set these when they are imported: then no worker would come from the
 # session's nursery any more
 os.environ.setdefault(
@@ -319,9 +317,8 @@ def gone(pids: list[int], within: float) -> bool:
 
 def alive(pid: int) -> bool:
     try:
-        return (
-            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # who should reap an orphan is not our affair
+        # who should reap an orphan is not our affair
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

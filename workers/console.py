@@ -328,9 +328,8 @@ def promise_last_words(link: Link) -> None:
     except OSError:  # no descriptor is free, and calls matter more
         return
     try:
-        os.set_blocking(
-            ours, False
-        )  # what does not fit in is left out: nobody reads before we are dead
+        # what does not fit in is left out: nobody reads before we are dead
+        os.set_blocking(ours, False)
         link.send([LastWords()], (), [theirs])
     finally:
         os.close(theirs)

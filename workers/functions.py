@@ -156,9 +156,8 @@ class Function(NamedTuple):
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
-    homes: (
-        Sequence[int] | None
-    )  # where the captures that need gradients lie in the caller, in a pool with devices
+    # where the captures that need gradients lie in the caller, in a pool with devices
+    homes: Sequence[int] | None
     search: CaptureSearch
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
@@ -286,9 +285,8 @@ class CaptureSums:
     def __init__(self, count: int) -> None:
         self.calls = 0
         self.sums: list[torch.Tensor | None] = [None] * count
-        self._owned = [
-            False
-        ] * count  # the first gradient may share memory with others; a sum of ours does not
+        # the first gradient may share memory with others; a sum of ours does not
+        self._owned = [False] * count
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Those of a call: one gradient for each capture, None where there is none.
@@ -469,9 +467,8 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     if not left:
         return {}
     owners = dict.fromkeys(left, "an object")
-    users = [
-        each for each in objects if not is_of_libraries(type(each).__module__)
-    ]  # from the outer ones to the inner ones
+    # from the outer ones to the inner ones
+    users = [each for each in objects if not is_of_libraries(type(each).__module__)]
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
         owners.update(
             dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__)
@@ -562,9 +559,8 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
-        gc.collect(
-            1
-        )  # what the call left behind in cycles, for to look through modules takes longer
+        # what the call left behind in cycles, for to look through modules takes longer
+        gc.collect(1)
     unknown += [node.variable for node in unplaced if is_held(node)]
     if not unknown:
         return

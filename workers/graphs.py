@@ -84,12 +84,10 @@ __all__ = [
     "still_there",
 ]
 
-Edge = (
-    GradientEdge | torch.Tensor
-)  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
-Entrance = (
-    weakref.ref[Any] | torch.Tensor
-)  # of an input: the node where its gradient leaves, or the leaf that it is
+# a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+Edge = GradientEdge | torch.Tensor
+# of an input: the node where its gradient leaves, or the leaf that it is
+Entrance = weakref.ref[Any] | torch.Tensor
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
@@ -142,9 +140,8 @@ def dress(
         elif own & REQUIRES_GRAD:
             with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
                 dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
-            entrances.append(
-                weakref.ref(dressed[k].grad_fn)
-            )  # now: an in-place write moves the tensor away from that node
+            # now: an in-place write moves the tensor away from that node
+            entrances.append(weakref.ref(dressed[k].grad_fn))
     return dressed, entrances
 
 
@@ -287,12 +284,10 @@ class GraphEdges(NamedTuple):
 
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
-    inputs: Sequence[
-        Edge | None
-    ]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
-    reentrant: bool = (
-        False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
-    )
+    # of the inputs that need gradients, in order; None: the outputs do not depend on it
+    inputs: Sequence[Edge | None]
+    # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    reentrant: bool = False
     devices: DeviceMap | None = None
 
     def run_backward(
@@ -356,9 +351,8 @@ class GraphTable:
         self._spent: dict[int, GraphEdges] = {}
         self._dropped: set[int] = set()  # the caller believes that they are here
         self._sizes: dict[int, int] = {}  # of those kept
-        self._largest: list[
-            tuple[int, int]
-        ] = []  # a heap of (-bytes, call); may name some that are gone
+        # a heap of (-bytes, call); may name some that are gone
+        self._largest: list[tuple[int, int]] = []
 
     def __contains__(self, call: int) -> bool:
         return call in self._kept or call in self._spent

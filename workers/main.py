@@ -274,9 +274,8 @@ def serve_in_process(
     if tracker is not None:
         share_tracker(tracker)
     PLACE.in_worker = True
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(end, number, in_process=True)
 
 
@@ -315,9 +314,8 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
     """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
-    end.set_inheritable(
-        False
-    )  # else a program that a call starts would keep it open, when this one has ended
+    # else a program that a call starts would keep it open, when this one has ended
+    end.set_inheritable(False)
     serve_and_exit(end, number, None, socket.socket(fileno=tracker))
 
 

@@ -42,9 +42,8 @@ def main(descriptor: int) -> None:
     it."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGCHLD}
-    )  # who starts us may have blocked it
+    # who starts us may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     # what is imported stays: to look through it for garbage, again and again, is a fifth of what a
     # start costs
     gc.disable()
@@ -78,9 +77,8 @@ class Nursery:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        signal.signal(
-            signal.SIGCHLD, lambda number, frame: None
-        )  # without a handler the wake-up descriptor stays silent
+        # without a handler the wake-up descriptor stays silent
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:

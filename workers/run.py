@@ -195,14 +195,12 @@ class CallRun:
     ) -> None:
         """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
         need gradients."""
-        self.shapes: list[
-            tuple[Structure, int]
-        ] = []  # of each item: how its tensors go together, and how many there are
+        # of each item: how its tensors go together, and how many there are
+        self.shapes: list[tuple[Structure, int]] = []
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
-        self.inputs = (
-            edges_at(entrances) if call.bundle else []
-        )  # of bundles all of these are leaves
+        # of bundles all of these are leaves
+        self.inputs = edges_at(entrances) if call.bundle else []
         self.graph: GraphEdges | None = None  # of all items, at the end
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
         self.strays: list[tuple[int, str]] = []  # see `Result`
@@ -217,14 +215,12 @@ class CallRun:
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
         self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
-        self._kept_leaves: list[
-            torch.Tensor
-        ] = []  # results that are strays themselves: nodes of the graph, as captures are
+        # results that are strays themselves: nodes of the graph, as captures are
+        self._kept_leaves: list[torch.Tensor] = []
         # eager backwards: of the items' losses, from the first item on
         self.eager = eager
-        self.gradients: list[
-            torch.Tensor | None
-        ] = []  # of inputs; of captures too, unless these are added up
+        # of inputs; of captures too, unless these are added up
+        self.gradients: list[torch.Tensor | None] = []
         self.wanted: list[int] = []  # the inputs
         self.has_begun = False  # so that the call's graph may not be whole any more
         self.sums = None  # of this call: what others add to is right only if all of it gets there
@@ -293,9 +289,8 @@ class CallRun:
         """
         outputs = self.connect(found, reentrant)
         if outputs and hooks == HOOKS.count and self._differentiate(item, found, reentrant, stage):
-            return [
-                tensor.detach() for tensor in found
-            ]  # nothing holds the graph now: the next one gets its memory
+            # nothing holds the graph now: the next one gets its memory
+            return [tensor.detach() for tensor in found]
         if outputs:
             self.enter(outputs, reentrant)
         return found
@@ -332,9 +327,8 @@ class CallRun:
             stage.differentiated(started)
         for place, grad in enumerate(found):
             if grad is not None and grad.layout is not torch.strided:
-                found[place] = (
-                    grad.clone()
-                )  # its indices may be a tensor that the function keeps, and writes to again
+                # its indices may be a tensor that the function keeps, and writes to again
+                found[place] = grad.clone()
         if self.sums is not None:
             self.sums.add(found[len(wanted) :])
             del found[len(wanted) :]
@@ -488,9 +482,8 @@ class Differentiated(NamedTuple):
     """What came of one step of a backward."""
 
     gradients: Sequence[torch.Tensor | None] = ()
-    homes: Sequence[int] | None = (
-        None  # where these are to be in the caller, in a pool with devices
-    )
+    # where these are to be in the caller, in a pool with devices
+    homes: Sequence[int] | None = None
     reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
 
 
@@ -676,9 +669,10 @@ class Runner:
             ):  # there may be room for them one by one; if not, one of them is named
                 if (together := packer.together(run.tensors, run.flags)) is not None:
                     return together
+        # the last may be endless
         rows = zip(
             run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False
-        )  # the last may be endless
+        )
         placed: list[Placed] = []
         for stage.offset, (_, count) in enumerate(run.shapes):
             placed += itertools.starmap(packer.place, itertools.islice(rows, count))
@@ -819,9 +813,8 @@ class Runner:
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
-            self._graphs.release(
-                call.call
-            )  # now, while it is in the cache, and the next one can have its memory
+            # now, while it is in the cache, and the next one can have its memory
+            self._graphs.release(call.call)
         elif not call.keep:
             self._graphs.spend(call.call)
         return Differentiated(

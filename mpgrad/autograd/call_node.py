@@ -122,9 +122,8 @@ class Call(torch.autograd.Function):
         if not (wanted or captures):
             try:
                 for _, promise in promises:
-                    promise.backward.home.wait(
-                        promise.backward
-                    )  # nobody else would hear what it raises
+                    # nobody else would hear what it raises
+                    promise.backward.home.wait(promise.backward)
             except BaseException as error:
                 hide_own_frames(error)
                 raise
@@ -241,9 +240,8 @@ def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor
 def keep_hooks_apart(node_type: Any) -> None:
     """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on
     the node are refused."""
-    register_hooks = (
-        node_type._register_hook_dict
-    )  # what `Tensor.register_hook` calls, of the result's node, at the first hook
+    # what `Tensor.register_hook` calls, of the result's node, at the first hook
+    register_hooks = node_type._register_hook_dict
 
     def register_own_hooks(node: Any, result: torch.Tensor) -> None:
         if node.graph.members is not None:
@@ -417,9 +415,8 @@ class FurtherCall(NamedTuple):
 
     node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
     grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
-    wanted: tuple[
-        int, ...
-    ]  # inputs of the call; no gates to them, which would keep what keeps this
+    # inputs of the call; no gates to them, which would keep what keeps this
+    wanted: tuple[int, ...]
 
     def attach(
         self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]

@@ -48,9 +48,8 @@ with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs
     # must need them too; and see `leaf_gate`
     ROOT = torch.zeros((), requires_grad=True, device="cpu")
-    ROOT_EDGE = get_gradient_edge(
-        ROOT
-    )  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 class Gate(torch.autograd.Function):

@@ -69,9 +69,8 @@ class Promise(NamedTuple):
     place: int  # among the gradients that it gives
 
 
-Grads = Sequence[
-    Sequence[torch.Tensor | Promise]
-]  # of the outputs of one call: the parts of each sum; none: no gradient
+# of the outputs of one call: the parts of each sum; none: no gradient
+Grads = Sequence[Sequence[torch.Tensor | Promise]]
 
 
 class Settled:
@@ -85,9 +84,8 @@ class Settled:
 
     def __init__(self) -> None:
         self.outcome: Any = None
-        self.dependents: Sequence[
-            Callable[[], None]
-        ] = ()  # of the scheduling thread: to be told when it is there
+        # of the scheduling thread: to be told when it is there
+        self.dependents: Sequence[Callable[[], None]] = ()
         self.warned: Any = ()  # warnings of tasks
 
     @property
@@ -142,12 +140,10 @@ class Reach:
     it keeps none alive."""
 
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
-        self.more_behind = (
-            more_behind  # captures, by number, behind which the caller has a history, or hooks
-        )
-        self.found: set[int] = (
-            set()
-        )  # of those, the ones that a result depends on, as the workers say
+        # captures, by number, behind which the caller has a history, or hooks
+        self.more_behind = more_behind
+        # of those, the ones that a result depends on, as the workers say
+        self.found: set[int] = set()
         self._captures = [
             (weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures
         ]
@@ -211,35 +207,29 @@ class RemoteGraph:
         self.worker = worker
         # from which the graph can be made again, by another worker; None where it cannot
         self.recipe = recipe
-        self.eager: Any = (
-            None  # gradients that came with the result, for a gradient that was predicted
-        )
+        # gradients that came with the result, for a gradient that was predicted
+        self.eager: Any = None
         self.call = call
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
-        self.strays: dict[int, str] | None = (
-            None  # by output: a leaf of the worker's own that it depends on, in words
-        )
-        self.inputs_lent: Sequence[
-            tuple[torch.Tensor, int]
-        ] = ()  # read in place by the worker, with their versions then
+        # by output: a leaf of the worker's own that it depends on, in words
+        self.strays: dict[int, str] | None = None
+        # read in place by the worker, with their versions then
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         # There is one of these for every call that is kept, so containers come when something is to
         # be put into them: what the collector of cycles has to walk through, again and again, costs
         # more than all the rest.
         self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
-        self.family: list[weakref.ref[Any]] | None = (
-            None  # the `Call`s of this graph and of its derivatives
-        )
-        self._backwards: dict[int, Backward] | None = (
-            None  # by graph task: with gradients that no gate has taken yet
-        )
+        # the `Call`s of this graph and of its derivatives
+        self.family: list[weakref.ref[Any]] | None = None
+        # by graph task: with gradients that no gate has taken yet
+        self._backwards: dict[int, Backward] | None = None
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
         self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
-        self.promises: dict[int, list[tuple[int, Promise]]] | None = (
-            None  # by backward: to which output
-        )
+        # by backward: to which output
+        self.promises: dict[int, list[tuple[int, Promise]]] | None = None
 
     def check_inputs(self) -> None:
         """Raises RuntimeError where somebody wrote to inputs that the worker has read in place."""
@@ -424,28 +414,24 @@ class Backward(Settled):
         self.further: Further | None = None
         self.modes: Any = None
         self.environment: bytes | None = None  # as in `OperationOptions`
-        self.worker: object = (
-            None  # in whose sum the captures' gradients are, unless they are apart
-        )
+        # in whose sum the captures' gradients are, unless they are apart
+        self.worker: object = None
         self.was_eager = False  # that sum is the one of eager backwards
         # it was sent before, and may have freed its graph; that is no mistake of the caller's
         self.again = False
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
         # what came
-        self.derived_number: int | None = (
-            None  # of the graph of the gradients, where there is to be one
-        )
+        # of the graph of the gradients, where there is to be one
+        self.derived_number: int | None = None
         self.derived: RemoteGraph | None = None  # that graph
-        self.reached: Sequence[
-            int
-        ] = ()  # captures that it depends on, of those with more behind them
+        # captures that it depends on, of those with more behind them
+        self.reached: Sequence[int] = ()
         self._left = len(wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: Sequence[torch.Tensor | None] = ()
-        self._taking = (
-            threading.Lock()
-        )  # gates of captures, and of tensors on each device, run in threads of their own
+        # gates of captures, and of tensors on each device, run in threads of their own
+        self._taking = threading.Lock()
 
     def give(self, grads: Grads, levels: tuple[Level, ...], waits: bool) -> None:
         """The gradients of the outputs. `waits`: there are promises among them."""
@@ -604,9 +590,8 @@ class Running:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
         self.cancels: list[CancelBackward] = []
-        self.was_interrupted = (
-            True  # unless it comes to its end, or to what the backward of a call raised
-        )
+        # unless it comes to its end, or to what the backward of a call raised
+        self.was_interrupted = True
 
     def __call__(self) -> None:
         """The engine calls it where the backward has not failed; then all has been taken."""

@@ -162,18 +162,15 @@ class OperationHome:
         self._modes = modes
         self._environment = environment
         self._function = function
-        self.deterministic = (
-            deterministic  # captures' gradients are added in the order of the items
-        )
+        # captures' gradients are added in the order of the items
+        self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
         self.reach: Reach | None = None  # of its captures that need gradients
         self._eager = eager
-        self._serving = (
-            threading.Lock()
-        )  # of two backwards in two threads one gets what came with the result
-        self._to_see = (
-            EXAMINED if learns else 0
-        )  # backwards that are still looked at, for the next map's sake
+        # of two backwards in two threads one gets what came with the result
+        self._serving = threading.Lock()
+        # backwards that are still looked at, for the next map's sake
+        self._to_see = EXAMINED if learns else 0
         self._seen: float | None = None  # the gradient of those before
         self._was_wrong = False
         # what is to be added up for captures, by graph task: backwards, and gradients that a node
@@ -227,9 +224,8 @@ class OperationHome:
 
     def wait(self, settled: Settled) -> Arrived:
         """What came of a backward, or of a request for a sum; raises what it raised."""
-        self.sender.wait_for(
-            settled
-        )  # also if it has come: what tasks printed until then comes before it
+        # also if it has come: what tasks printed until then comes before it
+        self.sender.wait_for(settled)
         for each in taken(settled.warned):
             warned_again(*each)
         if settled.has_failed:
@@ -288,9 +284,8 @@ class OperationHome:
         backwards = [each for each in parts if isinstance(each, Backward)]
         for each in backwards:
             if each.waits:
-                self.wait(
-                    each
-                )  # only now it has gone to its worker; the others go there before a request does
+                # only now it has gone to its worker; the others go there before a request does
+                self.wait(each)
         # Asked once of each: while we wait, a worker may die, and what it had in its sum gets
         # gradients of its own (`apart`).
         apart, added_up = list[Backward](), list[Backward]()
@@ -315,9 +310,8 @@ class OperationHome:
             for each in own:
                 self.wait(each)
             alone = [each for each in own if each.apart]  # it was done by another worker
-            together = [
-                each for each in own if not each.apart
-            ]  # all have come: nothing changes any more
+            # all have come: nothing changes any more
+            together = [each for each in own if not each.apart]
             found = self._sum_of(together, request)
             if found is not None:
                 yield found
@@ -387,9 +381,8 @@ def loss_gradients(backward: Backward) -> set[float]:
 LEAST = 2  # maps in a row, with the same gradient, before the next one's is predicted
 CONFIRMED = 2  # maps in a row that were predicted rightly
 PRICE = 25  # maps seen for each that may be predicted wrongly
-MOST_CREDIT = (
-    40 * PRICE
-)  # so that a long time of right ones does not pay for as long a time of wrong ones
+# so that a long time of right ones does not pay for as long a time of wrong ones
+MOST_CREDIT = 40 * PRICE
 
 
 class Predicted(NamedTuple):
@@ -406,9 +399,8 @@ class Predictor:
         self._gradient: float | None = None
         self._in_a_row = 0
         self._right = 0  # predictions in a row
-        self._credit = (
-            PRICE  # what each prediction that is under way may cost has been taken from it
-        )
+        # what each prediction that is under way may cost has been taken from it
+        self._credit = PRICE
 
     def predict(self) -> Predicted | None:
         """The gradient that the losses of a map will get, which begins; None where nobody can

@@ -1,8 +1,8 @@
 """An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with
 gradients. Caller only.
 
-    caller's thread       pack ──► queue ─┐                             ┌─► `value`
-    scheduling thread                     └─► send, receive, `deliver` ─┘
+    caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
+        ──► caller's thread: `value`
 `submit` is an operation of one call (`Submitted`), whose result other calls may be given before it
 is there: a `Claim` is the place of that result among their arguments, and has gates to it.
 
@@ -81,9 +81,8 @@ class Listener:
 
     _is_told = True
     _tells = False  # somebody else, when it is told
-    _arrived: deque[int] | None = (
-        None  # indices of outcomes as they come, for who takes them in this order
-    )
+    # indices of outcomes as they come, for who takes them in this order
+    _arrived: deque[int] | None = None
 
     def _starts(self) -> bool:
         """A call begins; False where it was cancelled before."""
@@ -121,29 +120,23 @@ class Operation:
         self._arrived = listener._arrived
         self.was_interrupted = False  # somebody who waited for the results
         # written by the caller
-        self.queue: deque[PackedCall] = deque()
-        self.waiting: deque[PackedCall] = (
-            deque()
-        )  # for results of other calls; moved to the queue by the dispatcher
+        self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the scheduling thread
-        self.unsorted = (
-            False  # the queue may have to be put in order before calls are taken from it
-        )
+        self.queue: deque[PackedCall] = deque()  # calls that have all that they need, and no worker
+        # the queue may have to be put in order before calls are taken from it
+        self.unsorted = False
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
-        self._made: list[
-            list[Any]
-        ] = []  # results of the first outcomes: by the caller, call by call
-        self._failed: Failed | None = (
-            None  # the outcome at the limit; here also when outcomes have been taken
-        )
+        # results of the first outcomes: by the caller, call by call
+        self._made: list[list[Any]] = []
+        # the outcome at the limit; here also when outcomes have been taken
+        self._failed: Failed | None = None
         self.delivered = 0  # outcomes of calls before the limit
-        self.limit: float = (
-            math.inf
-        )  # calls from here on do not matter: an earlier one failed, or nobody waits
+        # calls from here on do not matter: an earlier one failed, or nobody waits
+        self.limit: float = math.inf
         self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
         self.mutated = False  # a call wrote into a captured tensor
         self.warned: deque[Warned] = deque()  # warnings of tasks
@@ -151,8 +144,8 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
-        """To the queue, or to those that wait for other calls; raises ValueError where it has a
-        future of another pool."""
+        """Hand a call to the scheduling thread, once it is told; ValueError: one has a future of
+        another pool."""
         call.options = self.options
         if call.claims and any(
             claim.source.home.sender is not self.home.sender for claim in call.claims
@@ -164,7 +157,7 @@ class Operation:
         call.item = self.items
         self.added += 1
         self.items += call.items
-        (self.waiting if call.claims else self.queue).append(call)
+        self.packed.append(call)
 
     @property
     def finished(self) -> bool:
@@ -232,9 +225,8 @@ class Operation:
                 made.append(self._build(outcomes[len(made)]))
         for outcome in outcomes.values():
             let_go(outcome)
-        self.captures = (
-            None  # whoever keeps the operation need not keep what its results do not depend on
-        )
+        # whoever keeps the operation need not keep what its results do not depend on
+        self.captures = None
         return list(itertools.chain.from_iterable(made))
 
     def only_value(self) -> Any:
@@ -348,9 +340,8 @@ class Operation:
         if self.options.stop_at_failure and isinstance(outcome, Failed):
             self._failed = outcome
             self.unsorted = self.largest_first
-            self.delivered = sum(
-                1 for each in self.outcomes if each < index
-            )  # no more than before, so it comes first
+            # no more than before, so it comes first
+            self.delivered = sum(1 for each in self.outcomes if each < index)
             self.limit = index
         else:
             self.delivered += 1
@@ -390,7 +381,7 @@ class Operation:
         """Give every call that is still to come the same error."""
         failed = Failed.with_copies(error)
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         for index in range(self.added):
             if index not in self.outcomes:
                 self.deliver(index, failed)
@@ -402,7 +393,7 @@ class Operation:
         self.limit = 0
         self.sealed = True
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         self.outcomes.clear()
         self._failed = None
 
@@ -439,9 +430,8 @@ class Claim:
 
     @property
     def outcome(self) -> Outcome | None:
-        return (
-            self.source.outcome or self._outcome
-        )  # in this order: when the value is taken, the second is set first
+        # in this order: when the value is taken, the second is set first
+        return self.source.outcome or self._outcome
 
     def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors have their history, which the caller cannot have changed yet."""
@@ -484,9 +474,8 @@ class Submitted(Operation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._making = (
-            threading.RLock()
-        )  # classes of the caller's are unpickled meanwhile, and signals handled
+        # classes of the caller's are unpickled meanwhile, and signals handled
+        self._making = threading.RLock()
         self._is_claimed = False
         self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
@@ -569,9 +558,8 @@ class Submitted(Operation):
 
     def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
-        self.captures = (
-            None  # a future that is kept need not keep what its result does not depend on
-        )
+        # a future that is kept need not keep what its result does not depend on
+        self.captures = None
         for ref in self._claims:
             if (claim := ref()) is not None and not claim.is_settled:
                 claim.settle(outcome, tensors)
@@ -693,6 +681,5 @@ Outcome = Delivered | Failed
 
 def own(memory: Any) -> Any:
     """A copy; the memory of slots on devices as it is."""
-    return (
-        memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory
-    )  # what lies on devices is copied anyway
+    # what lies on devices is copied anyway
+    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory

@@ -107,9 +107,8 @@ def log_levels() -> LogLevels:
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-ALREADY_WARNED: dict[
-    Any, Any
-] = {}  # what Python keeps for each module, so that a filter can say "once"
+# what Python keeps for each module, so that a filter can say "once"
+ALREADY_WARNED: dict[Any, Any] = {}
 
 
 Warnings = deque[Warned] | tuple[()]  # of tasks, that have come

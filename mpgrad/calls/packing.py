@@ -74,21 +74,18 @@ __all__ = [
 ]
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
-Shared = dict[
-    int, tuple[torch.Tensor, Placed]
-]  # by id of the tensor, which the entry keeps from being another's
+# by id of the tensor, which the entry keeps from being another's
+Shared = dict[int, tuple[torch.Tensor, Placed]]
 
 
 class PickledFunction(NamedTuple):
     """A function as bytes and captures, as it is now."""
 
     pickled: bytes
-    captures: list[
-        torch.Tensor
-    ]  # its own, then those of the state; `Root`s among them until these are drawn
-    captures_share_memory: (
-        bool  # those that look at the same memory in the caller do so in a worker
-    )
+    # its own, then those of the state; `Root`s among them until these are drawn
+    captures: list[torch.Tensor]
+    # those that look at the same memory in the caller do so in a worker
+    captures_share_memory: bool
     state: State | None  # of the user's modules, where it uses these
 
 
@@ -170,9 +167,8 @@ class OperationOptions(NamedTuple):
     return_errors: bool = False  # in the place of the results that they prevented
     request: Request | None = None  # where its calls are to run
     eager: Eager | None = None  # how backwards of losses are run with the calls
-    at_rest: bool = (
-        False  # what calls are given is all there, and all results are waited for together
-    )
+    # what calls are given is all there, and all results are waited for together
+    at_rest: bool = False
 
 
 class PackedCall:
@@ -216,20 +212,17 @@ class PackedCall:
         self.item = index  # the number of its item, or of its first one, in the operation
         self.items = 1
         self.bundle: Parts = ()  # the arguments of each item
-        self.leaves: Sequence[
-            torch.Tensor
-        ] = ()  # of a bundle: those of its tensors that need gradients
+        # of a bundle: those of its tensors that need gradients
+        self.leaves: Sequence[torch.Tensor] = ()
         self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
-        self.claims = (
-            claims  # `operations.Claim`s: until the call has its node, or turns out to need none
-        )
+        # `operations.Claim`s: until the call has its node, or turns out to need none
+        self.claims = claims
         self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
-        self.ungated: Sequence[
-            tuple[torch.Tensor, int]
-        ] = ()  # with their versions: gradients were off, but `fn` may want them
+        # with their versions: gradients were off, but `fn` may want them
+        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
         self.origin = 0  # the device it comes from
@@ -547,9 +540,8 @@ class Request:
         self._wanted = wanted
         self._captured = 0  # where the first capture lies that is not on the CPU
         self.gathers = wanted is not None
-        self.staged = wanted == frozenset(
-            {0}
-        )  # all goes to workers that can read the CPU's memory only
+        # all goes to workers that can read the CPU's memory only
+        self.staged = wanted == frozenset({0})
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
         self._captured = next(filter(None, map(device_code, captures)), 0)

@@ -70,9 +70,8 @@ class Uncollected:
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
         noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
-        failures = [
-            error for _, error in noted if self._numbers_of.pop(error, None) is not None
-        ]  # else another thread has it
+        # else another thread has it
+        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]
         if failures:
             first = failures[0].error()
             if len(failures) > 1:
@@ -131,9 +130,8 @@ class AsyncResult(Listener, Generic[R]):
         self._collect()
         with self._lock:
             if not self._fetched:
-                self._value = self._fetch(
-                    self._operation
-                )  # after an interrupt it can be asked for again
+                # after an interrupt it can be asked for again
+                self._value = self._fetch(self._operation)
                 self._fetched = True
             found: R = self._value
             return found

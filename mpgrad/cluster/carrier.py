@@ -35,9 +35,8 @@ class Node(NamedTuple):
     id: str
     name: str  # for people: of the host, or its address
     slots: int  # for how many workers it has room, those of this pool included
-    free: int | None = (
-        None  # for how many it has room now, as far as is known: others may hold a part of it
-    )
+    # for how many it has room now, as far as is known: others may hold a part of it
+    free: int | None = None
 
 
 class SiteOptions(NamedTuple):

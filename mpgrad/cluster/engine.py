@@ -60,11 +60,8 @@ CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
 # for which a node is left alone after its site was lost: one that had worked, and one that never
 # said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
-SAME = (
-    "Python",
-    "torch",
-    "mpgrad",
-)  # versions that have to be: pickles and numbers of dtypes depend on them
+# versions that have to be: pickles and numbers of dtypes depend on them
+SAME = ("Python", "torch", "mpgrad")
 
 
 class ClusterEngine:
@@ -86,9 +83,8 @@ class ClusterEngine:
         self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
-        self._avoided: dict[
-            str, float
-        ] = {}  # nodes by id, until when on the clock of time.monotonic
+        # nodes by id, until when on the clock of time.monotonic
+        self._avoided: dict[str, float] = {}
         self._closing = threading.Event()
         self._ask_now = threading.Event()  # for the nodes
         try:
@@ -345,10 +341,8 @@ class ClusterEngine:
 
 POLLS = 2  # exchanges that wait at the site for news
 MOST_PENDING = 8  # of them, if a site does not answer
-AFTER_REFUSAL, AFTER_REFUSALS = (
-    1.0,
-    5.0,
-)  # seconds for which no worker is started where one, or several in a row, could not be
+# seconds for which no worker is started where one, or several in a row, could not be
+AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0
 
 
 class SiteHandle:
@@ -652,9 +646,8 @@ class SiteLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.site.mirror(slab)
-            self.send(
-                [NewSlab(slab.number, slab.nbytes)]
-            )  # alone in its frame, which may have to wait at the site
+            # alone in its frame, which may have to wait at the site
+            self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | Borrowed) -> None:
         self.site.carry(holder)

@@ -196,9 +196,8 @@ class MirroredSlab:
         self._nbytes = nbytes
         self._memory: mmap.mmap | None = None
         self.descriptor = -1  # there is none yet
-        self.awaited: list[
-            tuple[int, memoryview]
-        ] = []  # workers, and the frames that are to introduce it to them
+        # workers, and the frames that are to introduce it to them
+        self.awaited: list[tuple[int, memoryview]] = []
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
         """
@@ -547,13 +546,11 @@ class SiteWorker(Pipe):
         self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
-        self.limits: dict[
-            int, float
-        ] = {}  # seconds for each call of a chunk that is not answered, by chunk, in that order
+        # seconds for each call of a chunk that is not answered, by chunk, in that order
+        self.limits: dict[int, float] = {}
         self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
-        self.overrun: tuple[int, int] | None = (
-            None  # chunk and position of a call that takes too long, once that was said
-        )
+        # chunk and position of a call that takes too long, once that was said
+        self.overrun: tuple[int, int] | None = None
         self.alarm: asyncio.TimerHandle | None = None
         self.bytes_seen = 0  # of a frame on its way, when the alarm was set
         self.followed_until = 0.0  # on the same clock; it is said where it is

@@ -32,9 +32,8 @@ __all__ = ["per_item_grad"]
 Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
 Places = list[list[Place]]  # for each tensor, all where it enters the call
 
-GRAPH_TASKS = itertools.count(
-    -2, -1
-)  # the engine's own backwards have numbers from 0, and -1 stands for none
+# the engine's own backwards have numbers from 0, and -1 stands for none
+GRAPH_TASKS = itertools.count(-2, -1)
 
 
 @without_own_frames
@@ -140,9 +139,8 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[l
         places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)
     ]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
-    last = {
-        item: index for index, item in enumerate(items)
-    }  # an item may have several results here, on one graph
+    # an item may have several results here, on one graph
+    last = {item: index for index, item in enumerate(items)}
     graph_task = next(GRAPH_TASKS)
     with torch.set_grad_enabled(create_graph), backward_without_engine(graph_task):
         sent = []

@@ -90,9 +90,8 @@ class InlineEngine:
         self._ours = Loopback(1)
         self._workers = Loopback(1)
         self._ours.other, self._workers.other = self._workers, self._ours
-        self._worker: Any = (
-            None  # the workers' side is named, not imported: it is loaded where it runs
-        )
+        # the workers' side is named, not imported: it is loaded where it runs
+        self._worker: Any = None
 
     def start(self, number: int) -> Loopback:
         return self._ours

@@ -42,9 +42,8 @@ class Traits(NamedTuple):
 
     # a worker is a process of its own: it can be killed, and what it had given to another one
     is_process: bool
-    own_generators: (
-        bool  # a worker draws random numbers of its own, so that an item can have a seed
-    )
+    # a worker draws random numbers of its own, so that an item can have a seed
+    own_generators: bool
     may_resize: bool
     on_cpu: bool
     on_devices: bool
@@ -59,13 +58,11 @@ class WorkerLink(Link, Protocol):
     # which calls take too long is seen on the worker's machine, by its clock; else by ours
     keeps_time: bool
     exit: Exit | None  # after `end`, once the worker has ended
-    overrun: (
-        tuple[int, int] | None
-    )  # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    overrun: tuple[int, int] | None
     is_leaving: bool  # it is given no more calls: its place may be another's
-    skipped: dict[
-        int, int
-    ]  # what a site has written, by place: all that the worker had answered by then has come
+    # what a site has written, by place: all that the worker had answered by then has come
+    skipped: dict[int, int]
 
     @property
     def whereabouts(self) -> memoryview | None:
@@ -129,9 +126,8 @@ class Engine(Protocol):
     """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
 
     traffic: Traffic
-    room: (
-        int | None
-    )  # for so many workers, and that is how many there are to be; None: as many as are asked for
+    # for so many workers, and that is how many there are to be; None: as many as are asked for
+    room: int | None
     # a worker begins as what this process is at that moment: nothing else should go on in it
     copies_caller: bool
 

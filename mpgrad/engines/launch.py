@@ -82,9 +82,8 @@ LAST_STANDARD_STREAM = 2
 class Exit(NamedTuple):
     """How a worker has come to its end."""
 
-    code: int | None = (
-        None  # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
-    )
+    # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    code: int | None = None
     refusal: OSError | None = None  # why the system would not start it
 
 
@@ -180,9 +179,8 @@ class NurseryProcess:
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._exits: dict[
-            int, Exit | None
-        ] = {}  # of workers whose launchers are there; None: it is still to come
+        # of workers whose launchers are there; None: it is still to come
+        self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive`

@@ -105,9 +105,8 @@ class Cuda:
     def event(self, index: int) -> Any:
         """One that other processes can wait for."""
         event: Any = CUDA.Event(interprocess=True)
-        CUDA.current_stream(index).record_event(
-            event
-        )  # an event is its device's from its first record on
+        # an event is its device's from its first record on
+        CUDA.current_stream(index).record_event(event)
         return event
 
     def export_event(self, event: Any) -> bytes:
@@ -187,9 +186,8 @@ def checked(code: int, what: str) -> None:
 @functools.cache
 def primary_context(index: int) -> ctypes.c_void_p:
     """The context in which PyTorch works on a device; held until the process ends."""
-    torch.cuda.synchronize(
-        index
-    )  # from here on the driver is initialised; it numbers devices as PyTorch does
+    # from here on the driver is initialised; it numbers devices as PyTorch does
+    torch.cuda.synchronize(index)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     checked(libcuda().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
     checked(
@@ -339,9 +337,8 @@ class Lane:
         self.accelerator = accelerator
         self.index = index
         self.in_process = in_process  # those at its other end
-        self.arena = Arena(
-            owner, self._make_slab, kind, idle_bytes=math.inf
-        )  # CUDA's rule: not freed while others look
+        # CUDA's rule: not freed while others look
+        self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)
         self._stream: Any = accelerator.stream(index) if streamed else None
         self._event: Any = accelerator.event(index) if streamed else None
 

@@ -66,15 +66,13 @@ class Slab:
         self.number = number
         self.nbytes = storage.nbytes()
         self._kept = Kept(descriptor_of(storage))
-        os.set_inheritable(
-            self.descriptor, False
-        )  # it is a duplicate that torch has made for itself
+        # it is a duplicate that torch has made for itself
+        os.set_inheritable(self.descriptor, False)
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
-        array.storage = (
-            storage  # every memoryview made from the array holds the array, and so the mapping
-        )
+        # every memoryview made from the array holds the array, and so the mapping
+        array.storage = storage
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
@@ -142,9 +140,8 @@ class Slot:
         self._capacity = capacity
         self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
         self.address: int = slab.number << OFFSET_BITS | offset
-        self.memory: Any = slab.memory[
-            offset : offset + nbytes
-        ]  # a memoryview, or a `accelerator.Region`
+        # a memoryview, or a `accelerator.Region`
+        self.memory: Any = slab.memory[offset : offset + nbytes]
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
@@ -177,17 +174,15 @@ class Arena:
         self._next_number = owner << OWNER_BITS | kind << KIND_BITS
         self._make_slab = make_slab  # of its number and size
         self._most_idle = idle_bytes
-        self._free: dict[
-            int, list[tuple[Slab, int]]
-        ] = {}  # capacity -> slots, with memory; never empty
+        # capacity -> slots, with memory; never empty
+        self._free: dict[int, list[tuple[Slab, int]]] = {}
         self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
         self._idle_bytes = 0  # in free slots
         self.bytes_in_use = 0  # in slots that live
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
-        self._dead: deque[tuple[Slab, int, int]] = (
-            deque()
-        )  # slots whose last reference has gone: slab, offset, capacity
+        # slots whose last reference has gone: slab, offset, capacity
+        self._dead: deque[tuple[Slab, int, int]] = deque()
         self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
@@ -242,9 +237,8 @@ class Arena:
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            self._free[capacity] = (
-                free  # the size used last stands last, and memory of the first is dropped first
-            )
+            # the size used last stands last, and memory of the first is dropped first
+            self._free[capacity] = free
             while self._idle_bytes > self._most_idle:
                 self._drop(next(iter(self._free)))
 
@@ -333,27 +327,23 @@ class Lenders:
         """
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
-        self._elsewhere: dict[
-            int, Callable[[], DeviceSlab]
-        ] = {}  # by number: how to open one that nothing was borrowed of yet
-        self._unmapped: dict[
-            int, tuple[Kept, int]
-        ] = {}  # descriptor and size of slabs that nothing was borrowed of yet
+        # by number: how to open one that nothing was borrowed of yet
+        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}
+        # descriptor and size of slabs that nothing was borrowed of yet
+        self._unmapped: dict[int, tuple[Kept, int]] = {}
         # given back at once, because the slab could not be mapped; or on a device, where what is
         # borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
-        self.lacking: Sequence[
-            tuple[int, int, str]
-        ] = ()  # pieces that could not be had here: address, bytes, why
+        # pieces that could not be had here: address, bytes, why
+        self.lacking: Sequence[tuple[int, int, str]] = ()
         self.closed = False
         self.notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
-        self._pointers: dict[
-            int, tuple[int, Slab, weakref.ref[memoryview]]
-        ] = {}  # of storages -> address, slab, view
+        # of storages -> address, slab, view
+        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}
         # key, pointer, view, and whether it was made private
         self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = (
             deque()
@@ -401,9 +391,8 @@ class Lenders:
             SharedMemoryError: the system refuses, now; it can be tried again.
         """
         if number in self._unmapped and not self._unmapped[number][0].is_ours:
-            del self._unmapped[
-                number
-            ]  # other code has closed it: it is missing, and asked for again
+            # other code has closed it: it is missing, and asked for again
+            del self._unmapped[number]
         if number in self._unmapped:
             kept, nbytes = self._unmapped[number]
             try:
@@ -445,9 +434,8 @@ class Lenders:
             self._given_back.append((address, 1))
             raise
         if slab.elsewhere:
-            self._given_back.append(
-                (address, 1)
-            )  # the copy is made right after this, and told of after that
+            # the copy is made right after this, and told of after that
+            self._given_back.append((address, 1))
             return slab.memory[offset : offset + nbytes]
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
@@ -620,15 +608,13 @@ View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders]
 
 # all views of this process, by the id of the weak reference
 SHARED: dict[int, View] = {}
-PRIVATE: dict[
-    int, View
-] = {}  # mapped privately, or copied, for the sake of a child or of its parent
+# mapped privately, or copied, for the sake of a child or of its parent
+PRIVATE: dict[int, View] = {}
 FORKS: list[Fork] = []  # under way
 # for whose children something is not given back yet; without a token, before the end of the pool
 WITHHELD: list[Fork] = []
-MAPPING = (
-    threading.RLock()
-)  # of who makes shared views private: each only once, or what was written since would be lost
+# of who makes shared views private: each only once, or what was written since would be lost
+MAPPING = threading.RLock()
 
 
 def watch(view: View) -> None:

@@ -66,9 +66,8 @@ __all__ = [
     "reduce_c_type",
 ]
 
-COPIES: weakref.WeakKeyDictionary[type, str] = (
-    weakref.WeakKeyDictionary()
-)  # of our classes, for tasks in this process
+# of our classes, for tasks in this process
+COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
 # all that they consist of could be carried: but whoever waits for a copy, or gives it something,
 # waits in vain
@@ -98,9 +97,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             and value in TRACKER_ID_OF
             and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
         ):
-            return with_slots(
-                value, dynamic_class_reduce(value)
-            )  # the caller has it under its number
+            # the caller has it under its number
+            return with_slots(value, dynamic_class_reduce(value))
         if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
             return reduced
         reduced = super().reducer_override(value)

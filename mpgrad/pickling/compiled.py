@@ -43,9 +43,8 @@ Namespace = dict[str, Any]
 MOST_CODES = 4096
 MOST_CLASSES = 256
 MOST_CONTEXTS = 256
-MARK = (
-    __name__.encode()
-)  # in the pickle of what has a compiled function in it; elsewhere it does no harm
+# in the pickle of what has a compiled function in it; elsewhere it does no harm
+MARK = __name__.encode()
 MARKS = (
     "_torchdynamo_",
     "get_compiler_config",
@@ -60,16 +59,13 @@ class Rooms(threading.local):
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
-        self.disabled: dict[
-            tuple[Any, ...], Any
-        ] = {}  # what torch.compiler.disable made, by code, globals and options
-        self.classes: dict[
-            type, None
-        ] = {}  # what was compiled for one that has gone is thrown away
+        # what torch.compiler.disable made, by code, globals and options
+        self.disabled: dict[tuple[Any, ...], Any] = {}
+        # what was compiled for one that has gone is thrown away
+        self.classes: dict[type, None] = {}
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
-        self.contexts: dict[
-            bytes, Any
-        ] = {}  # by options: what was compiled under another one counts as not compiled
+        # by options: what was compiled under another one counts as not compiled
+        self.contexts: dict[bytes, Any] = {}
         self.placed: Placement | None = None  # whose values are in the namespaces
         self.running: Placement | None = None
 
@@ -82,9 +78,8 @@ class Placement:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
-        self._met: dict[
-            int, tuple[Namespace, Namespace]
-        ] = {}  # globals as they came and that stay, by id of the former
+        # globals as they came and that stay, by id of the former
+        self._met: dict[int, tuple[Namespace, Namespace]] = {}
         self._before: list[Placement | None] = []
 
     def __enter__(self) -> None:
@@ -191,9 +186,8 @@ class Placement:
 
 
 def check_compiler() -> None:
-    from mpgrad.torch_state import (
-        behaviours,
-    )  # and its probes: 10 ms, which workers need not wait for
+    # and its probes: 10 ms, which workers need not wait for
+    from mpgrad.torch_state import behaviours
 
     behaviours.check_compiler()
 

@@ -99,9 +99,8 @@ __all__ = [
 
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
-KNOWN = (
-    LIBRARIES | sys.stdlib_module_names
-)  # packages whose code does as we know, and keeps nothing of the user's
+# packages whose code does as we know, and keeps nothing of the user's
+KNOWN = LIBRARIES | sys.stdlib_module_names
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
@@ -193,9 +192,8 @@ class Uses(NamedTuple):
 
     names: frozenset[str]
     loose: frozenset[str]  # names of which not only attributes are used
-    imports: frozenset[
-        tuple[str, int, bool]
-    ]  # modules, the dots before them, and whether under another name
+    # modules, the dots before them, and whether under another name
+    imports: frozenset[tuple[str, int, bool]]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -212,9 +210,8 @@ def uses_in(code: types.CodeType) -> Uses:
         elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
             loose.add(step.argval)
         elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
-            loaded = (
-                step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            )  # two at a time, from Python 3.13 on
+            # two at a time, from Python 3.13 on
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             loose |= {name for name in loaded if isinstance(name, str)}
     inner = [
         uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
@@ -294,11 +291,8 @@ ATTRIBUTES = {
     "resolve_name",
 }
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
-LEADING = {
-    "sys": {"modules"},
-    "builtins": BUILTINS,
-    "pydoc": {"locate"},
-}  # of whose attributes only these lead to names
+# of whose attributes only these lead to names
+LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}
 WORDS = re.compile(r"[^\W\d]\w*")
 
 
@@ -551,9 +545,8 @@ def add_uncarried(
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
-AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = (
-    weakref.WeakKeyDictionary()
-)  # classes that travel, too
+# classes that travel, too
+AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # --- on their way
 
@@ -595,9 +588,8 @@ class Namespaces:
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look names up
         self.main: dict[str, Any] | None = None
-        self.script: dict[
-            str, Any
-        ] = {}  # the functions and classes of the main script that came along, by name
+        # the functions and classes of the main script that came along, by name
+        self.script: dict[str, Any] = {}
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -709,11 +701,8 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
 
 
-BY_NAME = (
-    types.FunctionType,
-    type,
-    functools._lru_cache_wrapper,
-)  # pickle takes these for what stands under their names
+# pickle takes these for what stands under their names
+BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
@@ -732,9 +721,8 @@ def named(module: str, path: str) -> Any:
 class CarriedModule(types.ModuleType):
     """What travelled of a module; what did not is looked for in the worker's own import."""
 
-    __spec__ = __loader__ = (
-        None  # of the class: Python 3.15 warns of globals that have them without a loader
-    )
+    # of the class: Python 3.15 warns of globals that have them without a loader
+    __spec__ = __loader__ = None
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
@@ -821,13 +809,11 @@ class PlacedModules:
     def __init__(self) -> None:
         self._running: list[Namespaces] = []  # one within another
         self._current: Namespaces | None = None
-        self._replaced: list[
-            tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # of each module what it holds by itself
+        # of each module what it holds by itself
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._added: list[str] = []
-        self._thread = (
-            0  # that runs the calls of a worker's process; a task may have a pool of threads
-        )
+        # that runs the calls of a worker's process; a task may have a pool of threads
+        self._thread = 0
 
     def begin(self) -> None:
         """This process, and this thread of it, is a worker's."""

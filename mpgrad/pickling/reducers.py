@@ -260,9 +260,8 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
     view: Any = memoryview(seen)
     if (view.format, view.shape) != (form, shape):
         flat = view.cast("B")
-        view = (
-            flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)
-        )  # an empty one takes no shape
+        # an empty one takes no shape
+        view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)
     return view.toreadonly() if is_readonly else view
 
 
@@ -359,10 +358,8 @@ def reduce_local(value: threading.local) -> Any:
     """A new one, made as this one was; what threads keep in it stays theirs."""
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
-    _, args, names, *_ = (
-        *gc.get_referents(value),
-        {},
-    )  # with which each thread has it made; then what threads keep in it
+    # with which each thread has it made; then what threads keep in it
+    _, args, names, *_ = *gc.get_referents(value), {}
     kwargs = names if all(isinstance(name, str) for name in names) else {}
     return functools.partial(type(value), *args, **kwargs), ()
 
@@ -413,9 +410,8 @@ def weakly(value: Any) -> Callable[[], Any]:
 
 
 MOST_NOWHERE = 64
-NOWHERE: dict[
-    int, tuple[Callable[[], Any], int]
-] = {}  # by id, with so many modules; to search them all takes milliseconds
+# by id, with so many modules; to search them all takes milliseconds
+NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}
 
 
 # --- weak references
@@ -650,9 +646,8 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         reduced = without_empty_hooks(value.__reduce_ex__(5))
     elif all(getattr(type(value), name) is getattr(Module, name) for name in PLAIN[:2]):
         create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
-        is_of_all = (
-            isinstance(state, dict) and "_modules" in state
-        )  # that of a quantized one has nothing of what all have
+        # that of a quantized one has nothing of what all have
+        is_of_all = isinstance(state, dict) and "_modules" in state
         reduced = create if is_of_all else bare_module, arguments, state, *rest
     elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
         raise TypeError(
@@ -726,9 +721,8 @@ def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.Scr
 # copies have that in common.
 load_once = functools.lru_cache(maxsize=128)(load_script)
 MOST_SCRIPT_BYTES = 1 << 20
-TENSOR_CONSTANTS = (
-    b"/constants/"  # where an archive has them: a frozen module's, or what was traced with
-)
+# where an archive has them: a frozen module's, or what was traced with
+TENSOR_CONSTANTS = b"/constants/"
 
 
 def loaded_script(code: bytes) -> torch.jit.ScriptModule:
@@ -812,9 +806,8 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
 INHERITED = {*WEAK, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
-ClassPickler.dispatch_table = ChainMap(
-    {**OWN_MAP, **REDUCERS}, *OTHER_MAPS
-)  # no deeper: every object is looked up here
+# no deeper: every object is looked up here
+ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 
 MOST_LOOKED_AT = 10_000  # objects of one cache: a millisecond
@@ -833,9 +826,8 @@ def entries(cached: Any) -> list[Entry]:
     """What is in the cache; what was used last comes last, where the cache is bounded."""
     inside = gc.get_referents(cached)  # all at once, whatever other threads do
     if cached.cache_parameters()["maxsize"] is None:
-        cache = next(
-            each for each in inside if type(each) is dict
-        )  # the other one has the attributes
+        # the other one has the attributes
+        cache = next(each for each in inside if type(each) is dict)
         return [Entry(*pair) for pair in list(cache.items())]
     found = []  # its type, then a key, its result and the type of the link between the two for each
     for place in range(1, len(inside), 3):

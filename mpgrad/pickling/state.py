@@ -117,9 +117,8 @@ OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__"
 MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 
 Content = Sequence[Any]
-Opaque = tuple[
-    bytes, Sequence[Any], Sequence[tuple[int, int]]
-]  # kept alive, so that no other object gets its address
+# kept alive, so that no other object gets its address
+Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]
 MOST_STATES = 128  # kept for the next operation
 T = TypeVar("T")
 HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
@@ -240,12 +239,10 @@ class StatePickler(CallerPickler):
         self.covered: set[Wanted] = set()
         self.watch = ContentWatch()
         self._left = left
-        self._hastened: dict[
-            int, types.FunctionType
-        ] = {}  # that may run while the state is loaded, and use globals then
-        self._made: dict[
-            int, Any
-        ] = {}  # what reducers made for the pickle, which nobody can write to
+        # that may run while the state is loaded, and use globals then
+        self._hastened: dict[int, types.FunctionType] = {}
+        # what reducers made for the pickle, which nobody can write to
+        self._made: dict[int, Any] = {}
 
     def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
         """None; or what cannot be carried, by itself, so that all is in vain."""
@@ -457,9 +454,8 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
 
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
-        raise TypeError(
-            f"cannot pickle an open file ({value!r})"
-        )  # cloudpickle would send what is in it
+        # cloudpickle would send what is in it
+        raise TypeError(f"cannot pickle an open file ({value!r})")
 
 
 class WithoutFiles(CallerPickler):
@@ -578,9 +574,8 @@ class States:
     """Those that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # what is pickled has methods of its own, which may come here again
+        # what is pickled has methods of its own, which may come here again
+        self._lock = threading.RLock()
         self._known: Recent[State] = Recent()  # by what was wanted
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where
         # something was met that can
@@ -830,9 +825,8 @@ def loaded(
 # --- generators of random numbers that items hold
 
 
-SHARED: collections.deque[Any] = collections.deque(
-    maxlen=64
-)  # generators; numpy's have no weak references
+# generators; numpy's have no weak references
+SHARED: collections.deque[Any] = collections.deque(maxlen=64)
 
 
 Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id

@@ -310,9 +310,8 @@ def is_known(value: Any) -> bool:
     return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
-RUNS_CODE = (
-    b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
-)
+# behind a pickle, which ends before it, where loading runs code of objects
+RUNS_CODE = b"runs code"
 OF_PICKLE = (
     "__reduce_ex__",
     "__reduce__",
@@ -500,9 +499,8 @@ def is_called(value: object) -> bool:
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
     is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    calls_init = (
-        not is_known(kind.__init__) and type(kind).__call__ is type.__call__
-    )  # an enumeration's finds its members
+    # an enumeration's finds its members
+    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
@@ -606,12 +604,10 @@ class TensorUnpickler(ClassUnpickler):
 # --- whether a pickle leads to installed packages
 
 MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
-MOST_READ_AGAIN = (
-    256 << 10
-)  # of a function's that comes again: a network that it captures has its layers there
-NAMES = re.compile(
-    rb"(?:\x8c.)?(\w+)", re.DOTALL
-)  # a short string begins with an opcode and its length
+# of a function's that comes again: a network that it captures has its layers there
+MOST_READ_AGAIN = 256 << 10
+# a short string begins with an opcode and its length
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)
 
 
 def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:

@@ -65,9 +65,8 @@ class Sight:
         self.wanted: dict[Wanted, None] = {}
         self.functions: list[Function] = []
         self.tensors: list[torch.Tensor] = []
-        self.given: dict[
-            int, dict[str, Any]
-        ] = {}  # the globals of each function that it uses, by its id
+        # the globals of each function that it uses, by its id
+        self.given: dict[int, dict[str, Any]] = {}
         self._places: dict[int, Numbered] = {}
 
     @classmethod

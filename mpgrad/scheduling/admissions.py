@@ -67,8 +67,12 @@ class Admissions:
             self._driver.tell_waiters()
             return
         self.unfinished[operation] = None
-        while operation.waiting:
-            self._look_at_call(operation, operation.waiting.popleft())
+        while operation.packed:
+            call = operation.packed.popleft()
+            if call.claims:
+                self._look_at_call(operation, call)
+            else:
+                operation.queue.append(call)
         if operation.queue:
             operation.unsorted = operation.options.at_rest and operation.sealed
             self._line.join(operation)
@@ -105,9 +109,8 @@ class Admissions:
         request = operation.options.request
         for claim, outcome in zip(call.claims, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
-            operation.warned.extend(
-                taken(claim.source.warned)
-            )  # perhaps nobody ever asks for the value itself
+            # perhaps nobody ever asks for the value itself
+            operation.warned.extend(taken(claim.source.warned))
         if request is not None:
             try:
                 request.look_again(call)
@@ -117,14 +120,12 @@ class Admissions:
                 return
         operation.queue.append(call)
         operation.unsorted = operation.options.at_rest and operation.sealed
-        self._line.join(
-            operation, first=True
-        )  # what has begun is finished first, and its memory given back
+        # what has begun is finished first, and its memory given back
+        self._line.join(operation, first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
-            self._deliveries.give(
-                giver
-            )  # who has a part of the input goes on with it, rather than whoever is looked at first
+            # who has a part of the input goes on with it, rather than whoever is looked at first
+            self._deliveries.give(giver)
 
     def look_at_backward(self, backward: Backward) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""

@@ -36,9 +36,8 @@ __all__ = [
     "overdue_at",
 ]
 
-FAREWELL_PATIENCE = (
-    0.5  # seconds for a worker whose call takes too long, to leave its stack and end
-)
+# seconds for a worker whose call takes too long, to leave its stack and end
+FAREWELL_PATIENCE = 0.5
 
 
 class Cancelling:
@@ -77,8 +76,8 @@ class Cancelling:
 
     def cancel_queued(self, operation: Operation) -> None:
         """Calls that no worker has been given."""
-        while operation.queue or operation.waiting:
-            call = (operation.queue or operation.waiting).popleft()
+        while operation.queue or operation.packed:
+            call = (operation.queue or operation.packed).popleft()
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 

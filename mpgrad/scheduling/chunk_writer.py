@@ -99,9 +99,8 @@ class ChunkWriter:
         self._loans = loans
         self.functions: set[int] = set()
         self.codes: set[int] = set()
-        self._environment = (
-            b""  # as it was told last; the worker began with that of the pool's beginning
-        )
+        # as it was told last; the worker began with that of the pool's beginning
+        self._environment = b""
         self._states: Recent[bool] = Recent()  # of the user's modules, by number
 
     def forward(
@@ -292,9 +291,8 @@ class ChunkWriter:
 
 class GraphState(enum.Enum):
     HERE = enum.auto()
-    FREED = (
-        enum.auto()
-    )  # by a backward that was not to keep it: another one is a mistake of the caller's
+    # by a backward that was not to keep it: another one is a mistake of the caller's
+    FREED = enum.auto()
     MISSING = enum.auto()  # to be made again when it is wanted
     SPENT = enum.auto()  # likewise, because nothing was left of it
 
@@ -317,9 +315,8 @@ class GraphLedger:
     @property
     def there(self) -> int:
         """How many take memory in the worker."""
-        return sum(
-            state not in TO_BE_MADE for state in list(self.states.values())
-        )  # others may ask while it changes
+        # others may ask while it changes
+        return sum(state not in TO_BE_MADE for state in list(self.states.values()))
 
     def needs_worker(self, is_last: bool) -> bool:
         """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could
@@ -445,9 +442,8 @@ class LoansToWorker:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lent: dict[
-            int, tuple[Slot | Borrowed, int]
-        ] = {}  # address -> what has to live, how often it was sent
+        # address -> what has to live, how often it was sent
+        self._lent: dict[int, tuple[Slot | Borrowed, int]] = {}
         self._slabs: set[int] = set()  # of which the worker knows, or will with the next message
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()

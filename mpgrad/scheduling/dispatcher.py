@@ -36,9 +36,8 @@ __all__ = [
     "scheduler_for",
 ]
 
-NEWS_PATIENCE = (
-    0.05  # seconds in which news gathers before it is sent without a message to ride with
-)
+# seconds in which news gathers before it is sent without a message to ride with
+NEWS_PATIENCE = 0.05
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -60,9 +59,8 @@ class Dispatcher(Scheduler):
         self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = 0.0  # when it looks for news, on the clock of time.monotonic
-        self._handed_over: deque[threading.Lock] = (
-            deque()
-        )  # of callers who sleep until the end of a turn
+        # of callers who sleep until the end of a turn
+        self._handed_over: deque[threading.Lock] = deque()
         self._staffed = threading.Event()
         self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)

@@ -28,9 +28,8 @@ class Measured:
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
     def __init__(self) -> None:
-        self.own_seconds = (
-            0.0  # of an item by itself, with its backward where that is run right after it
-        )
+        # of an item by itself, with its backward where that is run right after it
+        self.own_seconds = 0.0
         self.seconds = 0.0  # of an item, with our care for it
         self.predictor = Predictor()
         self._answers = 0

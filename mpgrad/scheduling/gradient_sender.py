@@ -73,9 +73,8 @@ class GradientSender:
     def send(self, backward: Backward) -> None:
         """Copies its gradients, and returns at once."""
         self._life.check_alive()
-        worker = (
-            backward.graph.worker
-        )  # read once: should it die now, another may get the graph, but not the sum
+        # read once: should it die now, another may get the graph, but not the sum
+        worker = backward.graph.worker
         assert isinstance(worker, WorkerHandle)
         if backward.modes is None:  # else it was sent before
             self._prepare(backward, worker)

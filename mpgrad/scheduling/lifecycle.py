@@ -71,9 +71,8 @@ class Lifecycle:
         self.is_ending = False  # it has at least come to `LEAVING`
         self.is_stopping = False
         self.broken: BaseException | None = None  # why it cannot go on
-        self.ended: BaseException | None = (
-            None  # what is answered from now on: nothing runs any more
-        )
+        # what is answered from now on: nothing runs any more
+        self.ended: BaseException | None = None
         self.ends_gently = False  # workers are told to stop, rather than killed
         self.ends_by = signal.SIGKILL  # who has not ended soon after another signal is killed
 

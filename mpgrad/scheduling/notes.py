@@ -71,9 +71,8 @@ class Notes:
         ):  # else it was sent before that began, or comes after its end
             noted.began, noted.ended, noted.spans = message.began, message.ended, message.spans
             noted.answered = time.monotonic_ns()
-            noted.calls = noted.calls[
-                : message.done
-            ]  # the others were taken back, and run elsewhere
+            # the others were taken back, and run elsewhere
+            noted.calls = noted.calls[: message.done]
 
     def died(self, worker: WorkerHandle) -> None:
         """With all that it had."""

@@ -53,9 +53,8 @@ class Line:
         """`numbers` are given to the calls; `calls_per_worker`: after which a worker is
         replaced."""
         self.workers = workers
-        self.look_at = (
-            math.inf
-        )  # when there may be more to take back, on the clock of time.monotonic
+        # when there may be more to take back, on the clock of time.monotonic
+        self.look_at = math.inf
         self._codes = codes
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
@@ -151,9 +150,8 @@ class Line:
         position, since = worker.under_way.begun()
         seconds = 0.0
         if chunk.operation is not None:
-            calls = (
-                chunk.calls if position < 0 else chunk.calls[position : position + 1]
-            )  # which of them is not known
+            # which of them is not known
+            calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
             seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(
                 call.items for _, call in calls
             )
@@ -183,9 +181,8 @@ class Line:
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
-        others = (
-            len(self.operations) - 1
-        )  # each has one call or more: those of a graph of calls have one
+        # each has one call or more: those of a graph of calls have one
+        others = len(self.operations) - 1
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
         return self._seconds_of_next(operation) > (
@@ -228,9 +225,8 @@ class Line:
         calls = drained(operation.queue)
         ranks = [-call.index if has_failed else call.nbytes for call in calls]
         operation.largest_first = not has_failed and len(set(ranks)) > 1
-        order = sorted(
-            range(len(calls)), key=ranks.__getitem__, reverse=True
-        )  # as they came, where sizes are equal
+        # as they came, where sizes are equal
+        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(

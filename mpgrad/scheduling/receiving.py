@@ -89,9 +89,8 @@ class Receiver:
         self._notes = deliveries.notes
         self.items_done = 0  # forwards; counted before anybody hears of them
         self.backwards_done = 0
-        self._reading = (
-            False  # nothing but what a frame holds is looked at: what fails, fails because of that
-        )
+        # nothing but what a frame holds is looked at: what fails, fails because of that
+        self._reading = False
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
         self._answers = Answers(memory.lenders, settings.recoverable)
 
@@ -129,9 +128,8 @@ class Receiver:
                 worker.under_way.put_back(*self._taken)
             self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
         finally:
-            self._taken = (
-                None  # it would keep an operation and its results until somebody else answers
-            )
+            # it would keep an operation and its results until somebody else answers
+            self._taken = None
 
     def _lose_garbled(
         self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None
@@ -239,9 +237,8 @@ class Receiver:
             worker.calls_done += items
             self.items_done += items
             operation.own_seconds += message.own_seconds + message.eager_seconds
-            answered = zip(
-                chunk.calls, message.outcomes, strict=False
-            )  # one too many is refused below
+            # one too many is refused below
+            answered = zip(chunk.calls, message.outcomes, strict=False)
             if measured := sum(
                 [call.items for (_, call), each in answered if isinstance(each, Result)]
             ):
@@ -253,9 +250,8 @@ class Receiver:
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
         if left := chunk.calls[done:]:
-            self._line.put_back(
-                operation, [call for _, call in left]
-            )  # skipped, so not begun after all
+            # skipped, so not begun after all
+            self._line.put_back(operation, [call for _, call in left])
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -331,10 +327,8 @@ class Answers:
                     self._borrow(outcome.tensors, gradients) if outcome.tensors or gradients else {}
                 )
             except SharedMemoryError as error:
-                yield (
-                    call.index,
-                    error.with_traceback(None),
-                )  # its frames would keep what was borrowed
+                # its frames would keep what was borrowed
+                yield call.index, error.with_traceback(None)
                 continue
             if graph is not None and outcome.gradients is not None:
                 graph.eager = Arrived(outcome.gradients, payload, memories, worker)
@@ -360,9 +354,8 @@ class Answers:
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, Missing):
                 worker.graphs.note_missing(backward.call)
-                backward.apart = (
-                    backward.captures
-                )  # whoever collects the sum may have been ahead of us
+                # whoever collects the sum may have been ahead of us
+                backward.apart = backward.captures
                 if not backward.arrived:  # it has where it was cancelled
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
@@ -434,9 +427,8 @@ class Answers:
         try:
             settled.settle(Arrived(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
-            settled.settle(
-                error_maker(error.with_traceback(None))
-            )  # its frames would keep what waits for it
+            # its frames would keep what waits for it
+            settled.settle(error_maker(error.with_traceback(None)))
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.

@@ -114,9 +114,8 @@ class Recovery:
         def error(_: Part = accused) -> BaseException:
             return self._death(worker, code, item_of(accused, position, offset), phase, accused)
 
-        level = (
-            logging.WARNING if worker.overdue is None else logging.INFO
-        )  # a timeout is what the caller asked for
+        # a timeout is what the caller asked for
+        level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
         if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
             fail(
@@ -222,9 +221,8 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
-            item.apart = (
-                item.captures
-            )  # the sum that they were to be part of is with another worker
+            # the sum that they were to be part of is with another worker
+            item.apart = item.captures
             worker.backlog.append(item)
         return True
 

@@ -63,16 +63,13 @@ from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
-LONGEST_SLEEP = (
-    86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
-)
-CHILDREN_PATIENCE = (
-    0.5  # seconds between two looks whether forked children have ended, for whom memory is kept
-)
+# seconds until the clock is looked at again: the system takes no more than 2**31 ms
+LONGEST_SLEEP = 86_400.0
+# seconds between two looks whether forked children have ended, for whom memory is kept
+CHILDREN_PATIENCE = 0.5
 
 
-# long because: a method for each thing that may be asked; most are a line that has the scheduling
-# thread do it
+# long because: a method for each thing that may be asked, most of one line
 class Scheduler(ABC):
     """Puts the parts together, and is what the caller's threads ask of them."""
 
@@ -87,9 +84,8 @@ class Scheduler(ABC):
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
-        self.has_unheard = (
-            False  # there is something that the scheduling thread has not been woken for
-        )
+        # there is something that the scheduling thread has not been woken for
+        self.has_unheard = False
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
@@ -234,11 +230,8 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
         pending: list[Operation] = []
-        looked, ended, told = (
-            False,
-            0,
-            False,
-        )  # ended: how many of them had at the last look, from which the next one goes on
+        # ended: how many of them had at the last look, from which the next one goes on
+        looked, ended, told = False, 0, False
 
         def look() -> None:
             nonlocal looked
@@ -262,9 +255,8 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            self.post(
-                all_told
-            )  # an order runs between two deliveries, so listeners have heard of the last one
+            # an order runs between two deliveries, so listeners have heard of the last one
+            self.post(all_told)
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
         except BaseException:  # KeyboardInterrupt, above all
@@ -438,9 +430,8 @@ class Scheduler(ABC):
         if phase is Phase.LEAVING and not (
             self.staff.wanted or self.workers or self.staff.has_deaths
         ):
-            self.life.enter(
-                Phase.STOPPING
-            )  # also if there was something to make again: nobody is left who could
+            # also if there was something to make again: nobody is left who could
+            self.life.enter(Phase.STOPPING)
 
     def _is_idle(self) -> bool:
         busy = any(

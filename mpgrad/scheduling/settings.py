@@ -29,9 +29,8 @@ class Settings(NamedTuple):
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
-    since: Since | None = (
-        None  # the caller's environment when the pool began, where workers follow it
-    )
+    # the caller's environment when the pool began, where workers follow it
+    since: Since | None = None
     in_caller: bool = False  # calls run in the thread that waits for them
 
     @property

@@ -29,16 +29,13 @@ __all__ = [
 ]
 
 LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
-FIRST_WAVE = (
-    16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
-)
+# items that are in any case: of a few dear ones all, so that the largest can be begun first
+FIRST_WAVE = 16
 LARGEST_WAVE = 512  # items that are at most
 WAVE_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 
-SHORTEST_BUNDLE, LONGEST_BUNDLE = (
-    4e-3,
-    20e-3,
-)  # seconds of work in a bundle of cheap items: the more, the further off the end
+# seconds of work in a bundle of cheap items: the more, the further off the end
+SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
 BUNDLES_PER_WORKER = 4  # at least, where there are items enough
 MOST_BUNDLED = 48  # items: more win little, and a backward for one of them passes by all
 
@@ -68,9 +65,8 @@ class Grain(NamedTuple):
 
 
 NEAR = Grain(1e-3, 20e-3)
-FAR = Grain(
-    10e-3, 100e-3, 0.7e-3
-)  # to another machine: some ms on the way, and up to 1 ms of CPU time at each end
+# to another machine: some ms on the way, and up to 1 ms of CPU time at each end
+FAR = Grain(10e-3, 100e-3, 0.7e-3)
 
 
 def first_wave(seconds: float) -> int:

@@ -55,9 +55,8 @@ class Leave(NamedTuple):
 
     worker: WorkerHandle
     until: float  # it is waited for, on the clock of time.monotonic
-    death: (
-        Callable[[], None] | None
-    )  # what is to be done when it is known how it died; None: it was told to stop
+    # what is to be done when it is known how it died; None: it was told to stop
+    death: Callable[[], None] | None
 
 
 class Staff:
@@ -92,12 +91,10 @@ class Staff:
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
-        self.stranded: list[
-            WorkerHandle
-        ] = []  # that are gone, and nobody has a place who could take over what waits for them
-        self._leaves: dict[
-            int, Leave
-        ] = {}  # workers by number that are gone, and may not have ended yet
+        # that are gone, and nobody has a place who could take over what waits for them
+        self.stranded: list[WorkerHandle] = []
+        # workers by number that are gone, and may not have ended yet
+        self._leaves: dict[int, Leave] = {}
         self._newest = 0  # number of a worker
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
@@ -170,9 +167,8 @@ class Staff:
             worker.graphs.there,
         )
         self._send_off(worker, "has ended, to make room for another")
-        self.again_at = (
-            time.monotonic()
-        )  # its descriptors are free at once, the rest when it has ended
+        # its descriptors are free at once, the rest when it has ended
+        self.again_at = time.monotonic()
 
     def hire(self) -> None:
         """Start a worker, and tell it what it is to be. Raises OSError where the system refuses,

@@ -68,13 +68,11 @@ class WorkerHandle:
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.doomed: Doom | None = None  # it has been told to end, for that call
-        self.last_words: Kept | None = (
-            None  # our end of the pipe that it writes its stack into, should it crash
-        )
+        # our end of the pipe that it writes its stack into, should it crash
+        self.last_words: Kept | None = None
         self.stack = ""  # what came of it
-        self.garbled: UnreadableFrame | None = (
-            None  # what was wrong with what it sent, for which it was killed
-        )
+        # what was wrong with what it sent, for which it was killed
+        self.garbled: UnreadableFrame | None = None
         self.unreadable = ""  # why its answer could not be read, for which it was killed
 
         self.graphs = GraphLedger()
@@ -91,9 +89,8 @@ class WorkerHandle:
         self.releases: deque[int] = deque()
         self.spent: deque[int] = deque()  # calls whose backward was an eager one, and has come
         self._emptied: list[int] = []  # of these, those that were noted
-        self.forgotten_functions: deque[tuple[int, int]] = (
-            deque()
-        )  # with the bytes of their captures
+        # with the bytes of their captures
+        self.forgotten_functions: deque[tuple[int, int]] = deque()
         self.forgotten_codes: deque[int] = deque()
 
     @property
@@ -308,9 +305,8 @@ class UnderWay:
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
         self.in_grace: set[int] = set()  # chunks of which a part was cancelled with grace
-        self.grace_ends = (
-            math.inf
-        )  # when the worker is killed, should it be at such a part then, on the same clock
+        # when the worker is killed, should it be at such a part then, on the same clock
+        self.grace_ends = math.inf
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
@@ -384,9 +380,8 @@ class UnderWay:
     @property
     def is_at_wanted(self) -> bool:
         chunk, position = self.first, max(self.begun()[0], 0)
-        return chunk is not None and any(
-            chunk.wanted()[position : position + 1]
-        )  # there are none where all were taken back
+        # there are none where all were taken back
+        return chunk is not None and any(chunk.wanted()[position : position + 1])
 
     # --- what it is to skip
 
@@ -447,9 +442,8 @@ class UnderWay:
         ):  # it goes on in this moment
             return []
         found = []
-        is_answered = (
-            at in self.chunks
-        )  # those before it are, though their answers may still be on their way
+        # those before it are, though their answers may still be on their way
+        is_answered = at in self.chunks
         for number, chunk in self.chunks.items():
             begun = -1
             if number == at:

@@ -95,9 +95,8 @@ class PoolOptions:
         if self.processes is not None:
             positive("processes", self.processes)
         codes = worker_devices(self.devices, self.processes, self.engine, self.context)
-        object.__setattr__(
-            self, "device_codes", codes
-        )  # asked once: the answer is to last as long as the workers
+        # asked once: the answer is to last as long as the workers
+        object.__setattr__(self, "device_codes", codes)
         if self.threads_per_worker is not None:
             positive("threads_per_worker", self.threads_per_worker)
         if self.maxtasksperchild is not None:

@@ -90,9 +90,8 @@ class Starter:
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
-        name = (
-            "" if type(function).__module__.startswith("mpgrad.") else name_of(function)
-        )  # ours are around the caller's
+        # ours are around the caller's
+        name = "" if type(function).__module__.startswith("mpgrad.") else name_of(function)
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
         pool, scheduler = self._options, self._scheduler
@@ -215,9 +214,8 @@ class Source(NamedTuple):
     total: int | None  # how many, where that is known beforehand
     at_rest: bool  # they are all there: no code of the caller's runs between two of them
     noun: str = "item"  # see `CallNames`
-    items: Iterable[Any] | ItemStreams | None = (
-        None  # what each call is given, where it can be looked at beforehand
-    )
+    # what each call is given, where it can be looked at beforehand
+    items: Iterable[Any] | ItemStreams | None = None
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:

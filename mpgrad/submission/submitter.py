@@ -66,9 +66,8 @@ __all__ = [
     "mapped_and_folded",
 ]
 
-WINDOW_PER_WORKER = (
-    16  # items that are taken ahead of what was asked for, where nobody says how many
-)
+# items that are taken ahead of what was asked for, where nobody says how many
+WINDOW_PER_WORKER = 16
 
 
 class Submitter:
@@ -362,9 +361,8 @@ MUCH = 1.5  # times as long as the calls by themselves
 MAPS = 3  # in a row: one may be slow because of what else the machine does
 MOST_FUNCTIONS = 128
 
-TOLD: dict[
-    int, object
-] = {}  # hashes of the pickles of the functions that this process has been told of
+# hashes of the pickles of the functions that this process has been told of
+TOLD: dict[int, object] = {}
 
 
 class CheapCalls:
@@ -372,9 +370,8 @@ class CheapCalls:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._receiver = scheduler.receiver
-        self._slow: dict[
-            int, list[tuple[float, float]]
-        ] = {}  # seconds of maps and of their calls, by hash of the pickle
+        # seconds of maps and of their calls, by hash of the pickle
+        self._slow: dict[int, list[tuple[float, float]]] = {}
 
     def note(self, operation: Operation, seconds: float, answers: int) -> None:
         """A map took so many seconds.

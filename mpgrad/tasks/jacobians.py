@@ -71,9 +71,8 @@ class Arguments:
         self.form = Form(
             common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple
         )
-        self.each = [
-            self.form.of(self.of(item)) for item in range(self.items)
-        ]  # inputs and vectors
+        # inputs and vectors
+        self.each = [self.form.of(self.of(item)) for item in range(self.items)]
 
     def of(self, item: int) -> list[Any]:
         """What the item does not share, in order."""
@@ -232,9 +231,8 @@ def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any])
 # --- the function at one item
 
 
-FORWARD_MODE = (
-    threading.RLock()
-)  # PyTorch has one level of dual numbers for all threads of a process
+# PyTorch has one level of dual numbers for all threads of a process
+FORWARD_MODE = threading.RLock()
 # seconds to wait for another thread to leave forward mode, before it is taken for one that waits
 # for us
 PATIENCE = 120.0
@@ -369,9 +367,8 @@ class Graph:
 
     def __init__(self, point: Point, history: bool = False) -> None:
         self.point = point
-        self.history = (
-            history or point.task.create_graph
-        )  # whether gradients are differentiated in their turn
+        # whether gradients are differentiated in their turn
+        self.history = history or point.task.create_graph
         self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
         with grad_mode(True):
             if transforms_are_active():  # where nothing else may ask for gradients
@@ -631,9 +628,8 @@ class Jacobian(Task):
         graph = Graph(point) if ways[-1].by_rows else None
         if graph is not None and not ways[0].by_rows:
             if graph.size > ROWS_PER_COLUMN * point.size:
-                graph = (
-                    None  # not to be kept beside dual numbers; made again where these do not work
-                )
+                # not to be kept beside dual numbers; made again where these do not work
+                graph = None
             else:
                 ways = [ROWS, ROW]
         failures: list[str] = []

@@ -103,10 +103,8 @@ class DirectProgram(Program):
     ) -> None:
         self.item = item
         self.arguments = arguments
-        self.needs = [
-            *common_needs,
-            *own_needs,
-        ]  # whether a tensor requires grad in the function's eyes
+        # whether a tensor requires grad in the function's eyes
+        self.needs = [*common_needs, *own_needs]
         self.result = b""  # the result's structure, known when the program has run
 
     @property
@@ -133,9 +131,8 @@ class DirectProgram(Program):
             transforms_are_active()
         ):  # where no tensor can be made to require grad, but for one more transform
             return list(torch.func.vjp(run, *entering)[0])
-        return run(
-            *(tensor.clone().requires_grad_() for tensor in entering)
-        )  # clones keep a tangent
+        # clones keep a tangent
+        return run(*(tensor.clone().requires_grad_() for tensor in entering))
 
 
 class Derived(Program):
@@ -183,9 +180,8 @@ class VjpProgram(Derived):
         modes: Modes,
     ) -> None:
         super().__init__(inner)
-        self.modes = modes._replace(
-            grad=True
-        )  # of the backward; the function itself runs under those of the forward
+        # of the backward; the function itself runs under those of the forward
+        self.modes = modes._replace(grad=True)
         self.own_count = own_count
         self.outputs = outputs  # those that have a cotangent, in their order
         self.own_wanted = own_wanted

@@ -83,9 +83,8 @@ class Initializer:
 class Replicas:
     """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
 
-    captures_share_memory = (
-        True  # replicas look at one copy of the parameters, to which no forward writes
-    )
+    # replicas look at one copy of the parameters, to which no forward writes
+    captures_share_memory = True
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self.modules = list(modules)  # one for all, or one for each number
@@ -132,9 +131,8 @@ def put(module: torch.nn.Module, path: str, buffer: torch.Tensor) -> None:
 # --- reductions
 
 
-MOST_BLOCKS = (
-    64  # enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
-)
+# enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
+MOST_BLOCKS = 64
 
 
 class Reduction(ABC):

@@ -76,9 +76,8 @@ class Timeline:
         self._scheduler.begin_recording(recording)
         try:
             if self._path is not None:
-                self._file = self._path.open(
-                    "w"
-                )  # now rather than after a long run: it may not be possible
+                # now rather than after a long run: it may not be possible
+                self._file = self._path.open("w")
         except BaseException:
             self._scheduler.end_recording()
             raise

@@ -70,9 +70,8 @@ SEED_TORCH = torch.default_generator.manual_seed
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
 
 
-Changed = tuple[
-    tuple[str, Any], ...
-]  # names and values of settings that differ from their defaults
+# names and values of settings that differ from their defaults
+Changed = tuple[tuple[str, Any], ...]
 
 
 class Modes(NamedTuple):
@@ -82,9 +81,8 @@ class Modes(NamedTuple):
     inference: bool
     autocast: bool
     differentiating: bool  # a derivative of ours is being taken
-    device_autocast: tuple[str, torch.dtype] | None = (
-        None  # the kind of device, and the dtype, where that is on
-    )
+    # the kind of device, and the dtype, where that is on
+    device_autocast: tuple[str, torch.dtype] | None = None
     device: str | None = None  # where tensors are made if nobody says where
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
@@ -123,10 +121,8 @@ class Table:
     def __init__(self) -> None:
         self.settings = {setting.name: setting for setting in every_setting()}
         self._gets = [setting.get for setting in self.settings.values()]
-        self._last: tuple[list[Any], list[Changed]] = (
-            [],
-            [],
-        )  # what was read, and what of that was changed
+        # what was read, and what of that was changed
+        self._last: tuple[list[Any], list[Changed]] = [], []
 
     def changed(self) -> list[Changed]:
         """Those of the process, then those of this thread."""
@@ -188,9 +184,8 @@ def under_settings(changed: Changed) -> Iterator[None]:
         return
     wanted = {**outer, **RESET, **dict(changed)}
     every = TABLE.settings
-    settings = [
-        every[name] for name in (every if outer else wanted) if name in wanted
-    ]  # in the table's order
+    # in the table's order
+    settings = [every[name] for name in (every if outer else wanted) if name in wanted]
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
         ENCLOSING.before = {**outside, **outer}
         try:
@@ -300,9 +295,8 @@ class Watch:
     def __init__(self, in_caller: bool = False) -> None:
         """`in_caller`: calls run in this thread, and what observes it sees them."""
         self._in_caller = in_caller
-        self._noticed: set[tuple[str, int]] = (
-            set()
-        )  # what only observes, and was on when we looked last
+        # what only observes, and was on when we looked last
+        self._noticed: set[tuple[str, int]] = set()
 
     def look(self) -> None:
         """Warn of what only observes, once for as long as it is on.
@@ -482,9 +476,8 @@ def seed_item(seed: int, index: int) -> int:
     SEED_RANDOM(own)
     # the half of a pair that an item before may have left
     random._inst.gauss_next = None  # type: ignore[attr-defined]
-    numpy: Any = sys.modules.get(
-        "numpy"
-    )  # optional for torch as for us: seeded where a task could have imported it
+    # optional for torch as for us: seeded where a task could have imported it
+    numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
     return own

@@ -269,9 +269,8 @@ class CallCounter:
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
         method: Any = inspect.getattr_static(self._owner, self._name)
-        in_c = isinstance(
-            method, types.ClassMethodDescriptorType
-        )  # `Function.apply` from torch 2.15 on
+        # `Function.apply` from torch 2.15 on
+        in_c = isinstance(method, types.ClassMethodDescriptorType)
         function = (
             functools.partial(call_class_method, method)
             if in_c
@@ -594,9 +593,8 @@ def over(
     def part(*slices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = over(levels[1:], fn, slices)
         present[:] = [tensor is not None for tensor in found]
-        return (
-            tuple(tensor for tensor in found if tensor is not None) or slices[:1]
-        )  # a vmap has to return something
+        # a vmap has to return something
+        return tuple(tensor for tensor in found if tensor is not None) or slices[:1]
 
     batched: Any = (
         vmap_the_older_way(part)
@@ -885,9 +883,8 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                setattr(
-                    replica, name, tensors[id(parameter)]
-                )  # a plain attribute: it is no leaf, and so no parameter
+                # a plain attribute: it is no leaf, and so no parameter
+                setattr(replica, name, tensors[id(parameter)])
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
     return copies[id(network)]  # type: ignore[no-any-return]
@@ -928,9 +925,8 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            disable: Any = getattr(
-                sys.modules.get("torch._dynamo"), "disable", None
-            )  # another thread may be importing it
+            # another thread may be importing it
+            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
             run: Callable[P, T] = fn if disable is None else disable(fn)
             return run(*args, **kwargs)
         except BaseException as error:
@@ -1051,9 +1047,8 @@ def backend_options(backend: Any) -> dict[str, Any]:
         return {"backend": backend, "options": None}
     function = backend.compiler_fn
     module = getattr(function, "__module__", None) or type(function).__module__
-    own = (
-        module.partition(".")[0] == "torch"
-    )  # it may be no function then, but is known by its name
+    # it may be no function then, but is known by its name
+    own = module.partition(".")[0] == "torch"
     return {
         "backend": backend.compiler_name if own else function,
         "mode": None,

@@ -16,11 +16,8 @@ from typing import NamedTuple
 
 __all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere", "in_order"]
 
-KEEPS_ORDER = platform.machine() in (
-    "x86_64",
-    "AMD64",
-    "i686",
-)  # of stores, and of loads, as other processes see them
+# of stores, and of loads, as other processes see them
+KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def in_order() -> None:

@@ -85,9 +85,8 @@ __all__ = [
     "with_tensors",
 ]
 
-FAREWELL = (
-    signal.SIGUSR2
-)  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+# the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+FAREWELL = signal.SIGUSR2
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that
 # many tensors in a row (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or
@@ -217,9 +216,8 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    preparation: (
-        dict[str, Any] | None
-    )  # what multiprocessing tells its children; not on another machine
+    # what multiprocessing tells its children; not on another machine
+    preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 

@@ -130,18 +130,15 @@ class Pipe:
         self._blocking = blocking
         self._outgoing: deque[Outgoing] = deque()
         self._is_flushing = False
-        self._received: deque[list[int] | None] = (
-            deque()
-        )  # descriptors of each frame that has any; None if they were lost
-        self._descriptors: deque[int | None] = (
-            deque()
-        )  # of the frames that have been read, in the order of their messages
+        # descriptors of each frame that has any; None if they were lost
+        self._received: deque[list[int] | None] = deque()
+        # of the frames that have been read, in the order of their messages
+        self._descriptors: deque[int | None] = deque()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._incoming = bytearray()
         self._is_dry = False  # nothing more was there at the last look
-        self._body: bytearray | None = (
-            None  # of a frame whose header has come; filled up to _filled
-        )
+        # of a frame whose header has come; filled up to _filled
+        self._body: bytearray | None = None
         self._filled = 0
         self._header = (0, 0, 0)
 
@@ -262,9 +259,8 @@ class Pipe:
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                self._received.append(
-                    None
-                )  # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                self._received.append(None)
                 return
             self._is_dry = count < READ_BYTES
             self._incoming += self._buffer[:count]

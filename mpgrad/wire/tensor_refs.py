@@ -132,9 +132,8 @@ class TensorRef(NamedTuple):
     dtype: int
     shape: tuple[int, ...]
     form: Form
-    place: (
-        int  # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
-    )
+    # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
+    place: int
     nbytes: int
     flags: int
 
@@ -758,9 +757,8 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 
 RIDE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
 BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
-ANSWERED_BYTES = (
-    64 << 10
-)  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+# of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+ANSWERED_BYTES = 64 << 10
 MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
@@ -788,9 +786,8 @@ def placed_again(
         flags &= ~PARAMETER  # the output of a call is none, whatever it was there
     if place >= 0:
         holder = memories[place]
-        address = (
-            holder.address if isinstance(holder, Slot) else place
-        )  # on a device it has come into a slot of ours
+        # on a device it has come into a slot of ours
+        address = holder.address if isinstance(holder, Slot) else place
         return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return Placed(
         dtype,
@@ -833,9 +830,8 @@ class Packer:
         self._arena = arena
         self._known = known
         self._devices = devices
-        self.kind = (
-            "" if devices is None else devices.kind
-        )  # of the devices whose tensors can be placed
+        # of the devices whose tensors can be placed
+        self.kind = "" if devices is None else devices.kind
         self._flags = SHARED if lasting else 0
         self._most_bucketed = most_bucketed
         self.bytes_copied = 0

@@ -54,9 +54,8 @@ EPILOG = (
     "wrong arguments"
 )
 
-STEPS = (
-    20  # Python-bound: a few operations on as many numbers as there are entries, again and again
-)
+# Python-bound: a few operations on as many numbers as there are entries, again and again
+STEPS = 20
 RTOL = 1e-10  # float64; ways differ in the order of sums
 CHUNK = 64  # rows or columns, where a way is bounded in memory
 SMALL = (5, 2)  # entries and parameters of a warm-up
@@ -88,9 +87,8 @@ def arguments(size: Size) -> tuple[Tensor, Tensor]:
 
 class Way(NamedTuple):
     name: str
-    derivative: Callable[
-        [Tensor, Tensor, mpgrad.Pool | None], Tensor
-    ]  # of shape (entries, parameters)
+    # of shape (entries, parameters)
+    derivative: Callable[[Tensor, Tensor, mpgrad.Pool | None], Tensor]
     pooled: bool = False
 
 
@@ -250,9 +248,8 @@ def own_peak(name: str, size: Size, processes: int) -> int:
         ]
         before = {pid: status_bytes(pid, "VmRSS") for pid in everyone}
         for pid in everyone:
-            Path(f"/proc/{pid}/clear_refs").write_text(
-                "5"
-            )  # puts the mark of the largest resident set back
+            # puts the mark of the largest resident set back
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
         found = way.derivative(c, x, pool)
         peak = sum(max(0, status_bytes(pid, "VmHWM") - before[pid]) for pid in everyone)
         del found
@@ -291,9 +288,8 @@ def command_line() -> argparse.ArgumentParser:
         "--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)"
     )
     add_options(parser)
-    parser.add_argument(
-        "--peak-of", nargs=3, help=argparse.SUPPRESS
-    )  # what a fresh process is started with
+    # what a fresh process is started with
+    parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)
     return parser
 
 

@@ -329,9 +329,8 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
                 }
                 panel.loglog(list(values), list(values.values()), "o-", label=kind)
             panel.set(xlabel=axis.what, ylabel=unit)
-            panel.set_aspect(
-                "equal", adjustable="datalim"
-            )  # linear growth has a slope of 45 degrees
+            # linear growth has a slope of 45 degrees
+            panel.set_aspect("equal", adjustable="datalim")
             panel.legend(frameon=False)
     canvas.savefig(file, dpi=120)
 
@@ -371,9 +370,8 @@ def command_line() -> argparse.ArgumentParser:
         "--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth"
     )
     add_options(parser)
-    parser.add_argument(
-        "--point", nargs=3, help=argparse.SUPPRESS
-    )  # what a fresh process is started with
+    # what a fresh process is started with
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     return parser
 
 

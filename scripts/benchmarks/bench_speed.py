@@ -100,10 +100,8 @@ SHARE_AIMS = {10: 0.93, 1: 0.90, 0.3: 0.85, 0.1: 0.70}
 STEP_AIMS = {1: 31.0, 0.3: 25.0}  # microseconds of the caller, by grain in ms
 STEP_AIM = 1.07
 MANY_WORKERS = 64
-LONE_AIMS = {
-    "submit": (200.0, 80.0),
-    "forward and backward": (450.0, 200.0),
-}  # microseconds of the caller, of workers
+# microseconds of the caller, of workers
+LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}
 LONE_AIM = 1.25
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
@@ -742,9 +740,8 @@ def run_program(program: str, plan: Plan) -> Any:
     settings = [plan.processes, plan.further_workers, options, plan.idle_seconds, *counts]
     command = [sys.executable, "-c", STARTED + program, json.dumps(settings)]
     limit = PROGRAM_LIMIT + plan.calls / 1000
-    folder = Path(mpgrad.__file__).parents[
-        1
-    ]  # else the program would import mpgrad from where this one was started
+    # else the program would import mpgrad from where this one was started
+    folder = Path(mpgrad.__file__).parents[1]
     ended = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, text=True, timeout=limit, cwd=folder
     )

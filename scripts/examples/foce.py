@@ -27,9 +27,8 @@ __all__ = ["estimates", "log_concentration", "most_probable", "objective", "scal
 LOW_APGAR = 5  # below it, the volume of distribution is 1 + th3 times as large
 
 NEWTON_STEPS = 100  # about 5 are needed; a saddle far from the optimum may take twenty
-STEP_ENOUGH = (
-    1e-8  # Newton squares the error at each step, so after one this small only round-off is left
-)
+# Newton squares the error at each step, so after one this small only round-off is left
+STEP_ENOUGH = 1e-8
 ROUND_OFF = 1e-12  # relative; a rise of the objective below it says nothing
 
 

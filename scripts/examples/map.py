@@ -9,12 +9,10 @@ import mpgrad
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # as each worker has
-stiffness = torch.tensor(
-    2.0, requires_grad=True
-)  # shared by all series; the function reaches it, nobody passes it
-starts = [
-    torch.randn(1 + n % 5, requires_grad=True) for n in range(16)
-]  # ragged: they cannot be batched
+# shared by all series; the function reaches it, nobody passes it
+stiffness = torch.tensor(2.0, requires_grad=True)
+# ragged: they cannot be batched
+starts = [torch.randn(1 + n % 5, requires_grad=True) for n in range(16)]
 
 
 def energy_left(start):

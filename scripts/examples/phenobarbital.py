@@ -64,17 +64,15 @@ OBJECTIVE_TOLERANCE = 1e-3
 ESTIMATE_TOLERANCE = 5e-3  # relative
 GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in another order
 
-GRADIENT_ENOUGH = (
-    1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
-)
+# in every scaled parameter; the objective is then within 1e-9 of its minimum
+GRADIENT_ENOUGH = 1e-4
 ENGINES = ("process", "thread", "inline", "ray")
 TAKEN = 0.25  # CPUs that others may take before it is worth a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
-Loop = Callable[
-    [Callable[[Infant], Tensor], Sequence[Infant]], Sequence[Tensor]
-]  # `serial`, or a pool's `map`
+# `serial`, or a pool's `map`
+Loop = Callable[[Callable[[Infant], Tensor], Sequence[Infant]], Sequence[Tensor]]
 
 
 class Evaluation(NamedTuple):
@@ -411,9 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"phenobarbital.py: {error}", file=sys.stderr)
         return 2
-    with_nonmem = (
-        DATA.exists() and options.data.read_bytes() == DATA.read_bytes()
-    )  # its figures are for no other data
+    # its figures are for no other data
+    with_nonmem = DATA.exists() and options.data.read_bytes() == DATA.read_bytes()
     doses = sum(len(infant.doses) for infant in infants)
     samples = sum(len(infant.concentrations) for infant in infants)
     print(f"{len(infants)} infants, {doses} doses, {samples} samples\n")

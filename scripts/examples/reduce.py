@@ -17,9 +17,8 @@ def log_likelihood(group):
 
 
 def fold(average, group):
-    return decay * average + (1 - decay) * group.mean(
-        0
-    )  # the order matters: each step needs the one before
+    # the order matters: each step needs the one before
+    return decay * average + (1 - decay) * group.mean(0)
 
 
 def serial_fold(average, groups):
@@ -29,13 +28,11 @@ def serial_fold(average, groups):
 
 
 with mpgrad.Pool() as pool:
-    total = pool.map_reduce(
-        log_likelihood, groups, "sum"
-    )  # workers add up; one small tensor comes back from each
+    # workers add up; one small tensor comes back from each
+    total = pool.map_reduce(log_likelihood, groups, "sum")
     found = torch.autograd.grad(total, [mean, log_scale])
-    averages = pool.reduce(
-        fold, groups, [torch.zeros(3), torch.ones(3)]
-    )  # one fold for each start, side by side
+    # one fold for each start, side by side
+    averages = pool.reduce(fold, groups, [torch.zeros(3), torch.ones(3)])
     (slope,) = torch.autograd.grad(sum(averages).sum(), decay)
 
 right = sum(log_likelihood(group) for group in groups)

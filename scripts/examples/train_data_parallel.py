@@ -162,9 +162,8 @@ class Training:
     def epoch(self, number: int) -> Losses:
         losses = []
         for rows in torch.split(shuffled(len(self.digits.labels), number), self.plan.batch):
-            own = rows.tensor_split(self.share.parts)[
-                self.share.part
-            ]  # maybe none of a short last batch: a sum over nothing
+            # maybe none of a short last batch: a sum over nothing
+            own = rows.tensor_split(self.share.parts)[self.share.part]
             self.optimizer.zero_grad()
             logits = self.model(self.digits.images[own])
             loss = nn.functional.cross_entropy(logits, self.digits.labels[own], reduction="sum")
@@ -282,9 +281,8 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", loopback
-    )  # else gloo looks up the host's name, which need not have an address
+    # else gloo looks up the host's name, which need not have an address
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.processes
     )
@@ -395,9 +393,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes", type=at_least_1, default=Plan.processes, metavar="N", help=processes
     )
-    parser.add_argument(
-        "--perturb", type=float, default=0.0, help=argparse.SUPPRESS
-    )  # to see that a wrong gradient is found
+    # to see that a wrong gradient is found
+    parser.add_argument("--perturb", type=float, default=0.0, help=argparse.SUPPRESS)
     out = Path("train_data_parallel.json")
     parser.add_argument(
         "--out", type=Path, default=out, metavar="FILE", help="default: %(default)s"

@@ -63,9 +63,8 @@ FEATURES, HIDDEN = 6, 16
 LENGTHS = (3, 60)  # of most items, which ride in a message
 LONG = 1200  # of a few, which lie in shared memory
 SECOND_ORDER_EVERY = 4  # steps
-WARM_UP = (
-    5  # steps, after which memory, descriptors and threads are first looked at, and injuries begin
-)
+# steps, after which memory, descriptors and threads are first looked at, and injuries begin
+WARM_UP = 5
 ALL_RETRIES = 10**6
 
 INJURIES = {"kill": 0.85, "stop": 0.05, "slow": 0.10}  # how likely each is
@@ -118,9 +117,8 @@ class Training:
         self.model = Model()
         self.data = data()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-        self.marks: list[
-            str
-        ] = []  # of the parameters after each step, to find the first one that differs
+        # of the parameters after each step, to find the first one that differs
+        self.marks: list[str] = []
 
     def step(self) -> float:
         number = len(self.marks)
@@ -189,9 +187,8 @@ class Tormentor:
         self._pool = pool
         self._plan = plan
         self._random = random.Random(plan.seed)
-        self._doomed: dict[
-            int, bool
-        ] = {}  # by number, until the pool has seen its death: whether it was only stopped
+        # by number, until the pool has seen its death: whether it was only stopped
+        self._doomed: dict[int, bool] = {}
         self._slowed: list[Slowed] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -251,9 +248,8 @@ class Tormentor:
         (injury,) = self._random.choices(list(INJURIES), list(INJURIES.values()))
         stopped = sum(self._doomed.values())
         if injury == "stop" and stopped >= max(1, self._plan.processes // 2):
-            injury = (
-                "kill"  # with all workers stopped all the time there is no training, only timeouts
-            )
+            # with all workers stopped all the time there is no training, only timeouts
+            injury = "kill"
         with contextlib.suppress(ProcessLookupError), held(pid) as descriptor:
             signal.pidfd_send_signal(
                 descriptor, signal.SIGKILL if injury == "kill" else signal.SIGSTOP
@@ -323,9 +319,8 @@ class Plan:
     timeout: float = 1.0  # of the pool
     hang: int = 60  # seconds of a step
     seed: int = 0
-    perturb: int | None = (
-        None  # the step of the undisturbed run before which a parameter is changed
-    )
+    # the step of the undisturbed run before which a parameter is changed
+    perturb: int | None = None
 
 
 QUICK = Plan(seconds=20, kills=20, gap=0.15, timeout=0.5, hang=30)
@@ -588,9 +583,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
-    logging.getLogger("mpgrad").addHandler(
-        logging.NullHandler()
-    )  # the deaths are meant, and the table counts them
+    # the deaths are meant, and the table counts them
+    logging.getLogger("mpgrad").addHandler(logging.NullHandler())
     record = soak(plan_of(options))
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -150,9 +150,8 @@ def backwards(seed: int, loop: Loop) -> list[Any]:
     if not outputs:
         return found
     if choose.random() < 0.3:
-        outputs[0].register_hook(
-            lambda grad: grad if grad is None else grad * 2
-        )  # None: for one of several outputs of a node
+        # None: for one of several outputs of a node
+        outputs[0].register_hook(lambda grad: grad if grad is None else grad * 2)
     kind = choose.randrange(4)
     weights = [numbers(tuple(each.shape), 5).requires_grad_(kind == 3) for each in outputs]
     if kind == 0:
@@ -189,10 +188,8 @@ def backwards(seed: int, loop: Loop) -> list[Any]:
         for each in (*outputs, *grads)
         if each is not None and each.requires_grad
     ]
-    return [
-        *found,
-        *torch.autograd.grad(both, [*inputs, *weights], allow_unused=True),
-    ]  # a loss and a penalty, in one pass
+    # a loss and a penalty, in one pass
+    return [*found, *torch.autograd.grad(both, [*inputs, *weights], allow_unused=True)]
 
 
 def transforms(seed: int, loop: Loop) -> list[Any]:

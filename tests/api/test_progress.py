@@ -119,15 +119,8 @@ def test_a_function_of_other_arguments_is_refused(pool2: mpgrad.Pool) -> None:
         TypeError, match=r"progress must take three arguments: .* \(too many positional"
     ):
         pool2.map(abs, ITEMS, progress=lambda done: None)  # type: ignore[arg-type, misc]
-    assert pool2.map(abs, ITEMS, progress=max) == [
-        7,
-        6,
-        5,
-        4,
-        3,
-        2,
-        1,
-    ]  # which tells nothing of its arguments
+    # which tells nothing of its arguments
+    assert pool2.map(abs, ITEMS, progress=max) == [7, 6, 5, 4, 3, 2, 1]
 
 
 def test_nothing_is_told_of_a_total_of_nothing(pool2: mpgrad.Pool) -> None:

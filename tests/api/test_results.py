@@ -86,9 +86,8 @@ def test_a_time_limit_holds_for_one_call_and_its_backward(
     with mpgrad.Pool(1, retries=0) as pool:
         asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
         assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
-        asks_with(pool, BackwardUntil.apply, x, tmp_path)[
-            name
-        ]().sum().backward()  # it is loaded now
+        # it is loaded now
+        asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()
         slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=0.5)[name]()
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             slow.sum().backward()
@@ -304,9 +303,8 @@ def test_synchronize_waits_until_a_failure_is_noted(
         waits = executor.submit(pool2.synchronize)
         while not scheduler._waiters:
             time.sleep(0)
-        scheduler.post(
-            looked.set
-        )  # behind the order by which `synchronize` looks for what is under way
+        # behind the order by which `synchronize` looks for what is under way
+        scheduler.post(looked.set)
         assert looked.wait(30)
         monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
         gate.touch()

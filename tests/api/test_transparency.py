@@ -221,11 +221,8 @@ def tensor_hooks(loop: Loop) -> list[Any]:
     results[2].retain_grad()
     results[3].register_hook(lambda grad: grad * 10)
     sum(r.sum() for r in results).backward()
-    return [
-        *seen,
-        *[x.grad for x in items],
-        results[2].grad,
-    ]  # not c.grad: its sum is hooked, and summed in other orders
+    # not c.grad: its sum is hooked, and summed in other orders
+    return [*seen, *[x.grad for x in items], results[2].grad]
 
 
 def node_hooks(loop: Loop) -> list[Any]:

@@ -89,9 +89,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_what_is_learned_saves_the_way(single: mpgrad.Pool, sent: list[object]) -> None:
     for step in range(LEAST + 3):
         xs = items()
-        losses = single.map(
-            lambda x: x.square().sum(), xs
-        )  # a function without captures, whose sums would be fetched
+        # a function without captures, whose sums would be fetched
+        losses = single.map(lambda x: x.square().sum(), xs)
         sent.clear()
         mean(losses).backward()
         assert bool(sent) == (step < LEAST)

@@ -28,9 +28,8 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 
 def test_one_item_after_another(pool: mpgrad.Pool) -> None:
     ours, theirs = leaves(), leaves()
-    results = pool.map(
-        fn, [x.exp() for x in ours]
-    )  # exp saves its result: freeing another item's history would show
+    # exp saves its result: freeing another item's history would show
+    results = pool.map(fn, [x.exp() for x in ours])
     reference = [fn(x.exp()) for x in theirs]
     for index in (3, 0, 4, 1, 2):
         results[index].sum().backward()
@@ -224,9 +223,8 @@ def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(
     del results
     deadline = time.monotonic() + 10
     while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
-        fresh_pool.apply(
-            abs, (-1,)
-        )  # each of them goes to the same worker, and nothing to the other
+        # each of them goes to the same worker, and nothing to the other
+        fresh_pool.apply(abs, (-1,))
     assert not any(worker.graphs for worker in workers)
 
 

@@ -184,9 +184,8 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
         scheduler.receiver._receive = receive
     assert 1 <= len(returned) <= 2
     assert torch.equal(weight.grad, torch.full_like(weight, sum(range(50))))  # type: ignore[arg-type]
-    assert (
-        pool2.stats().backwards == backwards + 50
-    )  # no call is asked again for its part: the sums have all of them
+    # no call is asked again for its part: the sums have all of them
+    assert pool2.stats().backwards == backwards + 50
 
 
 def test_writing_into_a_capture_warns_and_stays_in_the_worker(pool: mpgrad.Pool) -> None:

@@ -180,9 +180,8 @@ def test_submitted_calls(pool: mpgrad.Pool) -> None:
     def run(call: Callable[..., Any], value: Callable[[Any], Any]) -> Any:
         xs = items(4)
         first = [call(loss, x) for x in xs]
-        scaled = [
-            call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)
-        ]  # losses passed on
+        # losses passed on
+        scaled = [call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)]
         total = sum(map(value, [*scaled, first[0]]))
         return torch.autograd.grad(total, [*xs, weight])
 
@@ -298,9 +297,8 @@ def test_large_gradients_lie_in_shared_memory_and_are_given_back(own_pool: mpgra
     for _ in range(20):
         torch.stack(own_pool.map(lambda x: (x * x).sum(), xs)).sum().backward()
     assert all(torch.allclose(x.grad, 40 * x) for x in xs if x.grad is not None)
-    assert own_pool.stats().shared_bytes < 5 * sum(
-        x.nbytes for x in xs
-    )  # inputs and gradients of the last two maps, perhaps
+    # inputs and gradients of the last two maps, perhaps
+    assert own_pool.stats().shared_bytes < 5 * sum(x.nbytes for x in xs)
 
 
 @pytest.mark.parametrize("seed", first_are_quick(4, range(12)))

@@ -269,9 +269,8 @@ def test_random_numbers_are_the_same_in_every_run(pool2: mpgrad.Pool) -> None:
     torch.manual_seed(3)
     value, pull_back = vjp(fn, x)
     (gradient,) = pull_back(torch.ones((), dtype=torch.float64))
-    assert torch.allclose(
-        (gradient * x).sum(), 2 * value, rtol=1e-12
-    )  # it is homogeneous, of degree 2
+    # it is homogeneous, of degree 2
+    assert torch.allclose((gradient * x).sum(), 2 * value, rtol=1e-12)
     torch.manual_seed(3)
     assert torch.allclose(jvp(fn, (x,), (x,))[1], 2 * value, rtol=1e-12)
 

@@ -33,9 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     **{engine: {"engine": engine} for engine in ("process", "inline", "thread")},
     "eager": {"deterministic": True},
 }
-ENGINES = first_are_quick(
-    2, ["process", "inline", "thread"]
-)  # threads search the same modules as the caller does inline
+# threads search the same modules as the caller does inline
+ENGINES = first_are_quick(2, ["process", "inline", "thread"])
 INSTALLED = """
 import functools, types, torch
 def new(value=2.0): return torch.tensor(value, requires_grad=True)
@@ -260,9 +259,8 @@ def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
         assert_same_as_serial(installed.scaled, items(), any_pool)
     finally:
         cloudpickle.unregister_pickle_by_value(installed)
-    check_raises(
-        any_pool, installed.weighted, "WEIGHT"
-    )  # what was found out about it is not true any more
+    # what was found out about it is not true any more
+    check_raises(any_pool, installed.weighted, "WEIGHT")
 
 
 def test_values_are_those_of_the_worker(installed: Any) -> None:
@@ -476,9 +474,10 @@ def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> No
     # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all
     # modules for each of them
     looked: list[int] = []
+    # it finds nothing
     monkeypatch.setattr(
         functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3))
-    )  # it finds nothing
+    )
     monkeypatch.setattr(functions, "SEARCHES", functions.Searches())
     known: list[Any] = []
 

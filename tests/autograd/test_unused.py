@@ -142,9 +142,8 @@ def test_nothing_grows(nursery: mpgrad.Pool) -> None:
                     sum(worker.graphs for worker in pool.stats().workers) if step else 0,
                 )
             )
-    assert (
-        max(nodes for nodes, _ in counts) <= 40
-    )  # how many there are depends on what goes in bundles
+    # how many there are depends on what goes in bundles
+    assert max(nodes for nodes, _ in counts) <= 40
     assert max(graphs for _, graphs in counts) <= 8  # of this step, and of the one before
 
 

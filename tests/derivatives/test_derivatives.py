@@ -112,10 +112,8 @@ CASES: dict[str, Case] = {
 }
 
 
-NO_STACK = (
-    "no rows",
-    "nothing at all",
-)  # torch.autograd.functional stacks rows, and fails where there are none
+# torch.autograd.functional stacks rows, and fails where there are none
+NO_STACK = ("no rows", "nothing at all")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -625,9 +623,8 @@ def test_infinite_derivatives_stay_where_they_are(mode: str, where: mpgrad.Pool 
 def test_forward_mode_within_forward_mode() -> None:
     x, five, v = torch.arange(1.0, 4), torch.full((3,), 5.0), torch.ones(3)
     assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v, create_graph=True)[1], x, v), (x, v))
-    assert_equal(
-        jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, v)
-    )  # here a graph need not be asked for
+    # here a graph need not be asked for
+    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, v))
     assert_equal(torch.func.grad(lambda q: jacobian(torch.sin, q).sum())(x), -x.sin())
     assert_equal(
         jvp(lambda q: hvp(lambda y: (q * y**2).sum(), five, v, create_graph=True)[1], x, v),

@@ -130,9 +130,8 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
     for outputs, inputs, weights, message in cases:
         with pytest.raises(ValueError, match=message):
             per_item_grad(outputs, inputs, weights)
-    assert (
-        len(per_item_grad(results, c, [torch.ones(3, dtype=torch.float64)] * 2)) == 2
-    )  # nothing was lost
+    # nothing was lost
+    assert len(per_item_grad(results, c, [torch.ones(3, dtype=torch.float64)] * 2)) == 2
 
 
 def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> None:

@@ -161,9 +161,8 @@ def test_the_same_arithmetic_gives_the_same_bits(case: str, where: mpgrad.Pool |
     assert_same(found, torch.func.jvp(of_some, primals, tangents), exact=True)
     output, pull = torch.func.vjp(of_some, *primals)
     cotangents = tree_map(torch.cos, output)
-    own_cotangents = (
-        [cotangents] if where or isinstance(cotangents, list) else cotangents
-    )  # a list is one of items
+    # a list is one of items
+    own_cotangents = [cotangents] if where or isinstance(cotangents, list) else cotangents
     found = vjp(fn, args, own_cotangents, argnums=numbers, pool=where)
     (found,) = found if isinstance(own_cotangents, list) else [found]
     assert_same(found, (output, pull(cotangents)), exact=True)
@@ -367,9 +366,8 @@ def test_random_structures(seed: int, where: mpgrad.Pool | None) -> None:
             total = total + (leaf * leaf.cos()).sum()
         return tree_map(lambda one: (total * one).sin(), ones)
 
-    expected = torch.func.jacfwd(fn, argnums)(
-        argument, B
-    )  # jacrev takes no output without elements
+    # jacrev takes no output without elements
+    expected = torch.func.jacfwd(fn, argnums)(argument, B)
     for mode in MODES:
         assert_same(jacobian(fn, argument, B, mode=mode, argnums=argnums, pool=where), expected)
     second = torch.func.hessian(

@@ -121,9 +121,8 @@ def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> No
     sent = pool.stats().bytes_sent
     results = pool.map(lambda k: (weight * k).sum(), range(40), 1)
     sum(results).backward()
-    assert (
-        2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes
-    )  # four workers, two nodes
+    # four workers, two nodes
+    assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes
 
 
 def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
@@ -251,9 +250,8 @@ def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, 
     pool, _ = on_two_nodes
     before = pool.stats().frames_received
     pool.map(abs, range(80), chunksize=20)
-    assert (
-        pool.stats().frames_received - before <= 8
-    )  # an answer for each chunk, and perhaps one to give memory back
+    # an answer for each chunk, and perhaps one to give memory back
+    assert pool.stats().frames_received - before <= 8
 
 
 @pytest.mark.slow
@@ -365,9 +363,8 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
         worker.whereabouts = numbers = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
-        numbers[Whereabouts.CHUNK] = (
-            5  # which has no limit; perhaps it was answered, and perhaps not
-        )
+        # which has no limit; perhaps it was answered, and perhaps not
+        numbers[Whereabouts.CHUNK] = 5
         assert worker.next_overrun() == (7, -1, 102.0)
         numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION], numbers[Whereabouts.STARTED] = (
             7,
@@ -924,9 +921,8 @@ def test_where_workers_are_placed() -> None:
     assert placed([small, large], 4) == [("alpha", 2), ("beta", 2)]
     assert placed([small, large], 9) == [("alpha", 2), ("beta", 7)]
     assert placed([small, large], 12) == [("alpha", 2), ("beta", 8), ("", 2)]
-    assert (
-        placed([small._replace(slots=0)], 3) == [("", 1)] * 3
-    )  # nobody knows how large nodes will be
+    # nobody knows how large nodes will be
+    assert placed([small._replace(slots=0)], 3) == [("", 1)] * 3
     assert placed([small], 7) == [("alpha", 2), ("", 2), ("", 2), ("", 1)]
     held = [small._replace(free=0), large._replace(free=0)]
     assert placed(held, 4) == [("alpha", 2), ("beta", 2)]  # waits for those who hold them

@@ -73,9 +73,8 @@ def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost
         eventually(lambda: len(carrier.waiting) == lost)
         gradients = thread.submit(torch.autograd.grad, total, xs)
         if lost == 2:
-            eventually(
-                lambda: pool.stats().backwards_left > 0
-            )  # which is said, though no worker has them
+            # which is said, though no worker has them
+            eventually(lambda: pool.stats().backwards_left > 0)
             carrier.make_room()
         assert all(
             torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)

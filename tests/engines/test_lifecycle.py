@@ -145,9 +145,8 @@ raise SystemExit(0)
 
 @pytest.mark.slow
 def test_an_interpreter_that_ends_with_open_pools() -> None:
-    done = run(
-        [sys.executable, "-W", "error", "-c", UNCLOSED + ENDING]
-    )  # in less time than the calls take
+    # in less time than the calls take
+    done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ENDING])
     assert done.stderr == "" and done.returncode == 0
     assert gone([int(pid) for pid in done.stdout.split()], within=20)
 

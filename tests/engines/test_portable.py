@@ -194,9 +194,8 @@ def test_one_module_asks_for_the_system() -> None:
     )
     files = [*(ROOT / "mpgrad").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]
     asking = {path.relative_to(ROOT) for path in files if asks.search(path.read_text())}
-    assert asking - {Path("mpgrad/doctor.py")} == {
-        Path("mpgrad/system.py")
-    }  # the doctor describes systems
+    # the doctor describes systems
+    assert asking - {Path("mpgrad/doctor.py")} == {Path("mpgrad/system.py")}
 
 
 # --- what macOS says to descriptors

@@ -351,9 +351,8 @@ def test_the_environment_of_a_later_pool(
     monkeypatch.setenv("MPGRAD_TESTS", "first")
     with mpgrad.Pool(1) as pool:
         assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) == "first"
-        assert pool.apply(
-            lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0
-        )  # libraries find it, too
+        # libraries find it, too
+        assert pool.apply(lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)
     monkeypatch.delenv("MPGRAD_TESTS")
     before = set(NurseryLauncher._open)
     with mpgrad.Pool(1) as pool:
@@ -612,9 +611,8 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
             left = len(list(filter(alive, pids)))
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
-            assert (
-                left < 4
-            )  # the worker is gone; what the fork has inherited of multiprocessing is its own
+            # the worker is gone; what the fork has inherited of multiprocessing is its own
+            assert left < 4
 
 
 @pytest.fixture

@@ -133,9 +133,8 @@ def test_what_ray_lost_is_made_again(ray_cluster: Any, what: str) -> None:
             raylet.kill()
         else:
             for worker in pool.stats().workers:
-                above = psutil.Process(
-                    worker.pid
-                ).parents()  # its nursery, where there are nurseries; its site; the raylet
+                # its nursery, where there are nurseries; its site; the raylet
+                above = psutil.Process(worker.pid).parents()
                 if raylet in above:
                     above[above.index(raylet) - 1].kill()
                     return
@@ -174,9 +173,8 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as caller:
         assert caller.stdout is not None
-        line = next(
-            line for line in caller.stdout if line.startswith("workers")
-        )  # Ray writes there, too
+        # Ray writes there, too
+        line = next(line for line in caller.stdout if line.startswith("workers"))
         workers = [psutil.Process(int(pid)) for pid in line.split()[1:]]
         pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
         caller.send_signal(signal.SIGKILL)

@@ -746,9 +746,8 @@ def test_another_number_of_workers(tmp_path: Path) -> None:
     with mpgrad.Executor(1) as executor:
         executor.resize(3)
         names = ["a", "b", "c"]
-        futures = [
-            executor.submit(meets, tmp_path, name, names) for name in names
-        ]  # of which one waits for the others
+        # of which one waits for the others
+        futures = [executor.submit(meets, tmp_path, name, names) for name in names]
         assert len({future.result(PATIENCE) for future in futures}) == 3
         executor.resize(1)
         with pytest.raises(ValueError, match=r"max_workers must be at least 1 \(max_workers: 0\)"):

@@ -109,9 +109,8 @@ def test_values_and_gradients_are_those_of_the_loop(
     assert all(
         torch.equal(each, other) for each, other in zip(found[:-1], wanted[:-1], strict=True)
     )
-    torch.testing.assert_close(
-        found[-1], wanted[-1], rtol=1e-14, atol=1e-14
-    )  # the order of its sum is not the loop's
+    # the order of its sum is not the loop's
+    torch.testing.assert_close(found[-1], wanted[-1], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.quick
@@ -248,9 +247,8 @@ def test_numbers_of_jobs() -> None:
     with pytest.raises(ValueError, match=r"take -1 \(n_jobs: 0\)"):
         backend.effective_n_jobs(0)
     with joblib.parallel_config(backend="mpgrad"):
-        assert joblib.Parallel()([joblib.delayed(abs)(-1)]) == [
-            1
-        ]  # serial, as with joblib's own backends
+        # serial, as with joblib's own backends
+        assert joblib.Parallel()([joblib.delayed(abs)(-1)]) == [1]
 
 
 def test_options_are_the_pools() -> None:

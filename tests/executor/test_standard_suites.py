@@ -29,10 +29,8 @@ LOADING = (
     "what raises while an argument or a result is loaded is that call's own failure, and no worker "
     "dies of it"
 )
-RAISED = {
-    INSIDES: AttributeError,
-    LOADING: (pickle.UnpicklingError, SystemExit),
-}  # by what differs; else AssertionError
+# by what differs; else AssertionError
+RAISED = {INSIDES: AttributeError, LOADING: (pickle.UnpicklingError, SystemExit)}
 
 DIFFERS = {  # these fail, and have to
     INSIDES: [
@@ -194,9 +192,8 @@ def suites_on_ours() -> Iterator[type[unittest.TestCase]]:
     for suite in filter(None, (SUITES[name] for name in POOL_SUITES)):
         more = {"setUpClass": classmethod(set_up_staffed)} if hasattr(suite, "test_map") else {}
         made = on_ours(suite, TYPE="processes", Pool=staticmethod(mpgrad.Pool), **more)
-        yield unittest.mock.patch.object(multiprocessing, "Pool", mpgrad.Pool)(
-            made
-        )  # which some use directly
+        # which some use directly
+        yield unittest.mock.patch.object(multiprocessing, "Pool", mpgrad.Pool)(made)
 
 
 globals().update((each.__name__, each) for each in suites_on_ours())

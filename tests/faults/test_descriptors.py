@@ -73,9 +73,8 @@ def test_files_in_the_place_of_shared_memory_stay_as_they_are(
     """They got zeros behind their data. The worker goes on with new memory, and what it has
     borrowed stays readable."""
     item = torch.ones(100_000)
-    assert (
-        fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4
-    )  # each worker has borrowed, and lent
+    # each worker has borrowed, and lent
+    assert fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4
 
     def fn(k: int) -> torch.Tensor:
         return with_files(tmp_path, True) + item[:1] if k == 1 else item + k
@@ -351,9 +350,8 @@ def test_a_signal_while_a_frame_is_being_sent(
     numbers = [int(found) for found in re.findall(r"line (\d+) x{200000}", text)]
     assert rung > 0 and numbers == sorted(set(numbers))
     if handler == "raises":
-        assert re.fullmatch(
-            r"(line \d+ x{200000}|\n)*", text
-        )  # what was interrupted may be missing, but nothing is torn
+        # what was interrupted may be missing, but nothing is torn
+        assert re.fullmatch(r"(line \d+ x{200000}|\n)*", text)
     else:
         assert numbers == list(range(60))
         assert sorted(map(int, re.findall(r"rung (\d+) r{50000}", text))) == list(

@@ -173,9 +173,8 @@ def test_a_kill_at_every_frame_of_the_workers(
     kills = range(first, frames + 1, step)
     for fatal in kills:
         assert_same(run_with(killer, [fatal]), undisturbed, fatal)
-    assert (
-        killer.killed > len(kills) / 2
-    )  # some runs have fewer frames, and the last worker is seen to die after the end
+    # some runs have fewer frames, and the last worker is seen to die after the end
+    assert killer.killed > len(kills) / 2
 
 
 def test_two_kills(undisturbed: list[Tensor], tmp_path: Path) -> None:
@@ -235,9 +234,8 @@ def test_a_kill_at_every_frame_of_the_parent(
     step: int,
 ) -> None:
     shooter = Shooter(monkeypatch, owner, method)
-    exactly = (
-        "deterministic" in options
-    )  # without it, the sums of the captures' gradients depend on who adds up what
+    # without it, the sums of the captures' gradients depend on who adds up what
+    exactly = "deterministic" in options
     assert_same(shooter.run(-1, **options), undisturbed, "no kill", exactly)
     frames = shooter.count
     assert frames > 15

@@ -211,9 +211,8 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
     assert (
         caught.value.__notes__[-1] == "the function cannot be carried to or from a worker (args[0])"
     )
-    results = pool.imap(
-        abs, [-1, Refuses(StopIteration(3)), -2]
-    )  # it must not be taken for the end of the items
+    # it must not be taken for the end of the items
+    results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])
     assert next(results) == 1
     with pytest.raises(
         pickle.PicklingError,
@@ -359,9 +358,8 @@ def test_without_retries_what_is_lost_raises(nursery: mpgrad.Pool) -> None:
                 mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"
             ):
                 sum(r.sum() for r in results).backward(retain_graph=True)
-        assert [bool((r == k).all()) for k, r in enumerate(results)] == [
-            True
-        ] * 8  # what has come stays valid
+        # what has come stays valid
+        assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 3\)"):
             pool.map(lambda k: die("SIGKILL") if k == 3 else k, range(6))
         works(pool)

@@ -81,9 +81,8 @@ class Stuck(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        may_go = (
-            ctx.folder / "go"
-        ).exists()  # before it is said: who reads that may say `go` at once
+        # before it is said: who reads that may say `go` at once
+        may_go = (ctx.folder / "go").exists()
         (ctx.folder / f"begun {int(grad.sum())}").touch()
         if not may_go:
             ctx.busy()
@@ -145,9 +144,8 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
     thread.join()
     assert came
     has_no_frames_of_ours(caught.value)
-    del (
-        caught
-    )  # its traceback leads to this frame: nothing that the block refers to would be dropped
+    # its traceback leads to this frame: nothing that the block refers to would be dropped
+    del caught
 
 
 def has_no_frames_of_ours(error: BaseException) -> None:
@@ -312,9 +310,8 @@ def test_the_with_block_of_an_executor(
     with pytest.raises(concurrent.futures.CancelledError):
         next(results)
     if engine == "process":
-        wait_for(
-            lambda: executor._pool.stats().deaths == 1
-        )  # the other worker keeps a graph, which could not be made again
+        # the other worker keeps a graph, which could not be made again
+        wait_for(lambda: executor._pool.stats().deaths == 1)
     go.touch()
     done.result().backward()
     assert_same([x.grad], serial_gradients(wave, [x]))
@@ -596,9 +593,8 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
         thread.start()
         stuck.get()
     del stuck
-    wait_for(
-        lambda: count(tmp_path, "slow") == 2
-    )  # the second one runs where the interrupted one ran
+    # the second one runs where the interrupted one ran
+    wait_for(lambda: count(tmp_path, "slow") == 2)
     (tmp_path / "go").touch()
     thread.join()
     assert [torch.equal(y, x * 2) for x, y in zip(xs, found, strict=True)] == [True, True]
@@ -654,9 +650,8 @@ def test_nothing_waits_behind_what_never_ends(
             assert pool.map(abs, [-2, -3], 1) == [2, 3] and before.result() == 1
         assert pool.stats().deaths == (0 if retries == 0 else 2)
         del kept
-        wait_for(
-            lambda: [each.retiring for each in pool.stats().workers] == [False]
-        )  # they are ended with their last graph
+        # they are ended with their last graph
+        wait_for(lambda: [each.retiring for each in pool.stats().workers] == [False])
         assert pool.stats().deaths == 2
 
 

@@ -37,13 +37,11 @@ GIB = 1 << 30
 # the whole of it, once by hand: 1,000,000 and 100,000
 TINY_CALLS = 20_000
 CALLS_WITH_GRAPHS = 2_000
-NOISE = (
-    2 * MIB
-)  # by which a process of 230 MiB may grow between the second and the last tenth of these
+# by which a process of 230 MiB may grow between the second and the last tenth of these
+NOISE = 2 * MIB
 LARGE = 2 * GIB + 4096 + 3  # bytes: more than 31 bits can say, and no whole pages
-LARGE_NEEDS = (
-    9 * GIB
-)  # bytes of memory: item, result, their slots and as much again for whoever else runs
+# bytes of memory: item, result, their slots and as much again for whoever else runs
+LARGE_NEEDS = 9 * GIB
 
 BEGIN = """
 import faulthandler, gc, logging, os, resource, sys, time
@@ -463,9 +461,8 @@ def test_a_source_that_raises(pool: mpgrad.Pool) -> None:
     with pytest.raises(LookupError, match="half-way"):
         for result in pool.imap(lambda t: t * 2, half_a_source()):
             came.append(result)
-    assert [y[0].item() for y in came] == [
-        2 * k for k in range(50)
-    ]  # what came before the error is good
+    # what came before the error is good
+    assert [y[0].item() for y in came] == [2 * k for k in range(50)]
     sum(y.sum() for y in came).backward()
 
 
@@ -519,9 +516,8 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
             while k == 0 and not (folder / "go").exists():
                 time.sleep(1e-3)
 
-        pool.map(
-            note, range(100, 108), 1
-        )  # short calls, of which a worker gets one more than it runs
+        # short calls, of which a worker gets one more than it runs
+        pool.map(note, range(100, 108), 1)
         unwanted = pool.imap(note, range(8))
         while not (folder / "begun 0").exists():
             time.sleep(1e-3)
@@ -637,9 +633,8 @@ def test_sixteen_threads_with_all_that_can_happen(fresh_pool: mpgrad.Pool) -> No
 def test_a_future_that_is_cancelled_as_its_turn_comes(fresh_pool: mpgrad.Pool) -> None:
     before = [fresh_pool.submit(time.sleep, 0.1) for _ in range(6)]
     future = fresh_pool.submit(abs, -1)
-    assert concurrent.futures.Future.cancel(
-        future
-    )  # the first half of cancel(); the dispatcher comes before the second
+    # the first half of cancel(); the dispatcher comes before the second
+    assert concurrent.futures.Future.cancel(future)
     assert [each.result(10) for each in before] == [None] * 6
     works(fresh_pool)
     assert future.cancelled()

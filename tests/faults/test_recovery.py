@@ -129,9 +129,8 @@ def test_a_death_in_a_phase(
     found = derivatives(fresh_pool.map, Once(tmp_path / "once", death))
     assert fresh_pool.stats().deaths == 1
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            ours, theirs, rtol=1e-14, atol=1e-14
-        )  # sums of captures depend on who adds them up
+        # sums of captures depend on who adds them up
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
 def assert_same(
@@ -628,9 +627,8 @@ def test_recomputing_runs_the_function_again_and_keeps_nothing(
         assert len(list(tmp_path.iterdir())) == 8
         kill_all(pool)
         sum(y.sum() for y in results).backward()
-    assert all(
-        torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True)
-    )  # the same mask each time
+    # the same mask each time
+    assert all(torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True))
 
 
 @linux_only("mallinfo2: the allocator's own count")
@@ -640,9 +638,10 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
             x = x.sin()
         return x.sum()
 
+    # 800 MB of graphs
     xs = [
         torch.linspace(0, 1 + k, 50_000, dtype=torch.float64, requires_grad=True) for k in range(40)
-    ]  # 800 MB of graphs
+    ]
     limit = 60_000_000
     with mpgrad.Pool(2, graph_memory=limit) as pool:
         staffed(pool).map(fn, xs[:2])
@@ -653,9 +652,8 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
         assert 2 <= sum(worker.graphs for worker in stats.workers) <= 6
         sum(results).backward()
         after = [worker.resident_bytes for worker in pool.stats().workers]
-    assert all(
-        now - then < 3 * limit for now, then in zip(after, before, strict=True)
-    )  # 400 MB each without a limit
+    # 400 MB each without a limit
+    assert all(now - then < 3 * limit for now, then in zip(after, before, strict=True))
     for x in (xs[0], xs[20], xs[39]):
         expected = torch.autograd.grad(fn(x), x)[0]
         torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)

@@ -608,9 +608,8 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
             lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]
         ) == [1]
         future = fresh_pool.submit(waits, tmp_path / "go")
-        future.add_done_callback(
-            lambda future: 1 / 0
-        )  # before it is done: after that this thread would call it
+        # before it is done: after that this thread would call it
+        future.add_done_callback(lambda future: 1 / 0)
         (tmp_path / "go").touch()
         assert future.result() == 1
         assert fresh_pool.map(abs, [-1]) == [1]
@@ -632,11 +631,11 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(
             operation,
-            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],  # type: ignore[misc]
+            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],
             [],
             None,
             None,
-        )
+        )  # type: ignore[misc]
 
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
@@ -666,12 +665,8 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(
-            operation,
-            [(number, types.SimpleNamespace(index=number))],  # type: ignore[list-item]
-            [],
-            None,
-            None,
-        )
+            operation, [(number, types.SimpleNamespace(index=number))], [], None, None
+        )  # type: ignore[list-item]
     worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
     monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()

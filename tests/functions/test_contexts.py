@@ -334,9 +334,8 @@ def test_as_the_serial_loop(
         [each.requires_grad for each in tensors_in(values)] for values in (outputs, reference)
     ]
     assert needed[0] == needed[1]
-    twice_in_a_call = (
-        case == "tensors shared" and request.node.callspec.params["run"] == "pool"
-    )  # a worker adds those up first
+    # a worker adds those up first
+    twice_in_a_call = case == "tensors shared" and request.node.callspec.params["run"] == "pool"
     assert_equal(
         gradients(outputs, calls),
         gradients(reference, calls),
@@ -486,9 +485,8 @@ def pipes(tmp_path: Path) -> Iterator[list[str]]:
     paths = [str(tmp_path / name) for name in ("left", "right")]
     for path in paths:
         os.mkfifo(path)
-    kept = [
-        os.open(path, os.O_RDWR) for path in paths
-    ]  # or what is written would be lost between two readers
+    # or what is written would be lost between two readers
+    kept = [os.open(path, os.O_RDWR) for path in paths]
     yield paths
     for descriptor in kept:
         os.close(descriptor)
@@ -564,9 +562,8 @@ def test_double_backward_in_a_pool(pool2: mpgrad.Pool) -> None:
     ours = twice(functools.partial(map_with_parallel_backward, pool=pool2), calls, joints)
     assert_equal(ours, twice(serial, calls, []))
     assert not any(each.requires_grad for each in ours[1])
-    assert joints and all(
-        type(node).__name__ == "JointBackward" for node in joints
-    )  # its gradients have come through one
+    # its gradients have come through one
+    assert joints and all(type(node).__name__ == "JointBackward" for node in joints)
 
 
 def twice(run: Callable[..., Any], calls: list[Any], nodes: list[Any]) -> Any:
@@ -836,13 +833,11 @@ def test_tangents_in_some_calls_and_gradients_in_others(dual_needs_grad: bool) -
             )
         for mine, other in zip(ours[1], theirs[1], strict=True):
             primal, tangent = tangents(mine)
-            assert torch.equal(primal, other) and (
-                tangent is None or not tangent.any()
-            )  # serially always None
+            # serially always None
+            assert torch.equal(primal, other) and (tangent is None or not tangent.any())
         assert_equal(gradients(ours[1][::2], calls[1]), gradients(theirs[1][::2], calls[1]))
-        assert_equal(
-            [tangents(args[0])[1] for args in calls[1:]], [None, None]
-        )  # nothing was written to the arguments
+        # nothing was written to the arguments
+        assert_equal([tangents(args[0])[1] for args in calls[1:]], [None, None])
 
 
 def test_in_place_functions_write_to_duals() -> None:

@@ -117,11 +117,8 @@ def test_what_the_caller_writes_is_its_own(pool: mpgrad.Pool) -> None:
         result += 10
     assert child.ask() == [0, 1, 2]
     assert numbers(results) == [10, 11, 12]
-    assert numbers(pool.map(torch.neg, results)) == [
-        -10,
-        -11,
-        -12,
-    ]  # workers get what the caller has written
+    # workers get what the caller has written
+    assert numbers(pool.map(torch.neg, results)) == [-10, -11, -12]
 
 
 def test_a_grandchild_reads_what_was_there_at_the_first_fork(pool2: mpgrad.Pool) -> None:

@@ -74,9 +74,10 @@ def test_replicas_that_are_applied(pool: mpgrad.Pool) -> None:
     xs = [torch.randn(rows, 3, dtype=torch.float64) for rows in (1, 4, 2)]
     replicas = mnn.replicate(net, workers(pool))
     assert all(replica.first.weight is replica.rest[1].weight for replica in replicas)  # tied
+    # one memory
     assert all(
         replica.first.weight.data_ptr() == net.first.weight.data_ptr() for replica in replicas
-    )  # one memory
+    )
     assert (
         not any(replica.first.weight.is_leaf for replica in replicas) and type(replicas[0]) is Net
     )

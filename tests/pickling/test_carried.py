@@ -29,9 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
 ]
 
-COO = functools.partial(
-    torch.sparse_coo_tensor, check_invariants=True
-)  # torch warns where that is left open
+# torch warns where that is left open
+COO = functools.partial(torch.sparse_coo_tensor, check_invariants=True)
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 RIGHT = torch.randn(
     4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
@@ -256,9 +255,8 @@ def test_sparse_tensors_under_the_callers_modes(pool: mpgrad.Pool) -> None:
     for grad in torch.autograd.grad(
         sum(y.to_dense().sum() for y in results if y.requires_grad), xs
     ):
-        assert grad.layout is torch.sparse_coo and set(grad.coalesce().values().tolist()) == {
-            8.0
-        }  # 2 + 3 * 2
+        # 2 + 3 * 2
+        assert grad.layout is torch.sparse_coo and set(grad.coalesce().values().tolist()) == {8.0}
     with torch.inference_mode():
         assert all(
             y.is_inference() for y in pool.map(lambda x: x * 2, sparse_items(torch.sparse_csr))
@@ -280,9 +278,8 @@ def test_sparse_tensors_are_written_in_place_in_the_task_only(pool: mpgrad.Pool)
 
 
 def test_a_worker_says_no_word_of_what_the_caller_was_told(fresh_pool: mpgrad.Pool) -> None:
-    item = sparse(
-        1, torch.sparse_csr
-    )  # the first of a process warns that the layout is in beta state
+    # the first of a process warns that the layout is in beta state
+    item = sparse(1, torch.sparse_csr)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fresh_pool.map(lambda x: x.layout, [item]) == [torch.sparse_csr]

@@ -94,9 +94,8 @@ def test_what_an_item_and_its_class_have_in_common_stays_one(nursery: mpgrad.Poo
 
 def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
     item = sentinels()
-    before = {
-        name: value for name, value in vars(item).items() if name != "__slotnames__"
-    }  # a cache of pickle's
+    # a cache of pickle's
+    before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}
     items = [item(x) for x in leaves(40)]
     for fn in (lambda given: given.x * 2, lambda given: given, lambda given: item(given.x)):
         for _ in range(3):

@@ -292,10 +292,8 @@ def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
     """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made
     without its init."""
     make = WITH_CODE_OF_THEIR_OWN[name]
-    group: Any = pool.submit(
-        raises,
-        lambda: BaseExceptionGroup("g", [make(), ValueError(1)]),  # noqa: F821
-    ).exception()
+    of_group = lambda: BaseExceptionGroup("g", [make(), ValueError(1)])  # noqa: E731, F821
+    group: Any = pool.submit(raises, of_group).exception()
     assert type(group).__name__ == ("BaseExceptionGroup" if name == "exit" else "ExceptionGroup")
     assert [facts(each) for each in group.exceptions] == [facts(make()), facts(ValueError(1))]
 

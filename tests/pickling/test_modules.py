@@ -279,9 +279,8 @@ def test_reloaded_from_another_file(any_pool: mpgrad.Pool, user: Any) -> None:
             f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + "
             f"{offset}\n",
         )
-        check(
-            any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20)
-        )  # the file alone changes nothing
+        # the file alone changes nothing
+        check(any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20))
         importlib.reload(user.constants)
         check(any_pool, user.constants.added, xs(20))
         check(any_pool, user.simulation.attribute, xs(20))

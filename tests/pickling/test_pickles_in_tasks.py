@@ -88,9 +88,8 @@ def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: A
     of the script's.
     """
     helper, hook, decorated, net = user.helper, user.hook, user.decorated, user.Net
-    cached = (
-        user.cached if isinstance(user, types.ModuleType) else helper
-    )  # a script's has to be among the names that are used
+    # a script's has to be among the names that are used
+    cached = user.cached if isinstance(user, types.ModuleType) else helper
 
     def pickles(_: int) -> tuple[list[bool], Any]:
         known = [by_name(each) for each in (helper, hook, cached, decorated, net, net.Inner)]

@@ -435,9 +435,8 @@ def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
     ):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             pool.map(lambda x: x, [value])
-        assert (
-            words in caught.value.__notes__[-1]
-        )  # from Python 3.14 on, pickle adds notes of its own
+        # from Python 3.14 on, pickle adds notes of its own
+        assert words in caught.value.__notes__[-1]
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -56,9 +56,8 @@ def test_more_workers_than_items_in_the_sample() -> None:
     )
     assert (found.seconds(2), found.seconds(4)) == pytest.approx((3.2, 1.6))
     assert found.processes == 4
-    assert dataclasses.replace(found, items=3).seconds(4) == pytest.approx(
-        0.4
-    )  # nor are there more in all
+    # nor are there more in all
+    assert dataclasses.replace(found, items=3).seconds(4) == pytest.approx(0.4)
 
 
 @pytest.mark.quick
@@ -91,9 +90,8 @@ def test_what_stands_in_the_way() -> None:
     (one,) = obstacles(items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08})
     assert one.startswith("One item takes 80 ms")
     assert obstacles(pool_seconds={2: 0.14, 1: 0.15}) == ["Items are small"]
-    assert (
-        obstacles(item_seconds=[0.1] * 10, pool_seconds={2: 1.4, 1: 1.5}) == []
-    )  # whatever it is, they are not small
+    # whatever it is, they are not small
+    assert obstacles(item_seconds=[0.1] * 10, pool_seconds={2: 1.4, 1: 1.5}) == []
     assert obstacles(cpus_of_loop=0.5) == ["The function waits"]
     assert obstacles(cpus_of_loop=0.5, cpus_of_others=0.6) == []  # it was kept waiting
 

@@ -30,9 +30,8 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyc
 def can_build() -> bool:
     """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools
     needs no `wheel`.)"""
-    there = {
-        each.metadata["Name"] for each in importlib.metadata.distributions()
-    }  # a folder "build" is found, too
+    # a folder "build" is found, too
+    there = {each.metadata["Name"] for each in importlib.metadata.distributions()}
     if not {"build", "setuptools"} <= there:
         return False
     version = tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2]))

@@ -195,7 +195,7 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
 
 # --- sizes
 
-MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 900, 350, 25, 8
+MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 1_150, 430, 25, 8
 EXCUSE = "# long because: "  # and a reason: at the head of the module, class or function
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -261,22 +261,22 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
     methods = "".join(f"    def m{number}(self): ...\n" for number in range(26))
     rows = "    x = 1\n"
     wrong = {
-        "module": "x = 1\n" * 901,
-        "lines": "class Long:\n" + rows * 350,
+        "module": "x = 1\n" * (MODULE_LINES + 1),
+        "lines": "class Long:\n" + rows * CLASS_LINES,
         "methods": "class Full:\n" + methods,
         "parameters": f"class A:\n    def f(self, {nine}):\n        def g({nine}): ...\n",
         "starred": f"async def f({nine[4:]}, *, k, **more): ...\n",
     }
     right = {
-        "module": "x = 1\n" * 900,
-        "lines": "class Long:\n" + rows * 349,
+        "module": "x = 1\n" * MODULE_LINES,
+        "lines": "class Long:\n" + rows * (CLASS_LINES - 1),
         "methods": "class Full:\n" + methods[methods.index("\n") + 1 :],
         "parameters": f"class A:\n    def f(self, {nine[4:]}): ...\n",
         "starred": f"@decorated\n{EXCUSE}it is asked for\nasync def f({nine}, **more): ...\n",
     }
     excused = {
-        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 901,
-        "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * 350,
+        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * (MODULE_LINES + 1),
+        "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * CLASS_LINES,
         "methods": f"{EXCUSE}the public interface\nclass Full:\n" + methods,
         "parameters": (
             f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n"
@@ -297,7 +297,9 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
         "starred.f",
     }
     assert found == [{f"mpgrad.{name}" for name in of_wrong}, set(), set()]
-    (tmp_path / "workers" / "late.py").write_text("x = 1\n" * 910 + f"{EXCUSE}too late\n")
+    (tmp_path / "workers" / "late.py").write_text(
+        "x = 1\n" * (MODULE_LINES + 10) + f"{EXCUSE}too late\n"
+    )
     assert beyond_limits(tmp_path) == {"mpgrad.workers.late"}
 
 
@@ -666,9 +668,8 @@ class Alternates(torch.autograd.Function):
 def test_the_oracle_looks_into_objects(pool2: mpgrad.Pool, kind: Callable[..., Any]) -> None:
     items = [torch.ones(1 + n, requires_grad=True) for n in range(2)]
     caller, again = os.getpid(), "called again"
-    colliding = {
-        f"word {n}" for n in range(300)
-    }  # some do, whatever the seed of hashes, and their order is that of adding
+    # some do, whatever the seed of hashes, and their order is that of adding
+    colliding = {f"word {n}" for n in range(300)}
     rests: list[Any] = [
         1,
         "tensor",
@@ -749,9 +750,8 @@ def test_to_the_oracle_what_is_not_a_number_is_alike(pool2: mpgrad.Pool) -> None
 
 
 def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> None:
-    items = [
-        torch.ones(n, requires_grad=True) for n in (200, 300)
-    ]  # of few, two dropouts may leave the same
+    # of few, two dropouts may leave the same
+    items = [torch.ones(n, requires_grad=True) for n in (200, 300)]
     draw = [
         lambda x: x * torch.rand(()),
         lambda x: x * random.random(),

@@ -19,9 +19,8 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_first_example(tmp_path: Path) -> None:
-    (example,) = re.findall(
-        r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE
-    )  # there is no other one
+    # there is no other one
+    (example,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "example.py").write_text(example)
     assert run(tmp_path, "example.py").count("tensor(") == 2  # the gradients that it prints
 

@@ -81,8 +81,8 @@ def test_what_types_name_is_what_there_is() -> None:
     assert set(get_args(EngineName)) == ENGINES.keys()
     assert set(get_args(Named)) == NAMED.keys()
     parameters = (
-        mpgrad.Pool.__init__.__kwdefaults__ or mpgrad.Pool.__init__.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
-    )
+        mpgrad.Pool.__init__.__kwdefaults__ or mpgrad.Pool.__init__.__wrapped__.__kwdefaults__
+    )  # type: ignore[attr-defined]
     assert MoreOptions.__annotations__.keys() == parameters.keys()
 
 

@@ -60,9 +60,8 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     assert runs(tmp_path) == [1] * 240  # each once
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
-    assert behind.count(slow) <= most + 3, (
-        seconds
-    )  # what it may have begun, and what is shorter than a message
+    # what it may have begun, and what is shorter than a message
+    assert behind.count(slow) <= most + 3, seconds
 
 
 def test_what_is_worth_a_message_goes_to_others_at_once(
@@ -77,9 +76,8 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
     found = pool.map(run, iter(items))
     assert runs(tmp_path) == [1] * 120
     slow = found[40][1]
-    assert [pid for _, pid in found[41:]].count(
-        slow
-    ) <= 4  # what it may have begun, and what is shorter than a message
+    # what it may have begun, and what is shorter than a message
+    assert [pid for _, pid in found[41:]].count(slow) <= 4
 
 
 def test_calls_that_are_taken_back_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
@@ -275,9 +273,8 @@ def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: No
     with pytest.raises(ValueError, match="item 0 is odd"):
         pool.map(noted, numbered(range(101, 3101, 200)))
     begun = list(itertools.chain(*noted.begun().values()))
-    assert {0, 14} <= set(begun) and len(
-        begun
-    ) <= 8  # two and two that wait behind them, then as many again
+    # two and two that wait behind them, then as many again
+    assert {0, 14} <= set(begun) and len(begun) <= 8
 
 
 def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:

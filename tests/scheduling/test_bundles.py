@@ -232,9 +232,8 @@ def test_values_and_gradients(
     if theirs[-1] is None:
         assert ours[-1] is None
     else:
-        torch.testing.assert_close(
-            ours[-1], theirs[-1], rtol=1e-12, atol=1e-12
-        )  # a sum of the workers' sums
+        # a sum of the workers' sums
+        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-12, atol=1e-12)
 
 
 def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
@@ -466,9 +465,8 @@ def test_tensors_of_many_sizes(
 def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
     """Results in shared memory, that one item's backward must find unchanged, have nothing to do
     with the others'."""
-    length = (
-        1 + BUCKETED_BYTES // 4
-    )  # those up to there are copied, which takes less time than calls of their own
+    # those up to there are copied, which takes less time than calls of their own
+    length = 1 + BUCKETED_BYTES // 4
     weights = [torch.full((length,), float(k), requires_grad=True) for k in range(2 * SIZE)]
     with torch.no_grad():
         items = pool2.map(lambda k: torch.full((length,), float(k)), range(2 * SIZE))
@@ -489,9 +487,8 @@ def test_they_travel_together(fresh_pool2: mpgrad.Pool, monkeypatch: pytest.Monk
     results = fresh_pool2.map(curve, xs)
     assert len({each.grad_fn for each in results}) == 4
     assert sum(worker.calls for worker in fresh_pool2.stats().workers) == len(xs)
-    with_chunks = fresh_pool2.map(
-        curve, xs, chunksize=2
-    )  # whoever says how large chunks are to be has one call an item
+    # whoever says how large chunks are to be has one call an item
+    with_chunks = fresh_pool2.map(curve, xs, chunksize=2)
     assert len({each.grad_fn for each in with_chunks}) == len(xs)
 
 

@@ -136,9 +136,8 @@ def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None
     # results.
     go, told = threading.Event(), []
     blocked = fresh_pool.submit(until, tmp_path / "go")
-    blocked.add_done_callback(
-        lambda _: go.wait(PATIENCE)
-    )  # before it is done: after that this thread would call it
+    # before it is done: after that this thread would call it
+    blocked.add_done_callback(lambda _: go.wait(PATIENCE))
     blocked.add_done_callback(told.append)
     (tmp_path / "go").touch()
     begin = time.monotonic()

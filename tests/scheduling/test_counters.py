@@ -60,9 +60,8 @@ def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
     chunks = CALLS // CHUNK
     assert chunks <= found.frames_sent <= chunks + AGAIN
     assert chunks <= found.frames_received <= chunks + AGAIN
-    assert found.bytes_sent <= found.frames_sent * CHUNK * (
-        80 + 55
-    )  # a tensor's bytes and its message
+    # a tensor's bytes and its message
+    assert found.bytes_sent <= found.frames_sent * CHUNK * (80 + 55)
     assert found.bytes_received <= CALLS * (80 + 55)
     assert found.system_calls <= 10 * chunks + 30
     assert found.bytes_copied == CALLS * 80 and found.slots_made == 0
@@ -107,9 +106,8 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
     for _ in range(3):  # until it is known to be cheap
         found = cost(pool, work)
     bundles = len({result.grad_fn for result in results})
-    assert (
-        -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6
-    )  # shorter ones where it took longer this time
+    # shorter ones where it took longer this time
+    assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6
     assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
     assert found.bytes_sent <= (CALLS + AGAIN * 48) * (
         80 + 30
@@ -229,9 +227,8 @@ def test_whoever_has_a_result_finds_it_in_the_figures(
             at_once.append(pool.stats())
         tell_if_finished(operation)
 
-    x = torch.ones(
-        2_000_000, requires_grad=True
-    )  # 8 MB, so that whole pages show it where nothing finer is counted
+    # 8 MB, so that whole pages show it where nothing finer is counted
+    x = torch.ones(2_000_000, requires_grad=True)
     with mpgrad.Pool(1, graphs="keep", graph_memory="1 GiB") as pool:
         y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import fractions
 import gc
@@ -25,6 +26,7 @@ import torch
 
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
+from mpgrad.calls import operations
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import NEAR
 from mpgrad.scheduling.worker_handle import UnderWay
@@ -395,6 +397,44 @@ def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert errors == [] and len(by_task) < 300
+
+
+class Watched(collections.deque[Any]):
+    """Knows which threads change it."""
+
+    changed_by: set[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("append", "appendleft", "extend", "extendleft", "popleft"):
+            self.changed_by.add(threading.current_thread().name)
+        return super().__getattribute__(name)
+
+
+def test_the_queue_is_the_scheduling_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom, once in some hundred runs of all tests: "deque mutated during iteration", and the
+    # pool was broken. cause: an operation failed, so the scheduling thread went through the queues
+    # of all, while another thread added calls to its own.
+    queues: list[Watched] = []
+    made = operations.Operation.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.queue = Watched()
+        self.queue.changed_by = set()
+        queues.append(self.queue)
+
+    monkeypatch.setattr(operations.Operation, "__init__", watched)
+    with mpgrad.Pool(2) as pool:
+        results = [
+            *pool.map(torch.neg, [torch.ones(1)] * 100),
+            *pool.imap(torch.neg, [torch.ones(1)] * 100),
+        ]
+        future = pool.submit(torch.neg, pool.submit(torch.neg, torch.ones(1)))
+        with pytest.raises(ZeroDivisionError):
+            pool.map(lambda n: 1 / n, [1, 0] * 50)
+        assert len(results) == 200 and future.result() == 1
+    threads = set().union(*(queue.changed_by for queue in queues))
+    assert len(threads) == 1 and threading.current_thread().name not in threads
 
 
 def forgets_its_next_sum() -> None:

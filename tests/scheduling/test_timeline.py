@@ -423,9 +423,8 @@ def test_the_clock_of_another_machine() -> None:
     assert [one["name"] for one, _ in pairs] == [other["name"] for _, other in pairs]
     for one, other in pairs:
         assert one["dur"] == pytest.approx(other["dur"], abs=1000)
-        assert one["ts"] == pytest.approx(
-            other["ts"], abs=1000
-        )  # half of the quickest way there and back is 1 ms
+        # half of the quickest way there and back is 1 ms
+        assert one["ts"] == pytest.approx(other["ts"], abs=1000)
 
 
 @pytest.mark.quick

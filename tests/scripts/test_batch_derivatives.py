@@ -53,9 +53,8 @@ def test_every_way_is_timed_at_every_size(tmp_path: Path, script: Any) -> None:
 
 
 def test_memory_of_fresh_processes(script: Any) -> None:
-    assert (
-        script.fresh_peak("batched", (1000, 500), 1) > 8 * 1000 * 1000 * 2
-    )  # at least two matrices of all rows
+    # at least two matrices of all rows
+    assert script.fresh_peak("batched", (1000, 500), 1) > 8 * 1000 * 1000 * 2
 
 
 def test_a_wrong_way_stops_the_run(

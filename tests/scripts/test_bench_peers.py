@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_peers.py"
 LIMIT = 58  # seconds on a busy machine; a quiet one takes 10
+# Ray takes long
 SYSTEMS = [
     "serial",
     "serial, at once",
@@ -23,7 +24,7 @@ SYSTEMS = [
     "ProcessPoolExecutor",
     "torch Pool, arrays",
     "mpgrad",
-]  # Ray takes long
+]
 
 
 def test_systems_side_by_side(tmp_path: Path) -> None:

@@ -59,8 +59,7 @@ def test_growth_that_is_quadratic_shows(script: Any) -> None:
 
 def test_the_smallest_grain(script: Any) -> None:
     few, many = script.Costs([(0.0, 20e-6, 50e-6)]), script.Costs([(0.0, 30e-6, 50e-6)])
-    assert script.smallest_grain(2, {2: few, 64: many}) == pytest.approx(
-        4 * 50e-6
-    )  # what workers do themselves
+    # what workers do themselves
+    assert script.smallest_grain(2, {2: few, 64: many}) == pytest.approx(4 * 50e-6)
     assert script.smallest_grain(16, {2: few, 64: many}) == pytest.approx(0.8 * 16 * 20e-6)
     assert script.smallest_grain(256, {2: few, 64: many}) == pytest.approx(0.8 * 256 * 30e-6)

@@ -36,9 +36,8 @@ def test_rows_of_grains_and_copies(tmp_path: Path, rows: tuple[str, ...]) -> Non
     assert [figure["row"].partition(":")[0] for figure in figures if figure["aim"]] == ROWS[rows]
     assert {figure["row"].partition(":")[0] for figure in figures} == set(rows)
     for figure in figures:
-        has_run = (
-            figure["value"] > 0 or "CPU time" in figure["name"]
-        )  # which is counted in ticks of 10 ms
+        # which is counted in ticks of 10 ms
+        has_run = figure["value"] > 0 or "CPU time" in figure["name"]
         assert has_run and figure["row"] in table
         assert len(figure["rounds"]) == 1
         if figure["aim"]:
@@ -58,9 +57,8 @@ def test_row_of_memory(tmp_path: Path) -> None:
     figures, table = quick_figures(SCRIPT, tmp_path, "--rows", "memory", "--calls", "100")
     values = {figure["name"]: figure["value"] for figure in figures}
     assert values["PSS of an idle worker"] > values["USS of an idle worker"] > 1
-    assert (
-        values["peak of PSS and shared memory, over that before all"] > 4
-    )  # as many tensors of 1 MB
+    # as many tensors of 1 MB
+    assert values["peak of PSS and shared memory, over that before all"] > 4
     assert {"growth of the caller", "growth of the workers"} <= set(
         values
     ) and "memory: 100 calls" in table

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from tqdm import tqdm
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2] / "scripts" / "examples")
-)  # as for a script that is run from there
+# as for a script that is run from there
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
 
 import foce
 import phenobarbital
@@ -415,11 +414,9 @@ class TestComplaints:
         other = at_start._replace(gradient=zero + pool_gradient)
         return list(
             complaints(
-                fitted._replace(**changes),  # type: ignore[arg-type]
-                Comparison([at_start], [other], [0.0]),
-                with_nonmem,
+                fitted._replace(**changes), Comparison([at_start], [other], [0.0]), with_nonmem
             )
-        )
+        )  # type: ignore[arg-type]
 
     def test_none_about_nonmems_own_fit(self) -> None:
         assert self.complaints() == []

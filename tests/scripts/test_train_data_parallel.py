@@ -47,9 +47,8 @@ def test_all_ways_train_the_same_model(quick: tuple[str, dict[str, Any]]) -> Non
     for row in record["ways"]:
         assert row["losses"] == pytest.approx(one, rel=record["tolerance"])
         assert row["largest_loss_difference"] <= record["tolerance"]
-        assert row["accuracy"] == pytest.approx(
-            record["ways"][0]["accuracy"], abs=0.01
-        )  # an image between two digits
+        # an image between two digits
+        assert row["accuracy"] == pytest.approx(record["ways"][0]["accuracy"], abs=0.01)
 
 
 @pytest.mark.slow

@@ -280,9 +280,8 @@ class SimulatedWorker:
         self.slab = SimulatedSlab(number << OWNER_BITS)
         world.slabs[self.slab.number] = self.slab
         self.numbers = self.slab.memory[:WHEREABOUTS_BYTES].cast("q")
-        self.functions: dict[
-            int, tuple[int, int | None]
-        ] = {}  # its code, and the address of its captures
+        # its code, and the address of its captures
+        self.functions: dict[int, tuple[int, int | None]] = {}
         self.codes: set[int] = set()
         self.slabs: set[int] = set()  # that it was told of
         self.graphs: dict[int, WorkerGraph] = {}
@@ -829,9 +828,8 @@ class SimulatedLink:
         elif self._had_farewell is not None:
             part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
-            part.unsure_deaths += (
-                1  # it was about to leave it out; the scheduler may have taken it back
-            )
+            # it was about to leave it out; the scheduler may have taken it back
+            part.unsure_deaths += 1
         elif has_begun:
             part.deaths += 1
         else:

@@ -111,9 +111,8 @@ def program_of(seed: int) -> Program:
     )
     retries, keeps = choose.randrange(3), choose.random() < 0.3
     if not (retries or keeps):
-        rates = rates._replace(
-            trim=0.0
-        )  # workers then drop no graph, as nobody could make it again
+        # workers then drop no graph, as nobody could make it again
+        rates = rates._replace(trim=0.0)
     kinds = choose.choices(list(STEPS), list(STEPS.values()), k=choose.randrange(10, 60))
     return Program(
         seed=seed,
@@ -473,9 +472,8 @@ class History:
             if any(each.graph is None for each in parts):
                 continue  # the engine would hold them
             self.note(f"the sum of backward {graph_task} is asked for")
-            self.world.environments[graph_task].add(
-                self.environment.now
-            )  # parts that are lost are sent once more
+            # parts that are lost are sent once more
+            self.world.environments[graph_task].add(self.environment.now)
             expected = sum(each.task.number for each in parts)
             try:
                 found = adapter.sum_of_captures(home, graph_task)
@@ -570,9 +568,8 @@ class History:
             worker.die(-9)
 
     def hang(self) -> None:
-        alive = [
-            each for each in self.world.workers if each.alive and each.is_ready
-        ]  # starts have no time-out
+        # starts have no time-out
+        alive = [each for each in self.world.workers if each.alive and each.is_ready]
         worker = self.choose([each for each in alive if each.at_call] or alive)
         if worker is not None:
             self.note(f"worker {worker.number} hangs")

@@ -402,17 +402,10 @@ NOT_TORCH |= {
     "_shape_",
 }
 NOT_TORCH |= {"_bit_generator", "_init_quad", "_rand", "_seed_seq"}
-INSTANCES = {
-    "_modules",
-    "_parameters",
-    "_buffers",
-}  # dictionaries of each module, without which it is none
-ONLY_FOR_THE_COMPILER = {
-    "_dynamo",
-    "set_code_exec_strategy",
-    "_FrameAction",
-    "_FrameExecStrategy",
-}  # see `never_compile`
+# dictionaries of each module, without which it is none
+INSTANCES = {"_modules", "_parameters", "_buffers"}
+# see `never_compile`
+ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}
 
 
 def is_private(name: str) -> bool:
@@ -449,9 +442,8 @@ def private_names() -> set[tuple[str, str]]:
             is_private(node.attr)
             and node.attr not in ours | NOT_TORCH | INSTANCES | OF_THE_COMPILER
         ):
-            found.add(
-                (OF_CLASSES[node.attr], node.attr)
-            )  # a KeyError: say above what has it, or that it is not PyTorch's
+            # a KeyError: say above what has it, or that it is not PyTorch's
+            found.add((OF_CLASSES[node.attr], node.attr))
     for node in nodes:
         if (
             isinstance(node, ast.ImportFrom)

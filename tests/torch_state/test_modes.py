@@ -20,9 +20,8 @@ pytestmark = pytest.mark.quick
 
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
-    before = sum(
-        len(worker.graphs) for worker in pool._scheduler.workers.values()
-    )  # of tests before, being released
+    # of tests before, being released
+    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())
     with torch.no_grad():
         ((enabled, needs_grad, y),) = pool.map(
             lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x]
@@ -212,9 +211,8 @@ def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
     try:
         assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
     finally:
-        torch.set_float32_matmul_precision(
-            "highest"
-        )  # which leaves newer settings at "ieee": they would travel from now on
+        # which leaves newer settings at "ieee": they would travel from now on
+        torch.set_float32_matmul_precision("highest")
         for backend in (torch.backends.mkldnn, torch.backends.cuda):
             if hasattr(backend.matmul, "fp32_precision"):
                 backend.matmul.fp32_precision = "none"

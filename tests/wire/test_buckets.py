@@ -35,9 +35,8 @@ pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
 
-NAN = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(
-    torch.float32
-)  # with a message; minus zero
+# with a message; minus zero
+NAN = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
 GROUPS = {
     "ragged": [torch.arange(n, dtype=torch.float32) for n in (3, 4, 1, 17, 2)],
     "numbers": [torch.tensor(float(n), dtype=torch.float64) for n in range(9)],

@@ -157,9 +157,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 def test_backwards_of_all_kinds(crossing: str) -> None:
     items = ragged(ZERO)
-    weight = (
-        torch.randn(4).to(ZERO).requires_grad_()
-    )  # always the same: some make sums of second derivatives ill-conditioned
+    # always the same: some make sums of second derivatives ill-conditioned
+    weight = torch.randn(4).to(ZERO).requires_grad_()
 
     def grads(results: list[Tensor]) -> list[Tensor]:
         inputs = [weight, *items]
@@ -244,9 +243,8 @@ def test_device_moves_all_there_and_back(workers: Any, crossing: str) -> None:
                 inputs.grad = None
             result, seen, made = pool.apply(fn, (x, y), device=ONE)
             assert seen == [ONE] * 3
-            assert (
-                result.device == x.device and made.device.type == "cpu"
-            )  # the first input's; and as the function made it
+            # the first input's; and as the function made it
+            assert result.device == x.device and made.device.type == "cpu"
             result.sum().backward()
             assert captured.grad is not None and captured.grad.device.type == "cpu"
             assert torch.equal(captured.grad, x.detach().cpu())
@@ -669,9 +667,8 @@ def test_derivatives_by_other_ways(crossing: str) -> None:
         same(batched, torch.diag(slopes.cpu()).to(ZERO))
         same(torch.func.grad(lambda x: pool.map(fn, [x])[0].sum())(x), slopes)
         same(torch.func.jvp(lambda x: pool.map(fn, [x])[0], (x,), (torch.ones_like(x),))[1], slopes)
-        (jacobian,) = mpgrad.jacobian(
-            fn, [x], pool=pool, mode="reverse"
-        )  # the others want views that this device has not
+        # the others want views that this device has not
+        (jacobian,) = mpgrad.jacobian(fn, [x], pool=pool, mode="reverse")
         same(jacobian, torch.diag(slopes.cpu()).to(ZERO))
         (per_item,) = mpgrad.per_item_grad(pool.map(lambda x: fn(x).sum(), [x]), weight)
         same(per_item, (x * (x * weight).cos()).detach())
