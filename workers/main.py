@@ -36,6 +36,7 @@ from mpgrad.environment import FOLLOWER, PLACE
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
+from mpgrad.pickling.reducers import share_loaded_scripts
 from mpgrad.system import PORTABLE, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
@@ -335,6 +336,7 @@ def settle(start: Start, number: int) -> None:
     torch.set_num_threads(start.threads or 1)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
+    share_loaded_scripts()
     PLACED.begin()
     CHECKPOINTS.watch()
     HOOKS.watch()

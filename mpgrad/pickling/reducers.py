@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import itertools
 import sys
 import threading
@@ -50,7 +51,12 @@ from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
-from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
+from mpgrad.torch_state.private import (
+    compiled_in_place,
+    load_archive,
+    load_script,
+    parametrize_again,
+)
 
 __all__ = [
     "INHERITED",
@@ -731,6 +737,21 @@ def loaded_script(code: bytes) -> torch.jit.ScriptModule:
     if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
         return load_script(code)
     return copy.deepcopy(load_once(code))
+
+
+def share_loaded_scripts() -> None:
+    """Make `torch.jit.load`, in a worker process, load what was saved in memory only once.
+
+    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, thus in each map.
+    """
+
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(f) is io.BytesIO and not (args or kwargs):
+            return loaded_script(f.read())
+        return load_archive(f, *args, **kwargs)
+
+    torch.jit.load = functools.update_wrapper(load, load_archive)
+    load.__module__ = "torch.jit"  # where pickle finds this one
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:

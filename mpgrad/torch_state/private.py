@@ -100,6 +100,7 @@ __all__ = [
     "level_count",
     "level_of",
     "levels_of",
+    "load_archive",
     "load_script",
     "made_by_compiler",
     "name_of_mode",
@@ -890,13 +891,15 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
     return copies[id(network)]  # type: ignore[no-any-return]
 
 
+load_archive: Any = torch.jit.load  # PyTorch's own, also in workers
+
+
 def load_script(code: bytes) -> torch.jit.ScriptModule:
     """What `save_to_buffer` of a scripted module or function has saved."""
-    load: Any = torch.jit.load
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)  # said to the one who scripted it
-        module: torch.jit.ScriptModule = load(io.BytesIO(code))
+        module: torch.jit.ScriptModule = load_archive(io.BytesIO(code))
     return module
 
 

@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import functools
 import gc
+import io
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -663,6 +665,46 @@ def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(
         scripted.calls = 4
         assert pool.map(lambda x: scripted(x).item(), [torch.ones(())]) == [15.0]
     assert len(loads) == 2
+
+
+class Generated(torch.nn.Module):
+    """Saves its script by itself, as e3nn's classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.script = torch.jit.script(Counting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.script(x) * self.scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = io.BytesIO()
+        torch.jit.save(self.script, saved)
+        modules = {name: each for name, each in self._modules.items() if name != "script"}
+        return {**self.__dict__, "_modules": modules, "saved": saved.getvalue()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.script = torch.jit.load(io.BytesIO(saved))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_that_a_class_saves_is_loaded_once(nursery: mpgrad.Pool) -> None:
+    generated = Generated()
+
+    def loads(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+        same = pickle.loads(pickle.dumps(torch.jit.load)) is torch.jit.load
+        return generated(x), reducers.load_once.cache_info().misses, same
+
+    with mpgrad.Pool(1) as pool:
+        found = [pool.map(loads, [torch.ones(())])[0] for _ in range(3)]
+        generated.script.calls = 1
+        (other,) = pool.map(loads, [torch.ones(())])
+    # its counter begins anew in each map
+    assert [each[0].item() for each in found] == [4.0] * 3 and other[0].item() == 8.0
+    assert [each[1] for each in (*found, other)] == [1, 1, 1, 2] and found[0][2]
 
 
 def traced_with_a_tensor() -> Any:
