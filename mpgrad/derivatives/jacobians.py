@@ -244,8 +244,7 @@ def vjp(
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
             A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a
-                list
-            of lists.
+            list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
