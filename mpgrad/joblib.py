@@ -8,8 +8,7 @@ functions.
     [2] submit: an operation of the pool, like a `starmap_async`
     [3] it is done                                                   the pool's thread for callbacks
     [4] joblib's callback, which has the next batch submitted        a thread of our own
-    [5] results, and the nodes of their graphs, are made             whoever iterates over what
-    Parallel gives
+    [5] results, and the nodes of their graphs, are made             whoever iterates over results
 
 [4] has a thread because it takes from the caller's iterable, whose code may take long; other
 callbacks of the pool would wait. It runs under the modes of the thread that called Parallel. Caller

@@ -7,8 +7,7 @@ the program prints, with "..." for what differs from run to run. What cannot run
 
     pip install '.[docs]'
     python scripts/pages.py                                      # all pages
-    python scripts/pages.py docs/tutorials/*.md --pictures       # put what they draw into
-    docs/pictures
+    python scripts/pages.py docs/tutorials/*.md --pictures       # draws docs/pictures anew
 """
 
 from __future__ import annotations

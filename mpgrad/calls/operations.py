@@ -464,9 +464,8 @@ def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
 class Submitted(Operation):
     """A chain of calls that may be under way, or done, before anybody asks for a value.
 
-        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as
-        soon as it comes b.result()                               gives both calls their nodes, a's
-        first
+        a = submit(f, x); b = submit(g, a)    the scheduler puts a's outcome into g's call
+        b.result()                            gives both calls their nodes, a's first
     Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which
     get their memory when somebody does. Its graph is hidden so long, and gradients go to it from
     worker to worker.

@@ -3,7 +3,7 @@ something changed.
 
     the function's pickle        names what it wants: simmod.f
     the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses;
-    and what these use, and so on
+                                 and what these use, and so on
 cloudpickle would pickle all of it with each function and each item. Here functions and items go by
 name, and an operation has one state beside its function, which workers keep. While nothing has been
 written (`ContentWatch`), nothing is pickled or sent.

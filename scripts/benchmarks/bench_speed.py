@@ -13,8 +13,7 @@ this one's.
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
-    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run
-    leaves behind
+    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000  # a long run
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ steps a penalty on the gradients of the items makes it second order. Both runs h
 same parameters, bit for bit. Meanwhile a thread takes a random worker at random moments, several
 within a millisecond at times, and
 
-    kills it (SIGKILL)                          its calls go to others, another worker takes its
-    place stops it (SIGSTOP)                          nobody sees that, until a call exceeds the
-    pool's timeout: then likewise slows it down (SIGSTOP, and soon SIGCONT)   it goes on, unless it
-    was slow for longer than the timeout
+    kills it (SIGKILL)                  its calls go to others, another worker takes its place
+    stops it (SIGSTOP)                  nobody sees that, until a call exceeds the pool's timeout:
+                                        then likewise
+    slows it down (SIGSTOP, and soon    it goes on, unless it was slow for longer than the timeout
+    SIGCONT)
 
 A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow
 each other faster than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is
