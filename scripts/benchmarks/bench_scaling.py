@@ -12,7 +12,7 @@ this grain on:
 Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a
 log-log picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
-    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png  # ten minutes
+    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png
 """
 
 from __future__ import annotations
