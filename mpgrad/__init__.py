@@ -1,11 +1,15 @@
 """mpgrad: a worker pool for PyTorch whose `map`, `reduce` and friends are differentiable.
 
-``pool.map(fn, items)`` is the serial loop ``[fn(x) for x in items]`` run on worker processes: the same values, the same
-gradients, the same exceptions. Only the time differs; docs/guarantees.md lists what else may be told.
+``pool.map(fn, items)`` is the serial loop ``[fn(x) for x in items]`` run on worker processes: the
+same values, the same gradients, the same exceptions. Only the time differs; docs/guarantees.md
+lists what else may be told.
 """
 
-import concurrent.futures.process as _process  # noqa: F401  # both ask `threading` for something when they are imported,
-import concurrent.futures.thread as _thread  # noqa: F401  # which it refuses once the main thread has ended
+# both ask `threading` for something when they are imported,
+import concurrent.futures.process as _process  # noqa: F401
+
+# which it refuses once the main thread has ended
+import concurrent.futures.thread as _thread  # noqa: F401
 import importlib as _importlib
 import typing as _typing
 
@@ -116,7 +120,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Everything is imported when it is first asked for: workers need a third of it, and start so much sooner."""
+    """Everything is imported when it is first asked for: workers need a third of it, and start so
+    much sooner."""
     if name in ("joblib", "nn", "testing"):  # the first is not in `__all__`: it needs joblib
         return _importlib.import_module(f"mpgrad.{name}")
     if name not in _HOMES:
@@ -124,7 +129,8 @@ def __getattr__(name: str) -> _typing.Any:
     try:
         found = getattr(_importlib.import_module(_HOMES[name]), name)
     except (AttributeError, ImportError):
-        _importlib.import_module("mpgrad.torch_state.behaviours").check()  # where a part of PyTorch is missing, it says which
+        # where a part of PyTorch is missing, it says which
+        _importlib.import_module("mpgrad.torch_state.behaviours").check()
         raise
     globals()[name] = found
     return found

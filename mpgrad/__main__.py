@@ -15,14 +15,17 @@ INTERRUPTED = 130  # as a shell has it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mpgrad", description="A worker pool for PyTorch, with gradients.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mpgrad", description="A worker pool for PyTorch, with gradients."
+    )
     parser.add_argument("--version", action="version", version=f"mpgrad {mpgrad.__version__}")
     summary = "doctor: whether a pool works here, what is amiss, and what to do about it; "
     summary += "exit status 1 where no pool can work"
     parser.add_argument("command", metavar="COMMAND", choices=["doctor"], help=summary)
     parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding is no reason to fail
+        # a terminal's encoding is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = doctor.run()
         sys.stdout.flush()

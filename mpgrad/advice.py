@@ -1,7 +1,9 @@
-"""The question that comes first: does a pool pay? `mpgrad.advise` runs a sample of the items and says so.
+"""The question that comes first: does a pool pay? `mpgrad.advise` runs a sample of the items and
+says so.
 
-A worker runs the loop, because it has copies of the items and of all that the function reaches. So the caller's tensors and
-modules stay as they are. Pools run the same items. Loop and pools take turns, so that noise of the machine meets them alike.
+A worker runs the loop, because it has copies of the items and of all that the function reaches. So
+the caller's tensors and modules stay as they are. Pools run the same items. Loop and pools take
+turns, so that noise of the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ T = TypeVar("T")
 Function = Callable[[Any], Any]
 
 LEAST_GAIN = 1.15  # below which a pool is not worth the change
-SAMPLE_SHARE, LONG_SHARE = 0.1, 0.3  # of the time, for the sample; if it takes the second one, all is run once
+# of the time, for the sample; if it takes the second one, all is run once
+SAMPLE_SHARE, LONG_SHARE = 0.1, 0.3
 FEWEST, FEWEST_LONG, MOST_SAMPLED = 4, 2, 512  # items in the sample
 ROUNDS, WARM_UPS = 6, 1  # in the first one functions are sent, and pools learn what an item costs
 LARGE_SHARE = 0.2  # of a pool's time, from which on it is worth a remark
@@ -99,13 +102,22 @@ class Advice:
         return statistics.fmean(self.item_seconds) * self.items
 
     def seconds(self, workers: int) -> float:
-        """What all items take in a pool of so many workers that was measured, forward and backward."""
+        """What all items take in a pool of so many workers that was measured, forward and
+        backward."""
         # a small sample may not keep all workers busy
-        return self.pool_seconds[workers] * self._at_best(self.items, workers) / self._at_best(len(self.item_seconds), workers)
+        return (
+            self.pool_seconds[workers]
+            * self._at_best(self.items, workers)
+            / self._at_best(len(self.item_seconds), workers)
+        )
 
     def _at_best(self, items: int, workers: int) -> float:
-        """What so many items take if nothing is lost: no number of workers is faster than the longest item."""
-        return max(statistics.fmean(self.item_seconds) * items / min(workers, items), max(self.item_seconds))
+        """What so many items take if nothing is lost: no number of workers is faster than the
+        longest item."""
+        return max(
+            statistics.fmean(self.item_seconds) * items / min(workers, items),
+            max(self.item_seconds),
+        )
 
     @property
     def is_doubtful(self) -> bool:
@@ -115,7 +127,10 @@ class Advice:
     def obstacles(self) -> Iterator[str]:
         """What keeps the pool from being faster, each with its remedy."""
         mean, longest = statistics.fmean(self.item_seconds), max(self.item_seconds)
-        pool, at_best = self.pool_seconds[self.processes], self._at_best(len(self.item_seconds), self.processes)
+        pool, at_best = (
+            self.pool_seconds[self.processes],
+            self._at_best(len(self.item_seconds), self.processes),
+        )
         if self.capture_bytes / COPIED_PER_SECOND > LARGE_SHARE * at_best:
             size = f"each map copies {self.capture_bytes / MIB:.3g} MiB of captures"
             yield f"Captures are large: {size}. Give each item its part as an argument."
@@ -123,44 +138,69 @@ class Advice:
             size = f"an item and its result have {self.item_bytes / MIB:.3g} MiB"
             yield f"Tensors are large: {size}. Have the function return less (a loss, a sum)."
         elif mean < LONG and pool - at_best > LARGE_SHARE * pool:
-            yield f"Items are small: {length_of(mean)} each. Put several into one: stack them, or use torch.vmap."
+            yield (
+                f"Items are small: {length_of(mean)} each. Put several into one: stack them, or "
+                "use torch.vmap."
+            )
         if self.items > self.processes and longest > self.loop_seconds / max(self.processes, 2):
-            yield f"One item takes {length_of(longest)}, and no pool is faster than that. Divide it."
+            yield (
+                f"One item takes {length_of(longest)}, and no pool is faster than that. Divide it."
+            )
         if self.cpus_of_loop < WAITING and not self.is_doubtful:
             used = f"the loop used {self.cpus_of_loop:.0%} of a CPU"
-            yield f"The function waits: {used}. If it waits for files, say, take more workers than CPUs."
+            yield (
+                f"The function waits: {used}. If it waits for files, say, take more workers than "
+                "CPUs."
+            )
 
     def __str__(self) -> str:
         use = "Use a pool" if self.pays else "Do not use a pool"
-        lines = [f"{use}: mpgrad.Pool({self.processes}) is about {self.speed_up:.2g} times as fast as the loop."]
+        lines = [
+            f"{use}: mpgrad.Pool({self.processes}) is about {self.speed_up:.2g} times as fast as "
+            "the loop."
+        ]
         if self.is_doubtful:
             others = f"other programs used {self.cpus_of_others:.1f} of {self.cpus} CPUs"
-            lines.append(f"The machine was busy ({others}), so this may be wrong: ask again when they have ended.")
+            lines.append(
+                f"The machine was busy ({others}), so this may be wrong: ask again when they have "
+                "ended."
+            )
         median, longest = statistics.median(self.item_seconds), max(self.item_seconds)
         lines += [
             "",
             f"items       {self.items}, of which {len(self.item_seconds)} were run",
             f"one item    {length_of(median)} (median; the longest {length_of(longest)})",
             f"loop        {length_of(self.loop_seconds)}",
-            *(f"pool of {workers:<3} {length_of(self.seconds(workers))}" for workers in self.pool_seconds),
+            *(
+                f"pool of {workers:<3} {length_of(self.seconds(workers))}"
+                for workers in self.pool_seconds
+            ),
             *(f"! {each}" for each in self.obstacles()),
         ]
         return "\n".join(lines)
 
 
-def advise(fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.0, processes: int | None = None) -> Advice:
-    """Say whether ``pool.map(fn, items)`` is faster than the loop, and with how many workers: run a sample of the items.
+def advise(
+    fn: Callable[[T], object],
+    items: Iterable[T],
+    *,
+    seconds: float = 5.0,
+    processes: int | None = None,
+) -> Advice:
+    """Say whether ``pool.map(fn, items)`` is faster than the loop, and with how many workers: run a
+    sample of the items.
 
-    The sample is run in the loop and in pools, forward and backward. The loop has one intra-op thread, and then as many as your
-    program (`torch.get_num_threads`); the faster one counts. A worker of a pool has one. Copies are run: your tensors,
-    gradients and generators stay as they were. What `fn` does outside of Python (to files, say) it does as often as it is run.
+    The sample is run in the loop and in pools, forward and backward. The loop has one intra-op
+    thread, and then as many as your program (`torch.get_num_threads`); the faster one counts. A
+    worker of a pool has one. Copies are run: your tensors, gradients and generators stay as they
+    were. What `fn` does outside of Python (to files, say) it does as often as it is run.
 
     Args:
         fn: as for `Pool.map`.
         items: as for `Pool.map`; at least one. A generator is used up.
         seconds: for the trial, about. Of long items two are run: once in each loop and pool.
-        processes: the most workers to try, and never more than there are CPUs, which is what None means. A pool of half as
-            many is tried too.
+        processes: the most workers to try, and never more than there are CPUs, which is what None
+            means. A pool of half as many is tried too.
 
     Raises:
         ValueError: there are no items; `seconds` is not above 0; `processes` is less than 1.
@@ -191,7 +231,9 @@ def advise(fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.
         for threads in sorted({1, torch.get_num_threads()}):
             loops[threads] = stack.enter_context(Pool(1, threads_per_worker=threads))
         pools: dict[int, Pool] = {}
-        for workers in sorted({most, max(most // 2, min(most, 2))}):  # half: two CPUs may share a core
+        for workers in sorted(
+            {most, max(most // 2, min(most, 2))}
+        ):  # half: two CPUs may share a core
             pools[workers] = stack.enter_context(Pool(workers))
             pools[workers].map(abs, [1], 1)  # starts the workers
         for pool in (*loops.values(), *pools.values()):
@@ -212,11 +254,16 @@ def advise(fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.
             for workers, pool in pools.items():
                 taken, results = timed_map(pool, function, sample, captures)
                 pool_rounds[workers].append(taken)
-    each_loop = [[statistics.median(warm(item)) for item in zip(*rounds, strict=True)] for rounds in loop_rounds.values()]
+    each_loop = [
+        [statistics.median(warm(item)) for item in zip(*rounds, strict=True)]
+        for rounds in loop_rounds.values()
+    ]
     return Advice(
         items=len(items),
         item_seconds=min(each_loop, key=sum),
-        pool_seconds={workers: statistics.median(warm(rounds)) for workers, rounds in pool_rounds.items()},
+        pool_seconds={
+            workers: statistics.median(warm(rounds)) for workers, rounds in pool_rounds.items()
+        },
         capture_bytes=bytes_of(captures),
         item_bytes=bytes_of(tensors_of([sample, results])) / len(sample),
         cpus=cpus,
@@ -232,7 +279,8 @@ class LoopTimer:
         self.function = function
 
     def __call__(self, items: Sequence[Any]) -> tuple[list[float], float]:
-        """The seconds of each item, forward and backward; and how many CPUs all of them kept busy."""
+        """The seconds of each item, forward and backward; and how many CPUs all of them kept
+        busy."""
         captures = pickled_function(self.function).captures  # the worker's own
         inputs = [inputs_of([item], captures) for item in items]
         seconds = []
@@ -244,8 +292,11 @@ class LoopTimer:
         return seconds, (time.process_time() - cpu_begin) / (time.perf_counter() - begin)
 
 
-def first_loop(loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float) -> tuple[list[Any], list[float], float]:
-    """Choose the sample, the largest item and others at random, so that it takes a part of these seconds in the loop.
+def first_loop(
+    loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float
+) -> tuple[list[Any], list[float], float]:
+    """Choose the sample, the largest item and others at random, so that it takes a part of these
+    seconds in the loop.
 
     Returns the sample, the seconds of each item, and how many CPUs they kept busy.
     """
@@ -283,12 +334,19 @@ def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[to
 
 
 def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-    """Run one backward from all results, if there is anything to it, and throw the gradients away."""
+    """Run one backward from all results, if there is anything to it, and throw the gradients
+    away."""
     outputs = differentiable(results)
-    if len({(each.shape, each.dtype, each.device) for each in outputs}) == 1 and not outputs[0].dim():
-        outputs = [torch.stack(outputs).sum()]  # losses: a gradient for each would take a third of a tiny item's time
+    if (
+        len({(each.shape, each.dtype, each.device) for each in outputs}) == 1
+        and not outputs[0].dim()
+    ):
+        # losses: a gradient for each would take a third of a tiny item's time
+        outputs = [torch.stack(outputs).sum()]
     if outputs and inputs:
-        torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
+        torch.autograd.grad(
+            outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True
+        )
 
 
 def warm(values: Sequence[float]) -> Sequence[float]:

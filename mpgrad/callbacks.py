@@ -1,15 +1,20 @@
-"""A thread for users' code that a pool runs by itself: callbacks, handlers of `logging`, writes to the caller's streams.
+"""A thread for users' code that a pool runs by itself: callbacks, handlers of `logging`, writes to
+the caller's streams.
 
-That code takes its time, waits for the pool, and needs locks that the caller's threads may hold meanwhile. The scheduling
-thread feeds all workers and delivers all results, so it must not run any of that code. It queues it for this second thread:
+That code takes its time, waits for the pool, and needs locks that the caller's threads may hold
+meanwhile. The scheduling thread feeds all workers and delivers all results, so it must not run any
+of that code. It queues it for this second thread:
 
-    scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the pool's own records
+    scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the
+                                   pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
-Every other thread that calls `later` is the caller's, as with engine "inline", or after the end of the pool. It runs the code
-at once. A caller that waits does not run what is queued by itself: it may hold the lock, not reentrant, that a stream needs.
-Guarantees: what is queued runs once, in order, and before the pool has been joined. A caller that gets a result has seen what
-    its call printed and logged, unless the thread makes no progress for `PATIENCE` seconds.
+Every other thread that calls `later` is the caller's, as with engine "inline", or after the end of
+the pool. It runs the code at once. A caller that waits does not run what is queued by itself: it
+may hold the lock, not reentrant, that a stream needs.
+Guarantees: what is queued runs once, in order, and before the pool has been joined. A caller that
+    gets a result has seen what its call printed and logged, unless the thread makes no progress for
+    `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +45,14 @@ class Behind(NamedTuple):
 
 
 class CallbackThread(threading.Thread):
-    """The thread of a pool that runs users' code in the order in which the scheduling thread has queued it."""
+    """The thread of a pool that runs users' code in the order in which the scheduling thread has
+    queued it."""
 
     def __init__(self) -> None:
         super().__init__(name="mpgrad-callbacks", daemon=True)
         self._acts = queue.SimpleQueue[Callable[[], object] | None]()
-        # Callers compare these two at each wait. Each has one thread that writes it, so there is no lock.
+        # Callers compare these two at each wait. Each has one thread that writes it, so there is no
+        # lock.
         self.added = 0
         self.done = 0
         self._stuck_at = -1
@@ -57,8 +64,8 @@ class CallbackThread(threading.Thread):
         In this thread, where a callback waits for the pool, it returns at once.
 
         Args:
-            patience: seconds without progress after which it returns, -1 for none. Until there is some progress, no further
-                caller waits then.
+            patience: seconds without progress after which it returns, -1 for none. Until there is
+                some progress, no further caller waits then.
         """
         if threading.current_thread() is self or (self._stuck_at == self.done and patience >= 0):
             return
@@ -91,7 +98,9 @@ class CallbackThread(threading.Thread):
             try:
                 act()
             except BaseException:  # SystemExit, too: others are still to be told
-                with contextlib.suppress(BaseException):  # of a handler: the record of it cannot be given either
+                with contextlib.suppress(
+                    BaseException
+                ):  # of a handler: the record of it cannot be given either
                     report(logging.ERROR, "a callback of a future raised", with_traceback=True)
             del act  # it may hold the result of a call, and the next one may be long in coming
             self.done += 1
@@ -108,7 +117,8 @@ class OfThread(threading.local):
     callbacks: CallbackThread | None = None
 
     def after_fork(self) -> None:
-        """A worker that a scheduling thread forks is none, and its pool's other thread is not there."""
+        """A worker that a scheduling thread forks is none, and its pool's other thread is not
+        there."""
         self.callbacks = None
 
 
@@ -117,7 +127,8 @@ os.register_at_fork(after_in_child=OF_THREAD.after_fork)
 
 
 def later(act: Callable[..., object], *arguments: object) -> None:
-    """Run users' code: by the pool's thread for that if this is a scheduling thread, otherwise at once."""
+    """Run users' code: by the pool's thread for that if this is a scheduling thread, otherwise at
+    once."""
     if OF_THREAD.callbacks is None:
         act(*arguments)
     else:
@@ -129,7 +140,9 @@ def report(level: int, text: str, *arguments: object, with_traceback: bool = Fal
     later(log_here, level, text, arguments, sys.exc_info()[1] if with_traceback else None)
 
 
-def log_here(level: int, text: str, arguments: tuple[object, ...], error: BaseException | None) -> None:
+def log_here(
+    level: int, text: str, arguments: tuple[object, ...], error: BaseException | None
+) -> None:
     try:
         log.log(level, text, *arguments, exc_info=error)
     except Exception:

@@ -1,11 +1,11 @@
 """Python's collector of cycles, held off while an operation makes its many small objects.
 
-A map of 2,000 items makes some 50,000 objects and no cycle. The collector sees only that there are more and more of them and
-walks through all of the process for each quarter that is added, torch's 300,000 included: a third to a half of what a call
-with tiny tensors costs the parent.
+A map of 2,000 items makes some 50,000 objects and no cycle. The collector sees only that there are
+more and more of them and walks through all of the process for each quarter that is added, torch's
+300,000 included: a third to a half of what a call with tiny tensors costs the parent.
 
-Guarantees: at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects pass without the collector; where the caller has
-    turned it off it stays off; a forked child has it on.
+Guarantees: at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects pass without the
+    collector; where the caller has turned it off it stays off; a forked child has it on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MOST_HELD = 200_000  # new objects, ours or those of the iterable that the calle
 
 
 class Holders:
-    """Whoever holds the collector off: it belongs to the process, and several threads may run operations."""
+    """Whoever holds the collector off: it belongs to the process, and several threads may run
+    operations."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a hold may end within it
@@ -44,7 +45,8 @@ os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 
 class collector_held:  # used as a function is
-    """A block in which the collector is off; at the latest until this is gone, should an interrupt come before its end."""
+    """A block in which the collector is off; at the latest until this is gone, should an interrupt
+    come before its end."""
 
     def __enter__(self) -> None:
         with HOLDERS.lock:

@@ -1,7 +1,9 @@
-"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do about it.
+"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do
+about it.
 
-The page has to come out whatever is broken. So the probes of the machine need no torch. To import torch, to start a pool and to
-look for GPUs may hang or crash: these are steps of a trial, in a process of its own, which writes each finding as it is made.
+The page has to come out whatever is broken. So the probes of the machine need no torch. To import
+torch, to start a pool and to look for GPUs may hang or crash: these are steps of a trial, in a
+process of its own, which writes each finding as it is made.
 
     trial, in a process ──► lines of a file: MARK, and a finding as JSON ──► `tried`
 """
@@ -40,7 +42,8 @@ MOST_TAKEN = 0.25  # share of the usable CPUs that others may take
 LEAST_MEMORY = GIB  # a process with torch takes a third of it
 LEAST_ADDRESSES = 8 * GIB
 LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
-# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
+# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so
+# does the rest of a program
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
 NEEDED = {
@@ -77,7 +80,8 @@ def run() -> int:
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where no pool can work."""
+    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where
+    no pool can work."""
     verdict = "A pool works here."
     if any(finding.fatal for finding in findings):
         verdict = "NO POOL CAN WORK HERE. Look at what is marked X."
@@ -94,7 +98,8 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
-    """What the probes find, up to one without which no pool can work. One that raises is a finding, and others go on."""
+    """What the probes find, up to one without which no pool can work. One that raises is a finding,
+    and others go on."""
     for probe in probes:
         try:
             for finding in probe():
@@ -102,9 +107,13 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
                 if finding.fatal:
                     return
         except Exception as error:
-            failure = FAILURES.get(probe, Finding(probe.__name__, "", "this probe", "please report this page"))
+            failure = FAILURES.get(
+                probe, Finding(probe.__name__, "", "this probe", "please report this page")
+            )
             text = " ".join(str(error).split())
-            yield failure._replace(problem=f"{failure.problem} failed ({type(error).__name__}: {text})")
+            yield failure._replace(
+                problem=f"{failure.problem} failed ({type(error).__name__}: {text})"
+            )
 
 
 def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> Finding:
@@ -157,7 +166,8 @@ def processors() -> Iterator[Finding]:
     yield judged(
         "other load",
         f"{taken:.1f} CPUs",
-        allowed - taken >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
+        allowed - taken
+        >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
         "other programs, or the host's other machines, take much of the time of these CPUs",
         "end what need not run (top shows it), or measure again later",
     )
@@ -165,7 +175,9 @@ def processors() -> Iterator[Finding]:
         value = os.environ.get(name, "")
         if value.isdigit() and int(value) > usable:
             problem = "in each worker, libraries will use more threads than there are CPUs"
-            yield Finding("threads", f"{name}={value}", problem, f"export {name}=1 before the program starts")
+            yield Finding(
+                "threads", f"{name}={value}", problem, f"export {name}=1 before the program starts"
+            )
 
 
 def memory() -> Iterator[Finding]:
@@ -176,10 +188,12 @@ def memory() -> Iterator[Finding]:
     free = free_memory()
     yield judged(
         "memory",
-        f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of all cgroups",
+        f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of "
+        "all cgroups",
         free >= LEAST_MEMORY,
         "little is left for workers and their tensors; beyond, the kernel kills workers (SIGKILL)",
-        "end other programs, raise the limit (docker run --memory, --mem in a batch system), or use fewer workers",
+        "end other programs, raise the limit (docker run --memory, --mem in a batch system), or "
+        "use fewer workers",
     )
     folder = Path("/dev/shm")
     free = shutil.disk_usage(folder).free if folder.exists() else 0
@@ -209,7 +223,8 @@ def limits() -> Iterator[Finding]:
         f"{used} of at most {soft} (hard limit {hard})",
         soft == resource.RLIM_INFINITY or soft - used >= wanted,
         f"a pool of {workers} workers may need {wanted} more",
-        "ulimit -n 4096 in the shell that starts the program, docker run --ulimit nofile; or use fewer workers",
+        "ulimit -n 4096 in the shell that starts the program, docker run --ulimit nofile; or use "
+        "fewer workers",
     )
     for folder in own_cgroups("pids"):
         most, now = read_words(folder / "pids.max"), read_words(folder / "pids.current")
@@ -227,7 +242,12 @@ def limits() -> Iterator[Finding]:
     ):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < least:
-            yield Finding(name, f"at most {size_of(soft)}", f"torch and shared memory need {size_of(least)}", remedy)
+            yield Finding(
+                name,
+                f"at most {size_of(soft)}",
+                f"torch and shared memory need {size_of(least)}",
+                remedy,
+            )
 
 
 PROBES: Sequence[Probe] = (software, processors, memory, limits)
@@ -247,13 +267,17 @@ def import_torch() -> Iterator[Finding]:
         yield Finding("torch", value)
         return
     told = "; ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
-    pairs = "; ".join(f"torch {minor} with Python {', '.join(pythons)}" for minor, pythons in behaviours.TRIED.items())
+    pairs = "; ".join(
+        f"torch {minor} with Python {', '.join(pythons)}"
+        for minor, pythons in behaviours.TRIED.items()
+    )
     problem = f"PyTorch does not behave as mpgrad needs it: {told}"
     yield Finding("torch", value, problem, f"install what was tried: {pairs}", fatal=True)
 
 
 def start_pool() -> Iterator[Finding]:
-    """A pool of one worker: whether it starts, gives right results and gradients, and how long that takes."""
+    """A pool of one worker: whether it starts, gives right results and gradients, and how long that
+    takes."""
     import torch
 
     from mpgrad.pool import Pool
@@ -265,7 +289,11 @@ def start_pool() -> Iterator[Finding]:
         (result,) = pool.map(torch.square, [item], 1)
         torch.autograd.backward(result.sum())
     seconds = time.perf_counter() - start
-    if not torch.equal(result, item * item) or item.grad is None or not torch.equal(item.grad, 2 * item):
+    if (
+        not torch.equal(result, item * item)
+        or item.grad is None
+        or not torch.equal(item.grad, 2 * item)
+    ):
         raise RuntimeError(f"wrong results or gradients: {result}, {item.grad}")
     yield judged(
         "pool",
@@ -275,14 +303,24 @@ def start_pool() -> Iterator[Finding]:
         "keep one pool open for the whole program; have the packages on a local disk",
     )
     if PORTABLE and sys.platform == "linux" and not os.environ.get("MPGRAD_PORTABLE"):
-        problem = "this system refuses memfd_create or pidfd_open, so each worker imports torch by itself, which takes seconds"
-        yield Finding("start", "portable mode", problem, "take Linux 5.3 or later, or allow these calls in the sandbox")
+        problem = (
+            "this system refuses memfd_create or pidfd_open, so each worker imports torch by "
+            "itself, which takes seconds"
+        )
+        yield Finding(
+            "start",
+            "portable mode",
+            problem,
+            "take Linux 5.3 or later, or allow these calls in the sandbox",
+        )
 
 
 def look_for_gpus() -> Iterator[Finding]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if accelerator is None:
         yield Finding("GPUs", "none")
         return
@@ -297,13 +335,23 @@ FAILURES = {
         "torch",
         "",
         "importing torch",
-        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of yours is named torch",
+        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of "
+        "yours is named torch",
         fatal=True,
     ),
     start_pool: Finding(
-        "pool", "", "running a pool", "see memory and limits above, and what else runs (top shows it)", fatal=True
+        "pool",
+        "",
+        "running a pool",
+        "see memory and limits above, and what else runs (top shows it)",
+        fatal=True,
     ),
-    look_for_gpus: Finding("GPUs", "", "looking for GPUs", "see that the driver works (nvidia-smi); pools on the CPU do"),
+    look_for_gpus: Finding(
+        "GPUs",
+        "",
+        "looking for GPUs",
+        "see that the driver works (nvidia-smi); pools on the CPU do",
+    ),
 }
 NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above", fatal=True)
 
@@ -323,7 +371,8 @@ def tell(kind: str, finding: Finding) -> None:
 
 
 def tried(command: Sequence[str], limit: float) -> list[Finding]:
-    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
+    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed,
+    and its workers end."""
     failure, findings = NO_PYTHON, list[Finding]()
     with contextlib.ExitStack() as stack:
         try:
@@ -332,7 +381,9 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             return [failure._replace(problem=f"no temporary file can be made ({error})")]
         # no pipe: what the trial has started may outlive it, and hold that open
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         except OSError as error:
             return [failure._replace(problem=f"{failure.problem} failed ({error})")]
         try:
@@ -343,7 +394,9 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
         # not `read`: what outlives the trial writes where this file is at
-        told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+        told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(
+            errors="replace"
+        )
         lines = [line.strip() for line in told.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(MARK):

@@ -1,22 +1,25 @@
 """What a process has of the one that started it. Both sides.
 
-The environment of the caller's process, which its workers follow: variables, directory, arguments, paths, time zone.
+The environment of the caller's process, which its workers follow: variables, directory, arguments,
+paths, time zone.
 
-A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a worker would find what was
-there when its pool began. So each operation carries what the caller has changed since then, and each backward does.
+A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a
+worker would find what was there when its pool began. So each operation carries what the caller has
+changed since then, and each backward does.
 
     caller   Since: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
-Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the caller compares and the worker
-    does nothing.
-Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does nothing.
+Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the
+    caller compares and the worker does nothing.
+Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
+nothing.
 
 What it inherits: who it is, what it may, and where it stands. (Linux only.) Whoever starts a worker
-would have it be what a child would be at that moment. A fork server passes on what it was given when
-it began, which may be another user, other limits or another root. So it is compared with what its
-user is now. A fork takes over what a process can change of itself; where more differs, or it may
-not, another fork server is needed. A program that root starts has all rights again, whatever root
-had given up: so each fork compares itself with what the caller is.
+would have it be what a child would be at that moment. A fork server passes on what it was given
+when it began, which may be another user, other limits or another root. So it is compared with what
+its user is now. A fork takes over what a process can change of itself; where more differs, or it
+may not, another fork server is needed. A program that root starts has all rights again, whatever
+root had given up: so each fork compares itself with what the caller is.
 """
 
 from __future__ import annotations
@@ -68,22 +71,30 @@ class Environment(NamedTuple):
     zone: tuple[Any, ...]  # what `time.tzset` has made of the variable TZ
 
     def changes(self, begin: Environment) -> dict[str, Any]:
-        """The fields that differ; of the variables only those that do, None for one that was deleted."""
-        changes = {name: value for name, value in self._asdict().items() if value != getattr(begin, name)}
+        """The fields that differ; of the variables only those that do, None for one that was
+        deleted."""
+        changes = {
+            name: value for name, value in self._asdict().items() if value != getattr(begin, name)
+        }
         if "variables" in changes:
             deleted = dict.fromkeys(begin.variables.keys() - self.variables.keys())
-            changes["variables"] = {**dict(self.variables.items() - begin.variables.items()), **deleted}
+            changes["variables"] = {
+                **dict(self.variables.items() - begin.variables.items()),
+                **deleted,
+            }
         return changes
 
     def changed(self, changes: dict[str, Any]) -> Environment:
         """With these changes."""
         variables = {**self.variables, **changes.get("variables", {})}.items()
-        return self._replace(**changes)._replace(variables={name: value for name, value in variables if value is not None})
+        return self._replace(**changes)._replace(
+            variables={name: value for name, value in variables if value is not None}
+        )
 
 
 def in_use() -> tuple[Any, ...]:
-    """The fields as the process has them now: objects that others may change. `os.environ` stores its variables in a
-    dictionary, which C compares in a microsecond.
+    """The fields as the process has them now: objects that others may change. `os.environ` stores
+    its variables in a dictionary, which C compares in a microsecond.
     """
     variables = getattr(os.environ, "_data", os.environ)
     return variables, working_directory(), sys.argv, sys.path, zone_in_use()
@@ -113,10 +124,12 @@ class Since:
 
     def __init__(self) -> None:
         self.begin = current_environment()
-        self._seen: tuple[tuple[Any, ...], bytes] = (), b""  # the fields at the last look, and what had changed
+        # the fields at the last look, and what had changed
+        self._seen: tuple[tuple[Any, ...], bytes] = (), b""
 
     def changes(self) -> bytes:
-        """A pickle, the same object until something changes; no bytes where all is as at the beginning."""
+        """A pickle, the same object until something changes; no bytes where all is as at the
+        beginning."""
         now = in_use()
         seen, pickled = self._seen  # read once: another thread may put others there
         if seen != now:
@@ -138,7 +151,8 @@ class Follower:
         self._target: Environment  # the caller's, as it was followed
 
     def take_over(self, begin: Environment) -> None:
-        """Be like the caller when its pool began; the caller may have changed things before this process started."""
+        """Be like the caller when its pool began; the caller may have changed things before this
+        process started."""
         self._begin = self._target = begin
         self._followed = b""
         for name in os.environ.keys() - begin.variables.keys() - set(THREAD_VARIABLES):
@@ -147,7 +161,9 @@ class Follower:
             set_variable(name, value)
         sys.argv[:], sys.path[:] = begin.arguments, begin.paths
         if begin.directory is not None:
-            with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
+            with contextlib.suppress(
+                OSError
+            ):  # gone meanwhile; the initializer may know a better one
                 os.chdir(begin.directory)
         if zone_in_use() != begin.zone:
             time.tzset()
@@ -159,7 +175,8 @@ class Follower:
             self._own = current_environment()
 
     def follow(self, changes: bytes | None) -> None:
-        """Be like the caller at that time. None: this process is no worker, or not on the caller's machine."""
+        """Be like the caller at that time. None: this process is no worker, or not on the caller's
+        machine."""
         if changes is None or self._begin is None or changes == self._followed:
             return
         begin, own, taken, before = self._begin, self._own, self._taken, self._target
@@ -196,7 +213,8 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def go_to(directory: str | None) -> None:
-    """The caller may still be in a directory that was deleted: nothing is found there, and it has no name."""
+    """The caller may still be in a directory that was deleted: nothing is found there, and it has
+    no name."""
     try:
         os.chdir(directory or "")
     except OSError:
@@ -226,7 +244,8 @@ def working_directory() -> str | None:
 
 
 def preparation() -> dict[str, Any]:
-    """What multiprocessing tells its children of itself, as in `multiprocessing.spawn.get_preparation_data`."""
+    """What multiprocessing tells its children of itself, as in
+    `multiprocessing.spawn.get_preparation_data`."""
     logger = logging.getLogger("multiprocessing")
     return {
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -242,7 +261,18 @@ def preparation() -> dict[str, Any]:
 
 LIBC = ctypes.CDLL(None)
 THREAD = f"{PROC}/thread-self"  # of the thread that asks: a new process is its copy
-CREDENTIALS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+CREDENTIALS = (
+    "Uid",
+    "Gid",
+    "Groups",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+)
 STATUS = (*CREDENTIALS, "Seccomp_filters", "SigBlk", "Umask", "Mems_allowed")
 FILES = ("cgroup", "oom_score_adj", "attr/current", "../../coredump_filter")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
@@ -250,14 +280,17 @@ LIMITS = sorted({value for name, value in vars(resource).items() if name.startsw
 USER = {"Uid", "Gid", "Groups"}
 LOST_WITH_ROOT = {"CapPrm", "CapEff", "CapAmb"}
 CAPABILITIES = LOST_WITH_ROOT | {"CapInh", "CapBnd"}
-TAKEN_OVER = USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness"}
+TAKEN_OVER = (
+    USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness"}
+)
 MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
 PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
 ASKS = 0xFFFFFFFF  # for the personality
 KEEPS_CAPABILITIES = 1 << 4  # of the secure bits, the one that no program passes on
-# variables that have been read when torch is loaded: by the loader, the C library, Python, and the libraries that compute
+# variables that have been read when torch is loaded: by the loader, the C library, Python, and the
+# libraries that compute
 READ_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG|LC_|PYTHON|TORCH|PYTORCH_|ATEN_|CUDA|CUBLAS|CUDNN|NVIDIA_|HIP_|ROC|HSA_|ZE_|XPU|SYCL"
     "|OMP_|GOMP_|KMP_|LIBOMP|MKL|OPENBLAS_|GOTO|BLIS_|VECLIB_|NUMEXPR_|NPY_|NUMPY|DNNL_|ONEDNN_"
@@ -301,7 +334,9 @@ def take_over(wanted: dict[str, Any]) -> None:
         if differ & (CAPABILITIES | USER):
             sets = [mask(wanted[key]) for key in ("CapEff", "CapPrm", "CapInh")]
             halves = [part >> shift & 0xFFFFFFFF for shift in (0, 32) for part in sets]
-            LIBC.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(*halves))
+            LIBC.capset(
+                (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(*halves)
+            )
         if "NoNewPrivs" in differ:
             LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     except OSError as error:
@@ -309,12 +344,15 @@ def take_over(wanted: dict[str, Any]) -> None:
     found = inherited().standing if differ else now
     if wrong := sorted(key for key in wanted if found[key] != wanted[key]):
         which = ", ".join(f"{key}: {wanted[key]}, not {found[key]}" for key in wrong)
-        raise RuntimeError(f'a worker cannot become what this process is ({which}); use context="fork"') from refused
+        raise RuntimeError(
+            f'a worker cannot become what this process is ({which}); use context="fork"'
+        ) from refused
 
 
 class Inherited(NamedTuple):
     standing: dict[str, Any]
-    read_early: dict[str, str]  # variables of the environment; workers follow the others by themselves
+    # variables of the environment; workers follow the others by themselves
+    read_early: dict[str, str]
 
     def changes(self, now: Inherited) -> dict[str, Any] | None:
         """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""
@@ -338,12 +376,15 @@ class Inherited(NamedTuple):
             and ("CapBnd" not in differ or rights & MAY_DROP_BOUNDS != 0)
             and wanted["NoNewPrivs"] >= own["NoNewPrivs"]
             and wanted["niceness"] >= own["niceness"]
-            and all(height(wanted["limits"][key][1]) <= height(own["limits"][key][1]) for key in LIMITS)
+            and all(
+                height(wanted["limits"][key][1]) <= height(own["limits"][key][1]) for key in LIMITS
+            )
         )
 
 
 def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
-    """What a process that this thread starts now would be; `variables`: those that it is given besides.
+    """What a process that this thread starts now would be; `variables`: those that it is given
+    besides.
 
     Raises:
         OSError: no descriptor is free to look with.
@@ -362,7 +403,9 @@ def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
     given = {**thread_variables(1), **current_environment().variables, **(variables or {})}
-    return Inherited(standing, {name: value for name, value in given.items() if READ_EARLY.match(name)})
+    return Inherited(
+        standing, {name: value for name, value in given.items() if READ_EARLY.match(name)}
+    )
 
 
 def credentials(pid: int) -> dict[str, str]:
@@ -372,7 +415,9 @@ def credentials(pid: int) -> dict[str, str]:
 
 def credentials_and(process: str, names: tuple[str, ...]) -> dict[str, str]:
     lines = (line.partition(":") for line in content(f"{PROC}/{process}/status").splitlines())
-    return dict.fromkeys(names, "") | {name: value.strip() for name, _, value in lines if name in names}
+    return dict.fromkeys(names, "") | {
+        name: value.strip() for name, _, value in lines if name in names
+    }
 
 
 def ids(line: str) -> list[int]:
@@ -393,7 +438,9 @@ def height(limit: int) -> float:
 
 
 def namespace(name: str) -> str:
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # an older kernel, or another user now
+    with contextlib.suppress(
+        FileNotFoundError, PermissionError
+    ):  # an older kernel, or another user now
         return os.readlink(f"{THREAD}/ns/{name}")
     return ""
 

@@ -1,8 +1,8 @@
 """Errors by blame: what the caller did, what the outside did, what we did.
 
-multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong arguments stay
-`TypeError` and `ValueError`, and an exception of the user's function keeps its own type. An argument
-that we do not have gets an error that names ours (`suggests`).
+multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong
+arguments stay `TypeError` and `ValueError`, and an exception of the user's function keeps its own
+type. An argument that we do not have gets an error that names ours (`suggests`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class CallNames(NamedTuple):
     """How errors name the calls of an operation."""
 
     function: str = ""  # as Python calls it; "" for one of mpgrad's own
-    noun: str = "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    noun: str = "item"
 
     def words(self, index: int | range | None) -> str:
         """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""
@@ -77,7 +78,8 @@ class CallNames(NamedTuple):
 
 
 class PoolClosedError(ValueError):
-    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or `Pool.terminate`.
+    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or
+    `Pool.terminate`.
 
     A `ValueError`, because `multiprocessing.Pool` raises that for the same mistake.
 
@@ -88,24 +90,31 @@ class PoolClosedError(ValueError):
         >>> try:
         ...     pool.map(abs, [-1])
         ... except mpgrad.PoolClosedError as error:
-        ...     print(error)
-        the pool is closed; make a new one, or call it inside the with block (with mpgrad.Pool() as pool: ...)
+        ...     print(error)  # doctest: +NORMALIZE_WHITESPACE
+        the pool is closed; make a new one, or call it inside the with block (with mpgrad.Pool() as
+        pool: ...)
     """
 
 
 class WorkerDiedError(BrokenProcessPool):
-    """A worker process went away while it had something of ours: a running call, or a graph that backward needs.
+    """A worker process went away while it had something of ours: a running call, or a graph that
+    backward needs.
 
-    A `BrokenProcessPool`, because `concurrent.futures` raises that; but only what is lost fails here, not the pool.
+    A `BrokenProcessPool`, because `concurrent.futures` raises that; but only what is lost fails
+    here, not the pool.
 
     Attributes:
-        item: index of the item within its map; None for a submitted call, or where no single item can be named.
-        phase: what the worker was doing: "forward", "backward", "loading the function" (its modules and captures) or "start".
+        item: index of the item within its map; None for a submitted call, or where no single item
+            can be named.
+        phase: what the worker was doing: "forward", "backward", "loading the function" (its modules
+            and captures) or "start".
         call: what it was at in words, such as "item 3 of simulate", or "".
         worker: its number.
-        exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
+        exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is
+            not known.
         detail: what else the message says: how often the call was tried, the likely cause; or "".
-        stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
+        stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS,
+            SIGILL), else "".
 
     Example:
         >>> import os, mpgrad
@@ -147,7 +156,8 @@ class CallTimeoutError(TimeoutError):
     """A call ran longer than its timeout, and was killed with its worker.
 
     Attributes:
-        item: index of the item within its map; None for a submitted call, or where no single item can be named.
+        item: index of the item within its map; None for a submitted call, or where no single item
+            can be named.
         phase: "forward", "backward" or "loading the function" (its modules and captures).
         call: which one it was in words, such as "item 3 of simulate".
         seconds: the timeout.
@@ -164,7 +174,13 @@ class CallTimeoutError(TimeoutError):
     """
 
     def __init__(
-        self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "", call: str = "a call"
+        self,
+        item: int | None,
+        phase: str,
+        seconds: float,
+        detail: str = "",
+        stack: str = "",
+        call: str = "a call",
     ) -> None:
         self.item = item
         self.phase = phase
@@ -177,12 +193,15 @@ class CallTimeoutError(TimeoutError):
 
     def __str__(self) -> str:
         limits = f"{self.seconds} s, phase: {self.phase}"
-        message = f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
+        message = (
+            f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
+        )
         return f"{message}; {self.detail}" if self.detail else message
 
 
 class AncestorFailedError(RuntimeError):
-    """A call did not run, because one that was to give it an argument failed or was cancelled: see the `__cause__`.
+    """A call did not run, because one that was to give it an argument failed or was cancelled: see
+    the `__cause__`.
 
     Example:
         >>> import mpgrad
@@ -213,7 +232,8 @@ class SharedMemoryError(MemoryError):
 
 
 class UnsupportedTorchError(RuntimeError):
-    """PyTorch as installed does not do what mpgrad relies on: gradients would be wrong, so nothing runs.
+    """PyTorch as installed does not do what mpgrad relies on: gradients would be wrong, so nothing
+    runs.
 
     Attributes:
         version: that of PyTorch.
@@ -222,7 +242,9 @@ class UnsupportedTorchError(RuntimeError):
 
     Example:
         >>> import mpgrad
-        >>> error = mpgrad.UnsupportedTorchError("2.6.0", ["a backward runs later nodes first"], ["2.8", "2.9"])
+        >>> error = mpgrad.UnsupportedTorchError(
+        ...     "2.6.0", ["a backward runs later nodes first"], ["2.8", "2.9"]
+        ... )
         >>> f"install torch {error.tried[-1]} instead of {error.version}"
         'install torch 2.9 instead of 2.6.0'
     """
@@ -236,7 +258,8 @@ class UnsupportedTorchError(RuntimeError):
     def __str__(self) -> str:
         more = f", and {len(self.behaviours) - 1} more" if len(self.behaviours) > 1 else ""
         return (
-            f"mpgrad relies on this, and torch {self.version} does not do it: {self.behaviours[0]}{more}; "
+            f"mpgrad relies on this, and torch {self.version} does not do it: "
+            f"{self.behaviours[0]}{more}; "
             f"install a version that mpgrad has been tried with (torch {', '.join(self.tried)})"
         )
 
@@ -258,11 +281,13 @@ class InternalError(RuntimeError):
 
 
 class LostGradientError(RuntimeError):
-    """A backward would come to a tensor that only a worker has, where nobody would find its gradient."""
+    """A backward would come to a tensor that only a worker has, where nobody would find its
+    gradient."""
 
 
 class RemoteError(RuntimeError):
-    """Stands for an exception of a task that cannot be pickled; the message names its type and text.
+    """Stands for an exception of a task that cannot be pickled; the message names its type and
+    text.
 
     Example:
         >>> import mpgrad
@@ -280,9 +305,11 @@ class RemoteError(RuntimeError):
 
 
 class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
-    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception raised in the parent.
+    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception
+    raised in the parent.
 
-    A `RemoteTraceback` of `multiprocessing.pool` and of `concurrent.futures.process`, which stand in the same place.
+    A `RemoteTraceback` of `multiprocessing.pool` and of `concurrent.futures.process`, which stand
+    in the same place.
 
     Attributes:
         text: the traceback.
@@ -310,7 +337,8 @@ class UncarriedResultError(
 ):
     """A result cannot be carried to the caller.
 
-    A `MaybeEncodingError`, as `multiprocessing.Pool` raises, and what pickle raises, as `concurrent.futures` does.
+    A `MaybeEncodingError`, as `multiprocessing.Pool` raises, and what pickle raises, as
+    `concurrent.futures` does.
 
     Attributes:
         exc: the `repr` of what was raised.
@@ -327,9 +355,12 @@ class UncarriedResultError(
 
 
 def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
-    """The error of a call (for example "item 3 of simulate") that was to get the result of one that raised `error`."""
+    """The error of a call (for example "item 3 of simulate") that was to get the result of one that
+    raised `error`."""
     described = error_in_words(error)
-    failed = AncestorFailedError(f"{call} did not run, because a call that it needs failed ({described})")
+    failed = AncestorFailedError(
+        f"{call} did not run, because a call that it needs failed ({described})"
+    )
     failed.__cause__ = error
     return failed
 
@@ -365,7 +396,8 @@ def write(error: BaseException, name: str, value: Any) -> None:
 
 
 def error_in_words(error: BaseException) -> str:
-    """As the last line of a traceback; its class alone where it has no text, or its text cannot be had."""
+    """As the last line of a traceback; its class alone where it has no text, or its text cannot be
+    had."""
     try:
         text = str(error)
     except BaseException as reason:
@@ -395,7 +427,10 @@ class Block(contextlib.AbstractContextManager[T]):
         return value
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, entries: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        entries: types.TracebackType | None,
     ) -> None:
         if error is None:
             next(self._steps, None)
@@ -410,7 +445,8 @@ class Block(contextlib.AbstractContextManager[T]):
 
 
 def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
-    """As `contextlib`'s, which sets attributes of an exception that leaves the block: a frozen dataclass refuses that.
+    """As `contextlib`'s, which sets attributes of an exception that leaves the block: a frozen
+    dataclass refuses that.
 
     Assumes: the block ends with what was raised in it.
     """
@@ -436,8 +472,19 @@ def note_stack(error: BaseException, stack: str) -> None:
 
 # --- arguments that other libraries call otherwise
 
-# what numbers of workers are called in joblib, concurrent.futures, torch, multiprocess libraries; and other arguments
-WORKERS = "processes", "max_workers", "n_jobs", "num_workers", "nprocs", "workers", "n_workers", "n_processes", "num_processes"
+# what numbers of workers are called in joblib, concurrent.futures, torch, multiprocess libraries;
+# and other arguments
+WORKERS = (
+    "processes",
+    "max_workers",
+    "n_jobs",
+    "num_workers",
+    "nprocs",
+    "workers",
+    "n_workers",
+    "n_processes",
+    "num_processes",
+)
 ELSEWHERE = {
     "max_tasks_per_child": "maxtasksperchild",
     "maxtasksperchild": "max_tasks_per_child",
@@ -459,7 +506,11 @@ def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> 
     for name in given:
         if name in known:
             continue
-        meant = [each for each in (*(WORKERS if name in WORKERS else ()), ELSEWHERE.get(name, "")) if each in known]
+        meant = [
+            each
+            for each in (*(WORKERS if name in WORKERS else ()), ELSEWHERE.get(name, ""))
+            if each in known
+        ]
         close = (meant or difflib.get_close_matches(name, known, 1))[:1]
         hint = f"; did you mean {close[0]!r}?" if close else f" (there are: {', '.join(known)})"
         raise TypeError(f"{subject} got an unexpected keyword argument {name!r}{hint}")

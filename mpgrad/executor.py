@@ -1,8 +1,10 @@
-"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by changing one name.
+"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by
+changing one name.
 
-A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history. Here calls are run again
-elsewhere, and only one that kills its workers every time fails, with an exception that is a `BrokenProcessPool` too. Results
-keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more. Caller only.
+A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history.
+Here calls are run again elsewhere, and only one that kills its workers every time fails, with an
+exception that is a `BrokenProcessPool` too. Results keep their gradients after a `shutdown`: a
+worker ends when no graph is kept there any more. Caller only.
 """
 
 from __future__ import annotations
@@ -43,14 +45,19 @@ __all__ = ["Executor"]
 
 R = TypeVar("R")
 
-POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items() if each.kind is each.KEYWORD_ONLY]
+POOL_OPTIONS = [
+    name
+    for name, each in inspect.signature(Pool).parameters.items()
+    if each.kind is each.KEYWORD_ONLY
+]
 
 
 class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
 
-    A `with` block waits at its end until all that was submitted is done. But an interrupt that leaves it (KeyboardInterrupt,
-    SystemExit) cancels all of that: also calls that run, unless they end within 0.2 s.
+    A `with` block waits at its end until all that was submitted is done. But an interrupt that
+    leaves it (KeyboardInterrupt, SystemExit) cancels all of that: also calls that run, unless they
+    end within 0.2 s.
 
     Args:
         max_workers: number of workers; None for as many CPUs as this process may use.
@@ -61,7 +68,8 @@ class Executor(concurrent.futures.Executor):
         **options: see `mpgrad.Pool`.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
+            value.
 
     Example:
         >>> import torch, mpgrad
@@ -94,8 +102,11 @@ class Executor(concurrent.futures.Executor):
             if not callable(initializer):
                 raise TypeError(f"initializer must be callable (initializer: {initializer!r})")
             initializer = Initializer(initializer)
-        self._pool = Pool(max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options)
-        self._lock = threading.RLock()  # of the sets below; finalizers, and handlers of signals, may come here again
+        self._pool = Pool(
+            max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options
+        )
+        # of the sets below; finalizers, and handlers of signals, may come here again
+        self._lock = threading.RLock()
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
@@ -121,7 +132,8 @@ class Executor(concurrent.futures.Executor):
         function = callable_of(fn)
         self._check_open()
         try:
-            future = self._pool.submit(function, *args, **kwargs)  # no lock is held: the caller's code is run, to pickle it
+            # no lock is held: the caller's code is run, to pickle it
+            future = self._pool.submit(function, *args, **kwargs)
         except Exception as error:
             self._check_open()  # another thread may have shut it down meanwhile
             self._pool._scheduler.life.check_open()
@@ -144,14 +156,17 @@ class Executor(concurrent.futures.Executor):
             fn: takes as many arguments as there are iterables.
             iterables: are taken from at once, unless there is a `buffersize`.
             timeout: seconds from now, after which `next` raises.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a
+                call.
             buffersize: as in Python 3.14: the number of chunks (of items, if there is no
                 `chunksize`) that are taken ahead of the results; the iterables may be endless.
                 None: all items are taken at once.
 
         Raises:
-            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
-            Exception: what the first failing call raised, or what was raised where one could not be sent.
+            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that
+                is `TimeoutError`).
+            Exception: what the first failing call raised, or what was raised where one could not be
+                sent.
             RuntimeError: after `shutdown`. With a `buffersize` also by `next`, once the results of
                 the items that were taken before have been given.
             ValueError: `chunksize` or `buffersize` is less than 1.
@@ -179,7 +194,9 @@ class Executor(concurrent.futures.Executor):
         self._check_open()
         try:
             source = Source.of_arguments(items)
-            results = self._pool._submitter.iterate(function, source, CallOptions(chunksize), ordered=True, window=window)
+            results = self._pool._submitter.iterate(
+                function, source, CallOptions(chunksize), ordered=True, window=window
+            )
         except Exception as error:
             self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
@@ -188,7 +205,8 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, deadline)
 
     def stats(self) -> PoolStats:
-        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many died.
+        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many
+        died.
 
         Example:
             >>> import mpgrad
@@ -207,7 +225,8 @@ class Executor(concurrent.futures.Executor):
             >>> with mpgrad.Executor(max_workers=1) as executor:
             ...     with executor.timeline() as timeline:
             ...         _ = executor.submit(abs, -1).result()
-            >>> [event["pid"] for event in timeline.events if event.get("cat") == "forward"]      # on worker 1
+            >>> forwards = [each for each in timeline.events if each.get("cat") == "forward"]
+            >>> [event["pid"] for event in forwards]  # on worker 1
             [2]
         """
         return self._pool.timeline(path)
@@ -218,8 +237,10 @@ class Executor(concurrent.futures.Executor):
         Example:
             >>> import mpgrad
             >>> shown = []
+            >>> def show(done, total, seconds_left):
+            ...     shown.append((done, total))
             >>> with mpgrad.Executor(max_workers=1) as executor:
-            ...     with executor.progress(lambda done, total, seconds_left: shown.append((done, total))):
+            ...     with executor.progress(show):
             ...         _ = list(executor.map(abs, range(10)))
             >>> shown[-1]
             (10, 10)
@@ -247,8 +268,11 @@ class Executor(concurrent.futures.Executor):
         self._pool.resize(positive("max_workers", max_workers))
 
     @without_own_frames
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False) -> None:
-        """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
+    def shutdown(
+        self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False
+    ) -> None:
+        """Take no new calls. Workers end when all is done, and the graphs that they keep are not
+        needed any more.
 
         Args:
             wait: until all that was submitted has ended; with `kill_workers`, until workers have.
@@ -286,7 +310,8 @@ class Executor(concurrent.futures.Executor):
             self._pool._scheduler.await_all()
 
     def terminate_workers(self) -> None:
-        """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does in Python 3.14.
+        """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does
+        in Python 3.14.
 
         Calls that have not begun are cancelled. Calls that run fail with a `BrokenProcessPool`.
         Results that have come stay valid, but their graphs are gone: a backward raises the same.
@@ -324,7 +349,10 @@ class Executor(concurrent.futures.Executor):
 
     @without_own_frames
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
     ) -> None:
         # a generator is closed also where its caller has simply seen enough
         if error is not None and not isinstance(error, (Exception, GeneratorExit)):
@@ -346,7 +374,8 @@ class Executor(concurrent.futures.Executor):
 
 
 def without_frames(error: Exception) -> Exception:
-    """`error` with its traceback as text only: frames would keep the arguments for as long as the future."""
+    """`error` with its traceback as text only: frames would keep the arguments for as long as the
+    future."""
     write(error, "__cause__", RemoteTraceback(traceback_of(error)))
     write(error, "__context__", None)
     return BaseException.with_traceback(error, None)  # the class may have another one
@@ -375,7 +404,9 @@ def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
             except StopIteration:
                 return
             except LateError:
-                raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
+                raise concurrent.futures.TimeoutError(
+                    "a result did not come within the timeout"
+                ) from None
     except BaseException as error:
         hide_own_frames(error)
         raise

@@ -1,20 +1,29 @@
-"""Custom `autograd.Function`s by hand: emulated contexts, and parallel calls in threads of whoever asks. Caller only.
+"""Custom `autograd.Function`s by hand: emulated contexts, and parallel calls in threads of whoever
+asks. Caller only.
 
-PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its engine comes to the node.
-Whoever wants to run them elsewhere, in a thread or at another time, needs a stand-in for the context that keeps what forward
-and `setup_context` put there, and the checks that the engine does on what comes back.
+PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its
+engine comes to the node. Whoever wants to run them elsewhere, in a thread or at another time, needs
+a stand-in for the context that keeps what forward and `setup_context` put there, and the checks
+that the engine does on what comes back.
 
 A parallel call: several calls of one Function as a single node that runs them side by side.
-PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a simulator, another library) wait
-in turn. Here the calls run in threads, with stand-ins for their contexts, and one Function around them all keeps the books:
+PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a
+simulator, another library) wait in turn. Here the calls run in threads, with stand-ins for their
+contexts, and one Function around them all keeps the books:
 
-    arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1] every call's forward in a thread of its own
-                                    │ saved tensors                        [2] the stand-ins' books become the node's
-    their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3] every call's backward in a thread of its own
+    arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1]
+                                    │ saved tensors                        [2]
+    their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3]
 
-Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on one call waits for all;
-    saved tensors are the node's: checked for in-place writes, freed after a backward, connected in a differentiable one.
-Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is refused.
+    [1] every call's forward in a thread of its own
+    [2] the stand-ins' books become the node's
+    [3] every call's backward in a thread of its own
+
+Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on
+    one call waits for all; saved tensors are the node's: checked for in-place writes, freed after a
+    backward, connected in a differentiable one.
+Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is
+refused.
 """
 
 from __future__ import annotations
@@ -75,8 +84,9 @@ class EmulatedAutogradContext(FunctionCtx):
     Args:
         args: the arguments of the forward, for `needs_input_grad`.
 
-    Attributes of the Function's own may be set and read as on the real one. What belongs to a node of the engine
-    (`next_functions`, hooks) is missing, and nobody checks whether saved tensors have been written to since.
+    Attributes of the Function's own may be set and read as on the real one. What belongs to a node
+    of the engine (`next_functions`, hooks) is missing, and nobody checks whether saved tensors have
+    been written to since.
 
     Example:
         >>> import torch, mpgrad
@@ -108,7 +118,8 @@ class EmulatedAutogradContext(FunctionCtx):
         return self.to_save if self._unpacked is None else self._unpacked
 
     def _with_saved(self, tensors: Values) -> EmulatedAutogradContext:
-        """The same attributes, for one `backward` or `jvp` with saved tensors of its own: another may run beside it."""
+        """The same attributes, for one `backward` or `jvp` with saved tensors of its own: another
+        may run beside it."""
         twin = EmulatedAutogradContext.__new__(EmulatedAutogradContext)
         twin.__dict__ = self.__dict__
         twin._unpacked = tensors
@@ -123,7 +134,8 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         args: the forward's arguments, as `func.apply` would get them.
 
     Returns:
-        The context for `run_isolated_backward`, and the outputs as forward returned them, without history.
+        The context for `run_isolated_backward`, and the outputs as forward returned them, without
+        history.
 
     Raises:
         TypeError: `func` is no such class. Otherwise what the forward raises.
@@ -145,24 +157,30 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
     check_function(func)
     args = with_defaults(func, args)
     ctx = EmulatedAutogradContext(*args)
-    outputs = tuple([each.detach() if requires_grad(each) else each for each in forward_of(func, ctx, args)])
+    outputs = tuple(
+        [each.detach() if requires_grad(each) else each for each in forward_of(func, ctx, args)]
+    )
     return ctx, outputs if ctx._returned_tuple else outputs[0]
 
 
-def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Any) -> Values:
+def run_isolated_backward(
+    func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Any
+) -> Values:
     """Run the backward of `func` without a graph, as often as wanted.
 
     Args:
         func: the Function whose forward made `ctx`.
         ctx: from `run_isolated_forward`.
-        grad_outputs: one gradient per output, or None; zeros take the place of None unless the Function declined them.
+        grad_outputs: one gradient per output, or None; zeros take the place of None unless the
+            Function declined them.
 
     Returns:
         One gradient, or None, per argument of the forward.
 
     Raises:
         TypeError, ValueError: no context, or gradients that do not fit the outputs.
-        RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it raises.
+        RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it
+            raises.
 
     Example:
         >>> import torch, mpgrad
@@ -174,7 +192,10 @@ def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *g
         ...     def backward(ctx, grad):
         ...         return grad * 3
         >>> ctx, _ = mpgrad.run_isolated_forward(Triple, torch.ones(2))
-        >>> [mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor)) for factor in (1.0, 2.0)]
+        >>> [
+        ...     mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor))
+        ...     for factor in (1.0, 2.0)
+        ... ]
         [(tensor([3., 3.]),), (tensor([6., 6.]),)]
     """
     check_function(func)
@@ -186,16 +207,22 @@ def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *g
 def check_gradients(ctx: object, grads: Values) -> None:
     """What was given to the backward of an emulated context."""
     if not isinstance(ctx, EmulatedAutogradContext):
-        raise TypeError(f"ctx must be what run_isolated_forward returned (given: {type(ctx).__name__})")
+        raise TypeError(
+            f"ctx must be what run_isolated_forward returned (given: {type(ctx).__name__})"
+        )
     if len(grads) != len(ctx._outputs):
         counts = f"outputs: {len(ctx._outputs)}, given: {len(grads)}"
         raise ValueError(f"there must be one gradient, or None, for each output ({counts})")
     for number, (grad, output) in enumerate(zip(grads, ctx._outputs, strict=True)):
         if grad is not None and not isinstance(grad, torch.Tensor):
-            raise TypeError(f"the gradient of output {number} must be a tensor or None (given: {type(grad).__name__})")
+            raise TypeError(
+                f"the gradient of output {number} must be a tensor or None (given: "
+                f"{type(grad).__name__})"
+            )
         if grad is not None and output is not None and grad.shape != output.shape:
             raise ValueError(
-                f"the gradient of output {number} must have its shape ({tuple(output.shape)}; given: {tuple(grad.shape)})"
+                f"the gradient of output {number} must have its shape ({tuple(output.shape)}; "
+                f"given: {tuple(grad.shape)})"
             )
 
 
@@ -208,7 +235,8 @@ def check_function(func: object) -> None:
 
 
 def with_defaults(func: type[Function], args: Values) -> Values:
-    """The arguments that `func.apply` would use: with `setup_context` it fills in the forward's defaults."""
+    """The arguments that `func.apply` would use: with `setup_context` it fills in the forward's
+    defaults."""
     if func.setup_context is Function.setup_context:
         return args
     try:
@@ -234,13 +262,21 @@ def forward_of(func: type[Function], ctx: EmulatedAutogradContext, args: Values)
 
 
 def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Values) -> Values:
-    """One gradient per argument. The engine would find mistakes too, but not know whose they are: the messages are its own."""
+    """One gradient per argument. The engine would find mistakes too, but not know whose they are:
+    the messages are its own."""
     backward: Callable[..., Any] = func.backward if func.vjp is Function.vjp else func.vjp
     given = filled(grads, ctx._outputs) if ctx.materialize_grads else grads
-    found = as_tuple(backward(ctx, list(given)) if getattr(func, "boxed_grads_call", False) else backward(ctx, *given))
+    found = as_tuple(
+        backward(ctx, list(given))
+        if getattr(func, "boxed_grads_call", False)
+        else backward(ctx, *given)
+    )
     node, expected = f"{func.__name__}Backward", len(ctx._inputs)
     if len(found) < expected or any(grad is not None for grad in found[expected:]):
-        raise RuntimeError(f"function {node} returned an incorrect number of gradients (expected {expected}, got {len(found)})")
+        raise RuntimeError(
+            f"function {node} returned an incorrect number of gradients (expected {expected}, got "
+            f"{len(found)})"
+        )
     for position, (grad, like) in enumerate(zip(found, ctx._inputs, strict=False)):
         if grad is None:
             continue
@@ -248,12 +284,14 @@ def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Value
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__}) from {node}")
         if like is None:
             raise RuntimeError(
-                f"function {node} returned a gradient different than None at position {position + 1}, "
+                f"function {node} returned a gradient different than None at position "
+                f"{position + 1}, "
                 "but the corresponding forward input was not a Variable"
             )
         if ctx.needs_input_grad[position] and not sums_to(grad.shape, like.shape):
             raise RuntimeError(
-                f"Function {node} returned an invalid gradient at index {position} - got {list(grad.shape)} "
+                f"Function {node} returned an invalid gradient at index {position} - got "
+                f"{list(grad.shape)} "
                 f"but expected shape compatible with {list(like.shape)}"
             )
     return found[:expected]
@@ -266,24 +304,31 @@ def jvp_of(func: type[Function], ctx: EmulatedAutogradContext, tangents: Values)
         found = as_tuple(func.jvp(ctx._with_saved(ctx.saved_for_forward), *given))
     if len(found) != len(ctx._outputs):
         counts = f"expected {len(ctx._outputs)} but got {len(found)}"
-        raise RuntimeError(f"{func.__name__}'s jvp returned an invalid number of forward gradients ({counts})")
+        raise RuntimeError(
+            f"{func.__name__}'s jvp returned an invalid number of forward gradients ({counts})"
+        )
     return found
 
 
 T = TypeVar("T")
 
 
-def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[Any], pool: Pool | None = None) -> Values:
-    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and backward.
+def map_with_parallel_backward(
+    func: type[Function], *args_per_call: Sequence[Any], pool: Pool | None = None
+) -> Values:
+    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and
+    backward.
 
-    Whatever depends on one call waits for all of them: no output before the last forward has ended, no gradient before
-    the last backward. Of calls that fail the first one's exception is raised when all have ended.
+    Whatever depends on one call waits for all of them: no output before the last forward has ended,
+    no gradient before the last backward. Of calls that fail the first one's exception is raised
+    when all have ended.
 
     Args:
         func: a subclass of `torch.autograd.Function`, in either style.
         args_per_call: the arguments of each call, a sequence per call; their number may differ.
-        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has; None for a thread per call.
-            In a pool's processes, writes to arguments (`mark_dirty`) stay on a copy.
+        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has;
+            None for a thread per call. In a pool's processes, writes to arguments (`mark_dirty`)
+            stay on a copy.
 
     Returns:
         The output of each call, which is a tensor, or a tuple, as `func.apply` returns it.
@@ -293,7 +338,8 @@ def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[An
         ValueError: a call wrote to a tensor that another call takes too.
         NotImplementedError: an argument belongs to a `torch.func` transform.
         UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
-        Exception: what the first failing call raised, with a note that names it, and the others that failed.
+        Exception: what the first failing call raised, with a note that names it, and the others
+            that failed.
 
     Example:
         >>> import torch, mpgrad
@@ -321,10 +367,15 @@ def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[An
     if pool is not None:
         return in_pool(func, calls, pool)
     contexts = [EmulatedAutogradContext(*args) for args in calls]
-    outputs = parted(apply(ParallelCalls, func, contexts, *joined(calls)), [len(ctx._outputs) for ctx in contexts])
+    outputs = parted(
+        apply(ParallelCalls, func, contexts, *joined(calls)),
+        [len(ctx._outputs) for ctx in contexts],
+    )
     for ctx in contexts:
         ctx.saved_for_forward = ()  # for jvp only, and that was now; it would pin the tensors
-    return tuple([own if ctx._returned_tuple else own[0] for ctx, own in zip(contexts, outputs, strict=True)])
+    return tuple(
+        [own if ctx._returned_tuple else own[0] for ctx, own in zip(contexts, outputs, strict=True)]
+    )
 
 
 # --- all calls
@@ -334,10 +385,14 @@ class ParallelCalls(Function):
     """All calls as one node: `contexts` are their own, `flat` their arguments."""
 
     @staticmethod
-    def forward(ctx: Any, func: type[Function], contexts: list[EmulatedAutogradContext], *flat: Any) -> Values:
+    def forward(
+        ctx: Any, func: type[Function], contexts: list[EmulatedAutogradContext], *flat: Any
+    ) -> Values:
         arguments = parted(flat, [len(each._inputs) for each in contexts])
         calls = list(zip(contexts, arguments, strict=True))
-        tasks = {call: functools.partial(forward_of, func, *each) for call, each in enumerate(calls)}
+        tasks = {
+            call: functools.partial(forward_of, func, *each) for call, each in enumerate(calls)
+        }
         outputs = list(side_by_side("forward", tasks).values())  # [1]
         refuse_shared_writes(calls)
         constant: list[torch.Tensor] = []
@@ -351,7 +406,8 @@ class ParallelCalls(Function):
         ctx.set_materialize_grads(False)
         ctx.func, ctx.contexts, ctx.saved = func, contexts, [len(each) for each in saved]
         for each in contexts:
-            each.to_save = each.dirty_tensors = each.non_differentiable = ()  # or they would never be freed
+            # or they would never be freed
+            each.to_save = each.dirty_tensors = each.non_differentiable = ()
         return joined(outputs)
 
     @staticmethod
@@ -363,7 +419,8 @@ class ParallelCalls(Function):
         inputs = {
             call: (*saved[call], *own[call])
             for call, each in enumerate(contexts)
-            if any(each.needs_input_grad) and any(grad is not None for grad in own[call])  # as serially
+            if any(each.needs_input_grad)
+            and any(grad is not None for grad in own[call])  # as serially
         }
 
         def backward(call: int, *values: Any) -> Values:
@@ -371,7 +428,16 @@ class ParallelCalls(Function):
             return backward_of(ctx.func, contexts[call]._with_saved(values[:count]), values[count:])
 
         found = behind_one_node(backward, inputs)  # [3]
-        return None, None, *joined([found.get(call) or (None,) * len(each._inputs) for call, each in enumerate(contexts)])
+        return (
+            None,
+            None,
+            *joined(
+                [
+                    found.get(call) or (None,) * len(each._inputs)
+                    for call, each in enumerate(contexts)
+                ]
+            ),
+        )
 
     @staticmethod
     def jvp(ctx: Any, _func: None, _contexts: None, *tangents: Any) -> Values:
@@ -387,11 +453,19 @@ class ParallelCalls(Function):
         return joined([found.get(call) or zeros[call] for call in range(len(contexts))])
 
 
-def settled(ctx: EmulatedAutogradContext, args: Values, outputs: Values, constant: list[torch.Tensor], dual: bool) -> Values:
-    """A call's outputs. Those without a gradient, which all are where no argument has one, are added to `constant`.
+def settled(
+    ctx: EmulatedAutogradContext,
+    args: Values,
+    outputs: Values,
+    constant: list[torch.Tensor],
+    dual: bool,
+) -> Values:
+    """A call's outputs. Those without a gradient, which all are where no argument has one, are
+    added to `constant`.
 
-    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that another call makes necessary is
-    zero, and must not come to a view of an argument, because it would be the argument's too.
+    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that
+    another call makes necessary is zero, and must not come to a view of an argument, because it
+    would be the argument's too.
     """
     fixed = ctx.non_differentiable if any(ctx.needs_input_grad) or ctx._has_tangents else outputs
     settled, smooth = list(outputs), list(ctx._outputs)
@@ -401,7 +475,8 @@ def settled(ctx: EmulatedAutogradContext, args: Values, outputs: Values, constan
         is_argument = among(output, args) and not among(output, ctx.dirty_tensors)
         if among(output, fixed):
             if is_argument:
-                settled[position] = output.detach()  # another call may return the same argument with a gradient
+                # another call may return the same argument with a gradient
+                settled[position] = output.detach()
             constant.append(settled[position])
             smooth[position] = None
         elif not (output.is_floating_point() or output.is_complex()):
@@ -416,7 +491,8 @@ WATCH = Watch()
 
 
 def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
-    """What each call's task returns: a thread each, under this thread's modes. All have ended when one's error is raised."""
+    """What each call's task returns: a thread each, under this thread's modes. All have ended when
+    one's error is raised."""
     WATCH.look()
     modes = current_modes()
 
@@ -426,9 +502,12 @@ def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, 
 
     with ThreadPoolExecutor(len(tasks) or 1, "mpgrad-call") as executor:
         futures = {call: executor.submit(run, task) for call, task in tasks.items()}
-    errors = {call: error for call, future in futures.items() if (error := future.exception()) is not None}
+    errors = {
+        call: error for call, future in futures.items() if (error := future.exception()) is not None
+    }
     if errors:
-        futures.clear()  # else the error would hold itself through its traceback, and the tensors too
+        # else the error would hold itself through its traceback, and the tensors too
+        futures.clear()
         raise_first(phase, errors)
     return {call: future.result() for call, future in futures.items()}
 
@@ -455,12 +534,16 @@ class BackwardGraph(NamedTuple):
     outputs: list[torch.Tensor]
 
 
-def behind_one_node(backward: Callable[..., Values], inputs: Mapping[int, Values]) -> dict[int, Values]:
-    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own backwards run side by side too.
+def behind_one_node(
+    backward: Callable[..., Values], inputs: Mapping[int, Values]
+) -> dict[int, Values]:
+    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own
+    backwards run side by side too.
 
-    The engine would go through the calls' graphs one after another. So each graph begins at gates, views of its inputs, and
-    one node stands for them all, whose backward goes through the graphs in threads. That is right only where a graph leads to
-    its gates and nowhere else. Others (a tensor kept as an attribute of ctx, `once_differentiable`) are left to the engine.
+    The engine would go through the calls' graphs one after another. So each graph begins at gates,
+    views of its inputs, and one node stands for them all, whose backward goes through the graphs in
+    threads. That is right only where a graph leads to its gates and nowhere else. Others (a tensor
+    kept as an attribute of ctx, `once_differentiable`) are left to the engine.
     """
     create = torch.is_grad_enabled()
 
@@ -468,22 +551,47 @@ def behind_one_node(backward: Callable[..., Values], inputs: Mapping[int, Values
         return value.view_as(value) if create and requires_grad(value) else value
 
     gated = {call: [gate(each) for each in own] for call, own in inputs.items()}
-    gates = {call: [each for each in own if create and requires_grad(each)] for call, own in gated.items()}
-    nodes = {gate.grad_fn for own in gates.values() for gate in own}  # before a write in place moves a gate
-    found = side_by_side("backward", {call: functools.partial(backward, call, *own) for call, own in gated.items()})
-    graphs = [BackwardGraph(gates[call], [each for each in own if requires_grad(each)]) for call, own in found.items()]
+    gates = {
+        call: [each for each in own if create and requires_grad(each)]
+        for call, own in gated.items()
+    }
+    # before a write in place moves a gate
+    nodes = {gate.grad_fn for own in gates.values() for gate in own}
+    found = side_by_side(
+        "backward", {call: functools.partial(backward, call, *own) for call, own in gated.items()}
+    )
+    graphs = [
+        BackwardGraph(gates[call], [each for each in own if requires_grad(each)])
+        for call, own in found.items()
+    ]
     outputs = [output for graph in graphs for output in graph.outputs]
-    if not (create and outputs) or any(map(has_tangent, outputs)) or not lead_to([each.grad_fn for each in outputs], nodes):
+    if (
+        not (create and outputs)
+        or any(map(has_tangent, outputs))
+        or not lead_to([each.grad_fn for each in outputs], nodes)
+    ):
         return found
-    behind = iter(apply(ParallelGraphs, graphs, *[each for own in inputs.values() for each in own if requires_grad(each)]))
-    return {call: tuple([next(behind) if requires_grad(each) else each for each in own]) for call, own in found.items()}
+    behind = iter(
+        apply(
+            ParallelGraphs,
+            graphs,
+            *[each for own in inputs.values() for each in own if requires_grad(each)],
+        )
+    )
+    return {
+        call: tuple([next(behind) if requires_grad(each) else each for each in own])
+        for call, own in found.items()
+    }
 
 
 class ParallelGraphs(Function):
-    """The graphs of all calls as one node: its backward goes through each of them in a thread of its own."""
+    """The graphs of all calls as one node: its backward goes through each of them in a thread of
+    its own."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: list[BackwardGraph], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, graphs: list[BackwardGraph], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graphs = graphs
         return tuple([output.detach() for graph in graphs for output in graph.outputs])
@@ -492,7 +600,9 @@ class ParallelGraphs(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Values:
         flat, keep = iter(grads), graph_is_kept()
         tasks = {
-            call: functools.partial(differentiated, graph, list(itertools.islice(flat, len(graph.outputs))), keep)
+            call: functools.partial(
+                differentiated, graph, list(itertools.islice(flat, len(graph.outputs))), keep
+            )
             for call, graph in enumerate(ctx.graphs)
         }
         return None, *itertools.chain.from_iterable(side_by_side("double backward", tasks).values())
@@ -500,12 +610,18 @@ class ParallelGraphs(Function):
 
 def differentiated(graph: BackwardGraph, grads: list[torch.Tensor | None], keep: bool) -> Values:
     """The gradients of one call, at its gates."""
-    given = [(output, grad) for output, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
+    given = [
+        (output, grad)
+        for output, grad in zip(graph.outputs, grads, strict=True)
+        if grad is not None
+    ]
     if not given:
         return (None,) * len(graph.gates)
     outputs, incoming = zip(*given, strict=True)
     create = torch.is_grad_enabled()
-    return torch.autograd.grad(outputs, graph.gates, incoming, retain_graph=keep, create_graph=create, allow_unused=True)
+    return torch.autograd.grad(
+        outputs, graph.gates, incoming, retain_graph=keep, create_graph=create, allow_unused=True
+    )
 
 
 def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
@@ -515,7 +631,11 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
         node = ahead.pop()
         if node not in seen:
             seen.add(node)
-            following = [each for each, _ in node.next_functions if each is not None] if node is not None else []
+            following = (
+                [each for each, _ in node.next_functions if each is not None]
+                if node is not None
+                else []
+            )
             if not following:
                 return False
             ahead += following
@@ -532,7 +652,8 @@ class Joint(Function):
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.inputs = likes(tensors)
-        return tuple([tensor.detach() for tensor in tensors])  # as views of the inputs they could not be written to
+        # as views of the inputs they could not be written to
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Values:
@@ -545,7 +666,9 @@ class Joint(Function):
 
 def joint(values: Values) -> Values:
     """The same values, the tensors that need gradients behind one node."""
-    entering = {id(each): each for each in values if torch.is_grad_enabled() and requires_grad(each)}
+    entering = {
+        id(each): each for each in values if torch.is_grad_enabled() and requires_grad(each)
+    }
     left = dict(zip(entering, apply(Joint, *entering.values()), strict=True))
     return tuple([left.get(id(each), each) for each in values])
 
@@ -555,13 +678,20 @@ def in_pool(func: type[Function], calls: Sequence[Values], pool: Pool) -> Values
     entered = parted(joint(joined(calls)), [len(args) for args in calls])
     followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all
     results = pool.starmap(func, entered, chunksize=1, on_error="raise" if followed else "return")
-    errors = {call: result for call, result in enumerate(results) if isinstance(result, BaseException)}
+    errors = {
+        call: result for call, result in enumerate(results) if isinstance(result, BaseException)
+    }
     if errors:
         results.clear()
         raise_first("forward", errors)
     outputs = [as_tuple(result) for result in results]
     left = parted(joint(joined(outputs)), [len(own) for own in outputs])
-    return tuple([own if isinstance(result, tuple) else own[0] for result, own in zip(results, left, strict=True)])
+    return tuple(
+        [
+            own if isinstance(result, tuple) else own[0]
+            for result, own in zip(results, left, strict=True)
+        ]
+    )
 
 
 # --- checks
@@ -570,13 +700,19 @@ def in_pool(func: type[Function], calls: Sequence[Values], pool: Pool) -> Values
 def check_arguments(call: int, args: object) -> None:
     if not isinstance(args, Sequence):
         kind = type(args).__name__
-        raise TypeError(f"the arguments of call {call} must be a sequence (given: a {kind}); for one argument pass (argument,)")
+        raise TypeError(
+            f"the arguments of call {call} must be a sequence (given: a {kind}); for one argument "
+            "pass (argument,)"
+        )
     refuse_transforms(f"an argument of call {call}", args)
 
 
 def refuse_transforms(subject: str, values: Iterable[Any]) -> None:
     if any(isinstance(each, torch.Tensor) and is_functorch_wrapped(each) for each in values):
-        raise NotImplementedError(f"{subject} belongs to a torch.func transform, unknown to other threads; call outside of it")
+        raise NotImplementedError(
+            f"{subject} belongs to a torch.func transform, unknown to other threads; call outside "
+            "of it"
+        )
 
 
 def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]) -> None:
@@ -585,13 +721,15 @@ def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]
         for written, read in itertools.product(ctx.dirty_tensors, args):
             if isinstance(read, torch.Tensor) and overlap(written, read):
                 raise ValueError(
-                    f"call {writer} wrote in place to memory that call {reader} may have read, while both were running; "
+                    f"call {writer} wrote in place to memory that call {reader} may have read, "
+                    "while both were running; "
                     "give each call a tensor of its own (tensor.clone())"
                 )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory from first to last element have a byte in common; sparse tensors have none."""
+    """Whether the stretches of memory from first to last element have a byte in common; sparse
+    tensors have none."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     (start, end), (other_start, other_end) = stretch(a), stretch(b)
@@ -600,8 +738,12 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from its first element to behind its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (
+        tensor.numel() > 0
+    )
 
 
 # --- small things about values
@@ -613,12 +755,22 @@ def as_tuple(value: Any) -> Values:
 
 def likes(values: Values) -> Likes:
     """What of tensors is needed to make zeros like them."""
-    return tuple([Like(each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else None for each in values])
+    return tuple(
+        [
+            Like(each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else None
+            for each in values
+        ]
+    )
 
 
 def filled(grads: Values, shapes: Likes) -> Values:
     """Zeros in the places of None, wherever there is a tensor to have them."""
-    return tuple([like.zeros() if grad is None and like else grad for grad, like in zip(grads, shapes, strict=True)])
+    return tuple(
+        [
+            like.zeros() if grad is None and like else grad
+            for grad, like in zip(grads, shapes, strict=True)
+        ]
+    )
 
 
 def requires_grad(value: object) -> bool:
@@ -626,13 +778,15 @@ def requires_grad(value: object) -> bool:
 
 
 def sums_to(shape: torch.Size, smaller: torch.Size) -> bool:
-    """Whether the engine can sum a gradient of `shape` to the `smaller` shape of the argument, which had been expanded."""
+    """Whether the engine can sum a gradient of `shape` to the `smaller` shape of the argument,
+    which had been expanded."""
     pairs = zip(reversed(smaller), reversed(shape), strict=False)
     return len(smaller) <= len(shape) and all(own in (1, other) for own, other in pairs)
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """All parts in one, the last call's first: in this order a serial loop adds up what calls give to a tensor they share."""
+    """All parts in one, the last call's first: in this order a serial loop adds up what calls give
+    to a tensor they share."""
     return tuple(itertools.chain.from_iterable(reversed(parts)))
 
 

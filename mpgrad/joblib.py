@@ -1,16 +1,18 @@
 """A pool as a backend of joblib: `joblib.Parallel` with gradients.
 
-joblib's own backends return copies whose history ended at the process border. With this one, code that is written for joblib
-gets results that are connected to the arguments and captures of its functions.
+joblib's own backends return copies whose history ended at the process border. With this one, code
+that is written for joblib gets results that are connected to the arguments and captures of its
+functions.
 
     [1] Parallel takes a batch of calls from its iterable            caller's thread, later [4]'s
     [2] submit: an operation of the pool, like a `starmap_async`
     [3] it is done                                                   the pool's thread for callbacks
     [4] joblib's callback, which has the next batch submitted        a thread of our own
-    [5] results, and the nodes of their graphs, are made             whoever iterates over what Parallel gives
+    [5] results, and the nodes of their graphs, are made             whoever iterates over results
 
-[4] has a thread because it takes from the caller's iterable, whose code may take long; other callbacks of the pool would wait.
-It runs under the modes of the thread that called Parallel. Caller only; the package that it imports is joblib's.
+[4] has a thread because it takes from the caller's iterable, whose code may take long; other
+callbacks of the pool would wait. It runs under the modes of the thread that called Parallel. Caller
+only; the package that it imports is joblib's.
 """
 
 from __future__ import annotations
@@ -40,13 +42,21 @@ from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks
 
 try:
-    from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend, register_parallel_backend
+    from joblib.parallel import (
+        FallbackToBackend,
+        ParallelBackendBase,
+        SequentialBackend,
+        register_parallel_backend,
+    )
 except ImportError as error:
-    raise ImportError("mpgrad.joblib needs joblib, which is not installed; pip install joblib") from error
+    raise ImportError(
+        "mpgrad.joblib needs joblib, which is not installed; pip install joblib"
+    ) from error
 
 __all__ = ["register"]
 
-SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, between which batches keep their size
+# seconds from sending a batch to its end, between which batches keep their size
+SHORTEST, LONGEST = 0.02, 0.2
 # what joblib tells every backend; these concern its own ones
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
@@ -57,14 +67,16 @@ MODES_OF_A_THREAD = "grad", "inference", "autocast", "device", "thread_settings"
 def register(make_default: bool = False) -> None:
     """Have joblib know the backend "mpgrad".
 
-    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
-    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs (on a cluster, as it has room for),
-    None for 1, which is the serial loop. PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker.
-    Without it they have this machine's CPUs divided by the number of workers, if no variable such as OMP_NUM_THREADS says
-    otherwise (one, on a cluster that says how many workers there are). All that runs under one
-    `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
-    they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
-    travel with it; seed each task to fix them. A generator that several tasks are given has another stream in each.
+    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too,
+    such as `deterministic` or `graphs`. `n_jobs` means what it means to joblib: -1 for as many
+    workers as CPUs (on a cluster, as it has room for), None for 1, which is the serial loop.
+    PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker. Without it they
+    have this machine's CPUs divided by the number of workers, if no variable such as
+    OMP_NUM_THREADS says otherwise (one, on a cluster that says how many workers there are). All
+    that runs under one `parallel_config`, or in one ``with Parallel(...)``, is run by the same
+    workers. They end with it, and when no graph that they keep is needed any more. A `Parallel`
+    inside of a task runs serially. Random numbers of a task depend on which tasks travel with it;
+    seed each task to fix them. A generator that several tasks are given has another stream in each.
 
     Args:
         make_default: use it wherever no backend is named.
@@ -100,7 +112,12 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     supports_sharedmem = False
     uses_threads = False
 
-    def __init__(self, nesting_level: int | None = None, inner_max_num_threads: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        nesting_level: int | None = None,
+        inner_max_num_threads: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
         self._options = options
         self._pool: Pool | None = None
@@ -115,19 +132,34 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """How many workers joblib's `n_jobs` asks for."""
         if n_jobs == 0:
-            raise ValueError("n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)")
+            raise ValueError(
+                "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 "
+                "(n_jobs: 0)"
+            )
         if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
             return 1
-        if n_jobs == -1 and self._pool is not None and self._made_with is not None and self._made_with[0] is None:
+        if (
+            n_jobs == -1
+            and self._pool is not None
+            and self._made_with is not None
+            and self._made_with[0] is None
+        ):
             return self._pool.processes
         return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
         """Have workers for `parallel`; those of the call before, where these will do."""
         self._streams, self._begun = ItemStreams(None), 0
-        named = {**self._options, **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}}
+        named = {
+            **self._options,
+            **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS},
+        }
         threads = self.inner_max_num_threads
-        if n_jobs == -1 and traits_of(named.get("engine") or "process").remote and not PLACE.in_worker:
+        if (
+            n_jobs == -1
+            and traits_of(named.get("engine") or "process").remote
+            and not PLACE.in_worker
+        ):
             workers = None  # the cluster knows
         elif (workers := self.effective_n_jobs(n_jobs)) > 1:
             if threads is None and not any(name in os.environ for name in THREAD_VARIABLES):
@@ -143,11 +175,13 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             finalizer.atexit = False
         return self._pool.processes
 
-    def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:
-        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""  # [2]
+    def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:  # [2]
+        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
-        calls = [((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items]
+        calls = [
+            ((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items
+        ]
         streams = self._streams.onwards(self._begun)
         self._begun += len(calls)
         job = Job(callback)
@@ -187,7 +221,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return self._batch_size
 
     def batch_completed(self, batch_size: int, duration: float) -> None:
-        """Double the size of batches that are short, halve that of long ones. `duration`: seconds from sending to the end."""
+        """Double the size of batches that are short, halve that of long ones. `duration`: seconds
+        from sending to the end."""
         if batch_size == self._batch_size:  # not of one that was sent when the size was another
             if duration < SHORTEST:
                 self._batch_size *= 2
@@ -195,7 +230,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                 self._batch_size = max(1, self._batch_size // 2)
 
     def terminate(self) -> None:
-        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards the graphs that they keep."""
+        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards
+        the graphs that they keep."""
         self._batch_size = 1
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
@@ -203,7 +239,9 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         for job in list(self._under_way):
             with job.being_sent:  # by another thread, perhaps in this moment
                 result = job.result
-            if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
+            if (
+                result is not None and job.callback.parallel._aborting
+            ):  # those of others that share this backend go on
                 result._scheduler.cancel_with_grace(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:
@@ -212,7 +250,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
 
 
 class Job:
-    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the thread that sent it."""
+    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the
+    thread that sent it."""
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
@@ -231,13 +270,18 @@ class Job:
             return
         self._told, self.result = True, None  # which refers to this, too
         of_thread = {name: getattr(self._modes, name) for name in MODES_OF_A_THREAD}
-        hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks) if self._hooks else contextlib.nullcontext()
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+            if self._hooks
+            else contextlib.nullcontext()
+        )
         with under(current_modes()._replace(**of_thread)), hooks:
             self.callback(outcome)
 
 
 def results(operation: Operation) -> Iterator[Any]:
-    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to it."""
+    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to
+    it."""
     yield from operation.values()  # [5]
 
 

@@ -1,12 +1,15 @@
-"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA devices.
+"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA
+devices.
 
-PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be a worker: parameters lie in
-shared memory once, captured by the function that the workers run, and their gradients are added up as those of captures are.
+PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be
+a worker: parameters lie in shared memory once, captured by the function that the workers run, and
+their gradients are added up as those of captures are.
 
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run `tasks/wrappers.py`.
+For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run
+`tasks/wrappers.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from mpgrad.tasks.wrappers import Replicas
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 
-__all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
+__all__ = [
+    "DataParallel",
+    "ReduceAdd",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+]
 
 Device = PoolWorker | torch.device | str | int
 
@@ -47,8 +58,8 @@ class ReduceAdd:
         """The sum of `inputs`, on the device of the first.
 
         Raises:
-            ValueError: there are none; they have different sizes or dtypes; or one requires grad, because ReduceAdd has no
-                derivative of its own.
+            ValueError: there are none; they have different sizes or dtypes; or one requires grad,
+                because ReduceAdd has no derivative of its own.
         """
         if not inputs:
             raise ValueError("ReduceAdd needs at least one input (inputs: 0)")
@@ -58,10 +69,14 @@ class ReduceAdd:
                 raise ValueError("ReduceAdd can only be used in a backward: an input requires grad")
             if each.shape != first.shape:
                 raise ValueError(
-                    f"all inputs of ReduceAdd must have the same sizes, but got {tuple(each.shape)} and {tuple(first.shape)}"
+                    "all inputs of ReduceAdd must have the same sizes, but got "
+                    f"{tuple(each.shape)} and {tuple(first.shape)}"
                 )
             if each.dtype != first.dtype:
-                raise ValueError(f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}")
+                raise ValueError(
+                    f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and "
+                    f"{first.dtype}"
+                )
         return summed(inputs)
 
 
@@ -82,15 +97,19 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
         there = [[grad for grad in of_one if grad is not None] for of_one in each]
-        add = summed if torch.is_grad_enabled() else ReduceAdd.apply  # the first has derivatives of its own
+        # the first has derivatives of its own
+        add = summed if torch.is_grad_enabled() else ReduceAdd.apply
         return None, *(add(of_one) if of_one else None for of_one in there)
 
 
-def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
+def replicate(
+    network: nn.Module, devices: Sequence[Device], detach: bool = False
+) -> list[nn.Module]:
     """Replicas of a module, one for each device, whose parameters are connected to the original's.
 
-    On workers all replicas look at the memory of the original's parameters. Replica 0 has the original's own buffers, so that
-    what its forward writes there (running statistics) is seen in the original; others have copies.
+    On workers all replicas look at the memory of the original's parameters. Replica 0 has the
+    original's own buffers, so that what its forward writes there (running statistics) is seen in
+    the original; others have copies.
 
     Args:
         network: the module; tied parameters stay tied.
@@ -105,9 +124,10 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     Example:
         >>> import torch, mpgrad, mpgrad.nn
         >>> module = torch.nn.Linear(2, 1)
+        >>> inputs = [torch.ones(1, 2), torch.ones(3, 2)]
         >>> with mpgrad.Pool(processes=2) as pool:
         ...     replicas = mpgrad.nn.replicate(module, pool.workers)
-        ...     outputs = mpgrad.nn.parallel_apply(replicas, [torch.ones(1, 2), torch.ones(3, 2)], pool.workers)
+        ...     outputs = mpgrad.nn.parallel_apply(replicas, inputs, pool.workers)
         ...     sum(output.sum() for output in outputs).backward()
         >>> module.weight.grad
         tensor([[4., 4.]])
@@ -127,21 +147,27 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
         tensors.update(zip(map(id, connected), views[number::count], strict=True))
         if number > 0:
-            tensors.update({id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors})
+            tensors.update(
+                {id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors}
+            )
         replicas.append(replica_of(network, tensors))
     return replicas
 
 
-def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0) -> list[Any]:
-    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor goes to all of them.
+def scatter(
+    inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
+) -> list[Any]:
+    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor
+    goes to all of them.
 
     Args:
         inputs: a tensor of any shape, or a structure of tuples, lists and dicts.
-        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes them, which may be fewer.
+        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes
+            them, which may be fewer.
 
     Raises:
-        ValueError: no devices, or not one chunk size for each; tensors would be cut into different numbers of chunks; as
-            PyTorch's `split`, where sizes do not add up.
+        ValueError: no devices, or not one chunk size for each; tensors would be cut into different
+            numbers of chunks; as PyTorch's `split`, where sizes do not add up.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -160,7 +186,8 @@ def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] |
 
 
 class Scatter(NamedTuple):
-    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where to."""
+    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where
+    to."""
 
     shares: int
     chunk_sizes: Sequence[int] | None
@@ -169,28 +196,47 @@ class Scatter(NamedTuple):
 
     def checked_chunks(self, inputs: Any) -> list[Any]:
         """`chunks`, none of which is lost because another tensor has fewer."""
-        sizes = [leaf.shape[self.dim] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-        if self.chunk_sizes is None and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1:
+        sizes = [
+            leaf.shape[self.dim]
+            for leaf in tree_leaves(inputs)
+            if isinstance(leaf, Tensor) and leaf.dim()
+        ]
+        if (
+            self.chunk_sizes is None
+            and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1
+        ):
             raise ValueError(
-                f"tensors would be cut into different numbers of chunks (sizes of dimension {self.dim}: {sizes}; devices: "
+                "tensors would be cut into different numbers of chunks (sizes of dimension "
+                f"{self.dim}: {sizes}; devices: "
                 f"{self.shares}); expand the smaller ones"
             )
         return self.chunks(inputs)
 
     def chunks(self, inputs: Any) -> list[Any]:
-        """For each share its part of `inputs`, all of them the same where they hold no tensor; perhaps fewer than `shares`."""
+        """For each share its part of `inputs`, all of them the same where they hold no tensor;
+        perhaps fewer than `shares`."""
         if isinstance(inputs, Tensor):
             sizes = self.chunk_sizes
-            cut = inputs.chunk(self.shares, self.dim) if sizes is None else torch.split(inputs, list(sizes), self.dim)
+            cut = (
+                inputs.chunk(self.shares, self.dim)
+                if sizes is None
+                else torch.split(inputs, list(sizes), self.dim)
+            )
             if self.targets is None:
                 return list(cut)
-            return [part.to(target, non_blocking=True) for part, target in zip(cut, self.targets, strict=False)]
+            return [
+                part.to(target, non_blocking=True)
+                for part, target in zip(cut, self.targets, strict=False)
+            ]
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return [type(inputs)(*parts) for parts in self.together(inputs)]
         if isinstance(inputs, (tuple, list)) and inputs:
             return [type(inputs)(parts) for parts in self.together(inputs)]
         if isinstance(inputs, dict) and inputs:
-            return [type(inputs)(zip(inputs, parts, strict=True)) for parts in self.together(inputs.values())]
+            return [
+                type(inputs)(zip(inputs, parts, strict=True))
+                for parts in self.together(inputs.values())
+            ]
         return [inputs] * self.shares
 
     def together(self, inputs: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
@@ -207,17 +253,19 @@ def parallel_apply(
     """``[module(*inputs) for module, inputs in zip(modules, inputs)]``, side by side.
 
     Args:
-        modules: on workers, any modules; what the first one writes to its buffers is written to them here too.
+        modules: on workers, any modules; what the first one writes to its buffers is written to
+            them here too.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which have to be CUDA devices.
+        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which
+            have to be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:
         The outputs, in order.
 
     Raises:
-        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is None, and a module has no
-            parameters.
+        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is
+            None, and a module has no parameters.
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.parallel_apply`.
@@ -226,7 +274,8 @@ def parallel_apply(
         >>> import torch, mpgrad, mpgrad.nn
         >>> with mpgrad.Pool(processes=2) as pool:
         ...     modules = [torch.nn.Softmax(dim=0), torch.nn.ReLU()]
-        ...     mpgrad.nn.parallel_apply(modules, [torch.zeros(2), torch.tensor([-1.0, 1.0])], pool.workers)
+        ...     inputs = [torch.zeros(2), torch.tensor([-1.0, 1.0])]
+        ...     mpgrad.nn.parallel_apply(modules, inputs, pool.workers)
         [tensor([0.5000, 0.5000]), tensor([0., 1.])]
     """
     if devices is None:
@@ -245,10 +294,17 @@ def parallel_apply(
     return applied(pool, modules, inputs, kwargs)
 
 
-def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
+def applied(
+    pool: Pool,
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]],
+) -> list[Any]:
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
-    calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
+    calls: list[Any] = [
+        ((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))
+    ]
     source = Source(calls, len(calls), at_rest=True, noun="replica", items=calls)
     found = pool._submitter.run(Replicas(modules), source, CallOptions(chunksize=1))
     _, written = found[0]
@@ -260,11 +316,12 @@ def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwa
 
 
 def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int = 0) -> Any:
-    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the first one is).
+    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the
+    first one is).
 
     Args:
-        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named tuples) of them. Numbers without
-            dimensions are stacked, with a warning.
+        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named
+            tuples) of them. Numbers without dimensions are stacked, with a warning.
 
     Raises:
         ValueError: no outputs; dicts with different keys; tensors beside something else.
@@ -273,7 +330,9 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
 
     Example:
         >>> import torch, mpgrad.nn
-        >>> mpgrad.nn.gather([(torch.zeros(1), {"a": torch.ones(1)}), (torch.zeros(2), {"a": torch.ones(1)})])
+        >>> mpgrad.nn.gather(
+        ...     [(torch.zeros(1), {"a": torch.ones(1)}), (torch.zeros(2), {"a": torch.ones(1)})]
+        ... )
         (tensor([0., 0., 0.]), {'a': tensor([1., 1.])})
     """
     if not outputs:
@@ -282,11 +341,16 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
     if isinstance(first, Tensor):
         if not all(isinstance(each, Tensor) for each in outputs):
             raise ValueError(f"all outputs must be tensors where one is (types: {kinds(outputs)})")
-        target = first.device if output_device is None or isinstance(output_device, PoolWorker) else output_device
+        target = (
+            first.device
+            if output_device is None or isinstance(output_device, PoolWorker)
+            else output_device
+        )
         there = [each.to(target) for each in outputs]
         if dim == 0 and all(each.dim() == 0 for each in there):
             warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+                "instead unsqueeze and return "
                 "a vector."
             )
             return torch.stack(there)
@@ -295,14 +359,24 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
         return None
     if isinstance(first, dict):
         if any(each.keys() != first.keys() for each in outputs):
-            raise ValueError(f"all dicts must have the same keys (keys: {[list(each) for each in outputs]})")
-        return type(first)((key, gather([each[key] for each in outputs], output_device, dim)) for key in first)
+            raise ValueError(
+                f"all dicts must have the same keys (keys: {[list(each) for each in outputs]})"
+            )
+        return type(first)(
+            (key, gather([each[key] for each in outputs], output_device, dim)) for key in first
+        )
     if isinstance(first, (tuple, list)):
         if any(len(each) != len(first) for each in outputs):
-            raise ValueError(f"all sequences must have the same length (lengths: {[len(each) for each in outputs]})")
+            raise ValueError(
+                "all sequences must have the same length (lengths: "
+                f"{[len(each) for each in outputs]})"
+            )
         parts = [gather(each, output_device, dim) for each in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    raise ValueError(f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})")
+    raise ValueError(
+        "outputs must be tensors, None, or tuples, lists and dicts of them (types: "
+        f"{kinds(outputs)})"
+    )
 
 
 @without_own_frames
@@ -318,15 +392,16 @@ def data_parallel(
 
     Args:
         module: on workers it may have any captures, hooks and buffers.
-        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their tensors is the batch.
-        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that
-            is smaller than their number uses fewer.
+        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their
+            tensors is the batch.
+        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA
+            devices there are. An input that is smaller than their number uses fewer.
         output_device: where outputs are gathered; None for the first device.
         module_kwargs: keyword arguments, cut likewise.
 
     Raises:
-        ValueError: there are no devices, or they are of different kinds; tensors would be cut into different numbers of chunks
-            (`torch.nn.parallel` drops rows then).
+        ValueError: there are no devices, or they are of different kinds; tensors would be cut into
+            different numbers of chunks (`torch.nn.parallel` drops rows then).
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.data_parallel`, libtorch's `torch::nn::parallel::data_parallel`.
@@ -390,7 +465,9 @@ class DataParallel(nn.Module):
 
     @without_own_frames
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
+        return data_parallel(
+            self.module, inputs, self.devices, self.output_device, self.dim, kwargs
+        )
 
 
 def scattered_arguments(
@@ -405,14 +482,19 @@ def scattered_arguments(
 def pool_of(devices: Sequence[Device]) -> Pool | None:
     """The pool whose workers `devices` are; None for CUDA devices."""
     if not devices:
-        raise ValueError("there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices")
+        raise ValueError(
+            "there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices"
+        )
     pools = {id(device.pool): device.pool for device in devices if isinstance(device, PoolWorker)}
     if not pools:
         for device in devices:
             cuda_name(device)
         return None
     if len(pools) > 1 or not all(isinstance(device, PoolWorker) for device in devices):
-        raise ValueError(f"devices must all be workers of one pool, or all be CUDA devices (devices: {list(devices)})")
+        raise ValueError(
+            "devices must all be workers of one pool, or all be CUDA devices (devices: "
+            f"{list(devices)})"
+        )
     return next(iter(pools.values()))
 
 
@@ -420,13 +502,18 @@ def cuda_name(device: Device) -> torch.device:
     """Raises ValueError for any other kind of device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
-        raise ValueError(f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})")
+        raise ValueError(
+            "a device must be a worker of a pool (pool.workers) or a CUDA device (device: "
+            f"{device!r})"
+        )
     return found
 
 
 def same_number(one: str, these: Sequence[Any], other: str, those: Sequence[Any]) -> None:
     if len(these) != len(those):
-        raise ValueError(f"the number of {one} {len(these)} is not equal to the number of {other} {len(those)}")
+        raise ValueError(
+            f"the number of {one} {len(these)} is not equal to the number of {other} {len(those)}"
+        )
 
 
 def kinds(values: Iterable[Any]) -> str:

@@ -1,7 +1,7 @@
 """The pool: `multiprocessing.Pool`'s interface, with gradients.
 
-multiprocessing.Pool returns copies whose history ended at the process border. Here every result is connected to the items
-and captures it came from, and its backward runs in the worker that made it.
+multiprocessing.Pool returns copies whose history ended at the process border. Here every result is
+connected to the items and captures it came from, and its backward runs in the worker that made it.
 
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
@@ -68,44 +68,54 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    docs/reference/pool.md says when to change each option, and has the details of `engine` and `graphs`.
+    docs/reference/pool.md says when to change each option, and has the details of `engine` and
+    `graphs`.
 
     Everyday arguments:
-        processes: the number of workers. None: one for each CPU that this process may use; affinity and cgroup quota count.
-        initializer: a function that each worker calls once, with `initargs`, before anything else. If it raises, the pool is
-            broken: each call raises the same exception.
+        processes: the number of workers. None: one for each CPU that this process may use; affinity
+            and cgroup quota count.
+        initializer: a function that each worker calls once, with `initargs`, before anything else.
+            If it raises, the pool is broken: each call raises the same exception.
         initargs: the arguments of `initializer`.
-        engine: where calls run: "process", "thread", "inline" (the caller's thread, for debugging), "stream" (threads with a
-            CUDA stream each) or "ray" (a cluster). None: "process". Inside a task None means "inline", unless there is a
-            `timeout`.
-        threads_per_worker: the intra-op threads of PyTorch in each worker process, and of other libraries such as OpenBLAS.
-            None: one, but environment variables such as OPENBLAS_NUM_THREADS hold for the other libraries.
-        devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with the device of each
-            worker, or one device for all `processes` (None: one). None: the CPU. Engines "process" and "stream" only.
+        engine: where calls run: "process", "thread", "inline" (the caller's thread, for debugging),
+            "stream" (threads with a CUDA stream each) or "ray" (a cluster). None: "process". Inside
+            a task None means "inline", unless there is a `timeout`.
+        threads_per_worker: the intra-op threads of PyTorch in each worker process, and of other
+            libraries such as OpenBLAS. None: one, but environment variables such as
+            OPENBLAS_NUM_THREADS hold for the other libraries.
+        devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with
+            the device of each worker, or one device for all `processes` (None: one). None: the CPU.
+            Engines "process" and "stream" only.
         ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
-        maxtasksperchild: the number of calls after which a new worker replaces a worker. None: never.
-        retries: how often a call runs again on another worker after its worker died. 0: the call fails, and so do the
-            backwards whose graphs were lost.
-        timeout: seconds for each call, forward or backward. A call that takes longer is killed with its worker; then it runs
-            again or fails, as after a death. None: no limit. Engines "process" and "ray" only.
+        maxtasksperchild: the number of calls after which a new worker replaces a worker. None:
+            never.
+        retries: how often a call runs again on another worker after its worker died. 0: the call
+            fails, and so do the backwards whose graphs were lost.
+        timeout: seconds for each call, forward or backward. A call that takes longer is killed with
+            its worker; then it runs again or fails, as after a death. None: no limit. Engines
+            "process" and "ray" only.
 
     Expert arguments:
-        graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it can predict their
-            gradients. "keep" keeps each graph until its backward. "recompute" keeps none: a backward runs the forward again.
-        graph_memory: bytes of CPU memory for the graphs in each worker, or a text such as "2 GiB". Beyond that, the worker
-            drops the largest graphs, and their backwards run the forward again. None: no limit.
-        deterministic: add up the gradients of captures in a fixed order, so that two runs agree bit for bit.
-            `torch.use_deterministic_algorithms(True)` does the same while it is on.
-        context: a start method or context of `multiprocessing`. None: mpgrad's own, which starts workers faster. Engine
-            "process" only; the others ignore it.
+        graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it
+            can predict their gradients. "keep" keeps each graph until its backward. "recompute"
+            keeps none: a backward runs the forward again.
+        graph_memory: bytes of CPU memory for the graphs in each worker, or a text such as "2 GiB".
+            Beyond that, the worker drops the largest graphs, and their backwards run the forward
+            again. None: no limit.
+        deterministic: add up the gradients of captures in a fixed order, so that two runs agree bit
+            for bit. `torch.use_deterministic_algorithms(True)` does the same while it is on.
+        context: a start method or context of `multiprocessing`. None: mpgrad's own, which starts
+            workers faster. Engine "process" only; the others ignore it.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
+            value.
         pickle.PicklingError: `initializer` or its arguments cannot be carried.
         UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
-        ImportError, ConnectionError, RuntimeError: engine "ray": Ray is missing; no cluster is there; no node has room.
+        ImportError, ConnectionError, RuntimeError: engine "ray": Ray is missing; no cluster is
+            there; no node has room.
 
     Example:
         >>> import torch, mpgrad
@@ -157,12 +167,16 @@ class Pool:
             ray=ray,
         )
         settings = options.settings()
-        self._scheduler = scheduler_for(engine, settings, EngineRequest(processes, context, ray, threads_per_worker))
+        self._scheduler = scheduler_for(
+            engine, settings, EngineRequest(processes, context, ray, threads_per_worker)
+        )
         try:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)
             # not of the pool: graphs that torch.func follows ask for further operations without it
-            self._finalizer = weakref.finalize(self._submitter, self._scheduler.terminate_without_waiting)
+            self._finalizer = weakref.finalize(
+                self._submitter, self._scheduler.terminate_without_waiting
+            )
             self._finalizer.atexit = False  # that is for `terminate_all`
             self._scheduler.start()
             load_generators()
@@ -211,30 +225,39 @@ class Pool:
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
 
-        The first items are begun first; but of the last ones of a list, where calls take 10 ms or more, those with the largest
-        tensors.
+        The first items are begun first; but of the last ones of a list, where calls take 10 ms or
+        more, those with the largest tensors.
 
         Args:
-            func: any function, also a lambda, closure, bound method, partial, module, or a `torch.autograd.Function` class.
-                Tensors that it reaches are its captures; gradients flow to them too.
+            func: any function, also a lambda, closure, bound method, partial, module, or a
+                `torch.autograd.Function` class. Tensors that it reaches are its captures; gradients
+                flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
-            progress: True or a description for a bar of tqdm's, in notebooks its widget; or a function of (done, total, seconds
-                left), called in a thread of its own when they change, at most ten times a second; None where not known.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a
+                call.
+            progress: True or a description for a bar of tqdm's, in notebooks its widget; or a
+                function of (done, total, seconds left), called in a thread of its own when they
+                change, at most ten times a second; None where not known.
             timeout: seconds for each call; None for the pool's own `timeout`.
-            on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
-                exception stands in the place of the result, and gradients flow to all other items (with `retries=0` not to
-                those whose graphs a worker had that died or was ended).
-            device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which all tensors are moved. None
-                for a worker where the item lies. Either way results and gradients come back to where they belong.
+            on_error: "raise": the first failing item's exception is raised, and the others are
+                cancelled. "return": each exception stands in the place of the result, and gradients
+                flow to all other items (with `retries=0` not to those whose graphs a worker had
+                that died or was ended).
+            device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which
+                all tensors are moved. None for a worker where the item lies. Either way results and
+                gradients come back to where they belong.
 
         Raises:
-            Exception: what the first failing item raised, with a note that names item, worker and phase.
-            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which. Where the pickling
-                of an item raises something else, that is raised, with a note; and that of a result is a
-                `multiprocessing.pool.MaybeEncodingError` too. TypeError also for an option of the wrong type.
-            ValueError: an option is out of range, the engine has no `timeout`, or no worker is on `device`.
-            WorkerDiedError: workers died while they ran one of the items, more often than it is retried.
+            Exception: what the first failing item raised, with a note that names item, worker and
+                phase.
+            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried;
+                says which. Where the pickling of an item raises something else, that is raised,
+                with a note; and that of a result is a `multiprocessing.pool.MaybeEncodingError`
+                too. TypeError also for an option of the wrong type.
+            ValueError: an option is out of range, the engine has no `timeout`, or no worker is on
+                `device`.
+            WorkerDiedError: workers died while they ran one of the items, more often than it is
+                retried.
             CallTimeoutError: one of the items took longer than `timeout`, likewise.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
@@ -355,7 +378,9 @@ class Pool:
         return self._submitter.run(func, Source.of_one(args, kwds), options)[0]
 
     @overload
-    def map_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+    def map_async(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> AsyncResult[list[Any]]: ...
 
     @overload
     def map_async(
@@ -398,7 +423,8 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`map` that returns at once. Callbacks run one after another, in a thread of the pool; they may wait for other calls.
+        """`map` that returns at once. Callbacks run one after another, in a thread of the pool;
+        they may wait for other calls.
 
         Example:
             >>> import torch, mpgrad
@@ -408,10 +434,14 @@ class Pool:
             [tensor([1.])]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
+        return self._submitter.run_async(
+            func, Source.of_items(iterable), options, callback, error_callback
+        )
 
     @overload
-    def starmap_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+    def starmap_async(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> AsyncResult[list[Any]]: ...
 
     @overload
     def starmap_async(
@@ -459,12 +489,15 @@ class Pool:
         Example:
             >>> import torch, mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
-            ...     result = pool.starmap_async(torch.mul, [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)])
+            ...     pairs = [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)]
+            ...     result = pool.starmap_async(torch.mul, pairs)
             ...     result.get()
             [tensor(6.), tensor(20.)]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
+        return self._submitter.run_async(
+            func, Source.of_arguments(iterable), options, callback, error_callback
+        )
 
     @overload
     def apply_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[Any]: ...
@@ -547,7 +580,8 @@ class Pool:
     ) -> ResultIterator[Any]:
         """`map` as an iterator: results in order, each as soon as it is there.
 
-        It takes up to 16 chunks for each worker from `iterable` at once, and then one with each result, in your thread.
+        It takes up to 16 chunks for each worker from `iterable` at once, and then one with each
+        result, in your thread.
 
         Example:
             >>> import torch, mpgrad
@@ -562,7 +596,9 @@ class Pool:
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
 
     @overload
-    def imap_unordered(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+    def imap_unordered(
+        self, func: type[Function], *args: Any, **options: Any
+    ) -> ResultIterator[Any]: ...
 
     @overload
     def imap_unordered(
@@ -610,7 +646,8 @@ class Pool:
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
 
     def close(self) -> None:
-        """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`.
+        """Take no new calls. Those under way are finished, and backward still works until `join` or
+        `terminate`.
 
         Example:
             >>> import torch, mpgrad
@@ -675,15 +712,18 @@ class Pool:
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
     def _leave(self) -> None:
-        """Take no new calls. Workers end when all is done and no graph that they keep is needed any more. Does not wait."""
+        """Take no new calls. Workers end when all is done and no graph that they keep is needed any
+        more. Does not wait."""
         self._finalizer.detach()
         self._scheduler.leave()
 
     def resize(self, processes: int) -> None:
-        """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.
+        """Have another number of workers. Those that are too many take no new calls, and end when
+        they keep no graph any more.
 
         Raises:
-            ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
+            ValueError: less than one; the engine is "inline"; or the pool has devices, which say
+                how many workers there are.
             PoolClosedError: after `close` or `terminate`.
 
         Example:
@@ -696,7 +736,10 @@ class Pool:
         if not self._options.traits.may_resize:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
         if self._options.device_codes is not None:
-            raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
+            raise ValueError(
+                "a pool with devices has one worker for each of them; make another pool "
+                f"(processes: {processes})"
+            )
         self._submitter.resize(positive("processes", processes))
 
     def stats(self) -> PoolStats:
@@ -714,15 +757,18 @@ class Pool:
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record, in a `with` block, which worker runs which item's forward and backward, and when.
 
-        Also where threads of the caller pack, wait and make results. Calls that were sent before the block are left out.
+        Also where threads of the caller pack, wait and make results. Calls that were sent before
+        the block are left out.
 
         Args:
-            path: a file to write at the end of the block, also where that raises. It opens in https://ui.perfetto.dev.
+            path: a file to write at the end of the block, also where that raises. It opens in
+                https://ui.perfetto.dev.
 
         Raises:
             TypeError: `path` is no name of a file.
-            RuntimeError: when the block begins: this pool records a timeline already, or this object was used before.
-                `Timeline.events`, `Timeline.save` and `Timeline.draw` raise it until the block ends.
+            RuntimeError: when the block begins: this pool records a timeline already, or this
+                object was used before. `Timeline.events`, `Timeline.save` and `Timeline.draw` raise
+                it until the block ends.
             OSError: when the block begins: the file cannot be written.
 
         Example:
@@ -731,7 +777,8 @@ class Pool:
             ...     with pool.timeline() as timeline:
             ...         results = pool.map(torch.square, [torch.ones(3, requires_grad=True)] * 8)
             ...         torch.stack(results).sum().backward()
-            >>> sorted({event["cat"] for event in timeline.events if event["ph"] == "X"} & {"forward", "backward"})
+            >>> spans = [event for event in timeline.events if event["ph"] == "X"]
+            >>> sorted({event["cat"] for event in spans} & {"forward", "backward"})
             ['backward', 'forward']
         """
         if not isinstance(path, str | os.PathLike | None):
@@ -740,11 +787,13 @@ class Pool:
 
     @contextmanager
     def progress(self, progress: Progress = True) -> Iterator[None]:
-        """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
+        """Show, until the block ends, how much of what the pool has to do is done: futures of
+        `submit`, backwards, all.
 
-        The total grows as more is asked for. A backward of an item counts as its forward did; cheap items that travelled
-        together have one backward for all. With `graphs="auto"` backwards may have run with the forwards: then there is nothing
-        left to do in a backward, and nothing to show.
+        The total grows as more is asked for. A backward of an item counts as its forward did; cheap
+        items that travelled together have one backward for all. With `graphs="auto"` backwards may
+        have run with the forwards: then there is nothing left to do in a backward, and nothing to
+        show.
 
         Args:
             progress: as for `map`.
@@ -775,32 +824,52 @@ class Pool:
         self._scheduler.life.check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """`terminate`, as in multiprocessing: ask for results, and call backward, inside the with block."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """`terminate`, as in multiprocessing: ask for results, and call backward, inside the with
+        block."""
         self.terminate()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead")
+        raise TypeError(
+            "a pool cannot be pickled, nor captured by a function that it runs; make one in the "
+            "task instead"
+        )
 
     def __repr__(self) -> str:
-        return f"<mpgrad.Pool processes={self.processes} engine={self._options.engine!r} {self._scheduler.life.state}>"
+        return (
+            f"<mpgrad.Pool processes={self.processes} engine={self._options.engine!r} "
+            f"{self._scheduler.life.state}>"
+        )
 
     # --- beyond it
 
     @overload
-    def submit(self, fn: type[Function], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]: ...
+    def submit(
+        self, fn: type[Function], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[Any]: ...
 
     @overload
-    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]: ...
+    def submit(
+        self, fn: Callable[..., R], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[R]: ...
 
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]:
-        """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> DifferentiableFuture[Any]:
+        """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is
+        differentiable.
 
-        A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
-        starts when its arguments are there, without anybody waiting here, and gradients flow through the graph of calls. A
-        result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
-        further calls are given the value as it is then.
+        A future may stand, anywhere, among the arguments of a further call (`submit`, `map`,
+        `reduce` and friends): that call starts when its arguments are there, without anybody
+        waiting here, and gradients flow through the graph of calls. A result that only calls ask
+        for does not come to the caller's memory. Where a future's value has been asked for, further
+        calls are given the value as it is then.
 
         All keyword arguments are those of `fn`, as in `concurrent.futures`. A call with a `timeout`
         or `device` of its own is made with `apply_async`.
@@ -816,18 +885,20 @@ class Pool:
             tensor([5., 5., 5.])
 
         Raises (`result`):
-            AncestorFailedError: a call that was to give an argument failed or was cancelled; that is the `__cause__`.
-            concurrent.futures.CancelledError: the call was cancelled.
+            AncestorFailedError: a call that was to give an argument failed or was cancelled; that
+            is the `__cause__`. concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
         return self._submitter.submit(fn, (args, kwargs))
 
     @not_compiled
     def synchronize(self) -> None:
-        """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the like, or other threads.
+        """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the
+        like, or other threads.
 
         Raises:
-            Exception: the first failure of a call whose future or result nobody has asked for; it is then forgotten.
+            Exception: the first failure of a call whose future or result nobody has asked for; it
+                is then forgotten.
 
         Example:
             >>> import mpgrad
@@ -853,15 +924,18 @@ class Pool:
         """Fold all items into each target, in the items' order; the targets side by side.
 
         Args:
-            fn: ``fn(target, item)`` returns the new target, or writes into the one it got and returns None; or the name of
-                a reduction (see `map_reduce`), which takes the target as its first value.
+            fn: ``fn(target, item)`` returns the new target, or writes into the one it got and
+                returns None; or the name of a reduction (see `map_reduce`), which takes the target
+                as its first value.
             items: the items that every target takes in.
             targets: one target (a tensor or structure), or a list of them.
-            associative: ``fn(fn(t, a), b) == fn(t, fn(a, b))``, so that the fold may be cut into blocks that run
-                side by side; where it is cut depends on the number of items only. Items and targets are then of one kind.
+            associative: ``fn(fn(t, a), b) == fn(t, fn(a, b))``, so that the fold may be cut into
+                blocks that run side by side; where it is cut depends on the number of items only.
+                Items and targets are then of one kind.
 
         Returns:
-            The folded target, or the list of them. The caller's targets are not changed, also not by in-place functions.
+            The folded target, or the list of them. The caller's targets are not changed, also not
+            by in-place functions.
 
         Raises:
             ValueError: no reduction has the name `fn`. Otherwise as `map`.
@@ -870,13 +944,17 @@ class Pool:
             >>> import torch, mpgrad
             >>> a, b = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
             >>> with mpgrad.Pool(processes=2) as pool:
-            ...     total, other = pool.reduce(lambda target, item: target.add_(item), [a, b], [a * 10, b * 10])
+            ...     total, other = pool.reduce(
+            ...         lambda target, item: target.add_(item), [a, b], [a * 10, b * 10]
+            ...     )
             ...     (total * other).backward()
             >>> total, other, a.grad
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
         asked: list[Any] = targets if isinstance(targets, list) else [targets]
-        found = folded_into(self._submitter, fn, list(iterator("the items", items)), asked, associative, progress)
+        found = folded_into(
+            self._submitter, fn, list(iterator("the items", items)), asked, associative, progress
+        )
         return cast(A, found if asked is targets else found[0])
 
     @not_compiled
@@ -889,15 +967,17 @@ class Pool:
         *,
         progress: Progress = False,
     ) -> R:
-        """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers, accumulators travel.
+        """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers,
+        accumulators travel.
 
         Args:
             map_fn: applied to each item.
             items: at least one item, unless there is an `init`.
-            reduce_fn: an associative function of an accumulator and a value, which returns the new accumulator or writes
-                into the one it got; or one of "sum", "mean", "max", "min", "logsumexp" (elementwise over the items),
-                "cat", "stack" (along dimension 0). Blocks of items are folded side by side and merged in order; how they
-                are cut depends on the number of items only.
+            reduce_fn: an associative function of an accumulator and a value, which returns the new
+                accumulator or writes into the one it got; or one of "sum", "mean", "max", "min",
+                "logsumexp" (elementwise over the items), "cat", "stack" (along dimension 0). Blocks
+                of items are folded side by side and merged in order; how they are cut depends on
+                the number of items only.
             init: the first value, or None for none.
 
         Raises:
@@ -912,12 +992,15 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        found: R = mapped_and_folded(self._submitter, map_fn, list(iterator("the items", items)), reduce_fn, init, progress)
+        found: R = mapped_and_folded(
+            self._submitter, map_fn, list(iterator("the items", items)), reduce_fn, init, progress
+        )
         return found
 
 
 class PoolWorker:
-    """One of the workers of a pool, as a name for a share of work; which process does the share is the pool's business.
+    """One of the workers of a pool, as a name for a share of work; which process does the share is
+    the pool's business.
 
     Example:
         >>> import mpgrad

@@ -1,10 +1,12 @@
 """How far something has come, shown while it goes on.
 
-Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks
-ten times a second, and shows what it has found: what runs knows nothing of it.
+Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a
+terminal. So another thread looks ten times a second, and shows what it has found: what runs knows
+nothing of it.
 
     operation, pool ◄── look ── Reporter's thread ──► show: a bar of tqdm, or the caller's function
-Guarantees: the last look comes after the end; a look and a show together take no more than a 20th of the time.
+Guarantees: the last look comes after the end; a look and a show together take no more than a 20th
+of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Reporter:
 
     Raises:
         ImportError: a bar is asked for, and tqdm is not installed.
-        TypeError: `progress` is none of what it may be, or a function that does not take done, total and seconds left.
+        TypeError: `progress` is none of what it may be, or a function that does not take done,
+            total and seconds left.
     """
 
     def __init__(self, progress: Progress, look: Callable[[], Standing]) -> None:
@@ -56,7 +59,10 @@ class Reporter:
         elif isinstance(progress, bool | str):
             self._display = Bar(progress if isinstance(progress, str) else None, look().total)
         else:
-            expected = "progress must be True, False, a description, or a function of done, total and seconds left"
+            expected = (
+                "progress must be True, False, a description, or a function of done, total and "
+                "seconds left"
+            )
             raise TypeError(f"{expected} (progress: {progress!r})")
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpgrad-progress", daemon=True)
@@ -72,8 +78,15 @@ class Reporter:
         try:
             with self._display as show:
                 self._show_all(show)
-        except Exception as error:  # of the caller's function, or of its terminal: no reason for the work to stop
-            log.warning("progress is not shown any more: %r raised %s: %s", self._progress, type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # of the caller's function, or of its terminal: no reason for the work to stop
+            log.warning(
+                "progress is not shown any more: %r raised %s: %s",
+                self._progress,
+                type(error).__name__,
+                error,
+            )
 
     def _show_all(self, show: Show) -> None:
         first = shown = None
@@ -85,7 +98,11 @@ class Reporter:
                 first = now, found.done
             if found[:2] != shown:
                 shown = found[:2]
-                show(found.done, found.total or None, None if first is None else seconds_left(now, *first, found))
+                show(
+                    found.done,
+                    found.total or None,
+                    None if first is None else seconds_left(now, *first, found),
+                )
             if is_last or found.is_over:
                 return
             self._has_ended.wait(max(INTERVAL, PAUSE * (time.monotonic() - now)))
@@ -99,12 +116,16 @@ def check_takes_three(show: Callable[..., object]) -> None:
     try:
         signature.bind(0, None, None)
     except TypeError as error:
-        expected = "progress must take three arguments: how many are done, how many there are, and the seconds left"
+        expected = (
+            "progress must take three arguments: how many are done, how many there are, and the "
+            "seconds left"
+        )
         raise TypeError(f"{expected} ({error}; progress: {show!r})") from None
 
 
 def seconds_left(now: float, since: float, done: int, found: Standing) -> float | None:
-    """If what is left goes on as it has since so many were done; what came before that also held the start of workers."""
+    """If what is left goes on as it has since so many were done; what came before that also held
+    the start of workers."""
     if found.total is None:
         return None
     if found.done >= found.total:
@@ -121,7 +142,9 @@ class Bar:
         try:
             tqdm = importlib.import_module("tqdm.auto").tqdm
         except ImportError as error:
-            raise ImportError("progress needs tqdm, which is not installed; pip install tqdm") from error
+            raise ImportError(
+                "progress needs tqdm, which is not installed; pip install tqdm"
+            ) from error
         # each show counts: they are rare enough
         self._bar: Any = tqdm(total=total, desc=description, mininterval=0, miniters=0)
 

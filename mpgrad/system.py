@@ -60,13 +60,16 @@ __all__ = [
     "usable_cpus",
 ]
 
-REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # how a call fails that an older kernel, or a sandbox, does not have
-# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker; macOS has no such flag
+# how a call fails that an older kernel, or a sandbox, does not have
+REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
+# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker;
+# macOS has no such flag
 NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
-        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
+        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
+        "system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
 
@@ -88,7 +91,11 @@ def has_calls_of_linux() -> bool:
     return True
 
 
-PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux" or not has_calls_of_linux()
+PORTABLE: bool = (
+    wants_portable(os.environ.get("MPGRAD_PORTABLE", ""))
+    or sys.platform != "linux"
+    or not has_calls_of_linux()
+)
 CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of descriptors that are received
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
 if PORTABLE:
@@ -98,8 +105,9 @@ if PORTABLE:
 def anonymous_memory() -> int:
     """The descriptor of a file in memory that has no name, and as yet no size.
 
-    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process is killed meanwhile, the
-    name stays, and on macOS the memory with it, until the next start of the machine.
+    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process
+    is killed meanwhile, the name stays, and on macOS the memory with it, until the next start of
+    the machine.
     """
     if not PORTABLE:
         try:
@@ -108,11 +116,18 @@ def anonymous_memory() -> int:
             if error.errno not in REFUSED:
                 raise
             remedy = "export MPGRAD_PORTABLE=1 before the program starts"
-            raise OSError(error.errno, f"memfd_create is refused here since mpgrad was imported ({error}); {remedy}") from error
+            raise OSError(
+                error.errno,
+                f"memfd_create is refused here since mpgrad was imported ({error}); {remedy}",
+            ) from error
     while True:
         try:
-            descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
-        except FileExistsError:  # another thread's, which is about to remove it, or a dead process's that had this number
+            descriptor = _posixshmem.shm_open(
+                name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600
+            )
+        except FileExistsError:
+            # another thread's, which is about to remove it, or a dead process's that had this
+            # number
             remove_name(os.getpid())
         else:
             remove_name(os.getpid())
@@ -120,7 +135,8 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    return f"/mpgrad-{os.getuid()}-{pid}"  # macOS allows 31 characters; what another user has left cannot be removed
+    # macOS allows 31 characters; what another user has left cannot be removed
+    return f"/mpgrad-{os.getuid()}-{pid}"
 
 
 def remove_name(pid: int) -> None:
@@ -131,9 +147,12 @@ def remove_name(pid: int) -> None:
 
 
 def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its flags out.)"""
+    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its
+    flags out.)"""
     found = array.array("i")
-    data, ancillary, _, _ = end.recvmsg(nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC)
+    data, ancillary, _, _ = end.recvmsg(
+        nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC
+    )
     for _, _, content in ancillary:
         found.frombytes(content[: len(content) - len(content) % found.itemsize])
     for each in found if CLOSE_ON_EXEC == 0 else ():
@@ -142,9 +161,11 @@ def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[byt
 
 
 def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
-    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in the middle of a copy.
+    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in
+    the middle of a copy.
 
-    Where the call itself is denied, by a container's profile for example, pages come when they are first written, as on macOS.
+    Where the call itself is denied, by a container's profile for example, pages come when they are
+    first written, as on macOS.
 
     Raises:
         OSError: there are none; or a limit forbids it.
@@ -159,10 +180,13 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `system`)."""
+    """Bytes that programs can still have without swapping, if nothing but the machine limits them
+    (see `system`)."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+            return next(
+                1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")
+            )
     import psutil  # here and below: 6 ms and 4 MiB, which no worker should take
 
     return int(psutil.virtual_memory().available)
@@ -220,7 +244,10 @@ class Kept:
 
     @property
     def lost(self) -> OSError:
-        why = f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); close only what you open"
+        why = (
+            f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); "
+            "close only what you open"
+        )
         return OSError(errno.EBADF, why)
 
     def close(self) -> None:
@@ -233,12 +260,17 @@ class Kept:
 
 
 MEMBERSHIP = PROC / "self/cgroup"
-SPARED = 0.05  # of a group's limit: for what is taken without asking. At the limit the kernel kills, and says nothing before
-KNOWN_FOR = 0.5  # seconds, at most, for which the groups that limit memory are those that were found, which takes 0.7 ms
+# of a group's limit: for what is taken without asking. At the limit the kernel kills, and says
+# nothing before
+SPARED = 0.05
+# seconds, at most, for which the groups that limit memory are those that were found, which takes
+# 0.7 ms
+KNOWN_FOR = 0.5
 
 
 def own_cgroups(controller: str) -> list[Path]:
-    """Where limits of `controller` for this process may be; nowhere on other systems, and where that cannot be read."""
+    """Where limits of `controller` for this process may be; nowhere on other systems, and where
+    that cannot be read."""
     try:
         return [] if PORTABLE else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
     except (OSError, ValueError):
@@ -270,12 +302,14 @@ def limiting(folders: Sequence[Path]) -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
-    """Of this process's groups. Looked for once in each moment, since groups and their limits may change."""
+    """Of this process's groups. Looked for once in each moment, since groups and their limits may
+    change."""
     return limiting(own_cgroups("memory"))
 
 
 def free_memory() -> int:
-    """Bytes that this process can still have: of the machine's, and within the limits of all groups that it is in.
+    """Bytes that this process can still have: of the machine's, and within the limits of all groups
+    that it is in.
 
     What other processes of the groups take meanwhile, they take from the same.
     """
@@ -295,10 +329,17 @@ def memory_limit(folder: Path) -> float:
 
 def memory_used(folder: Path) -> int:
     """In bytes, without the file cache that the kernel drops when memory is wanted."""
-    words = read_words(folder / "memory.current") or read_words(folder / "memory.usage_in_bytes") or ["0"]
+    words = (
+        read_words(folder / "memory.current")
+        or read_words(folder / "memory.usage_in_bytes")
+        or ["0"]
+    )
     stat = read_words(folder / "memory.stat")
     counts = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
-    cache = [counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in ("active_file", "inactive_file")]
+    cache = [
+        counts.get(f"total_{kind}", counts.get(kind, 0))
+        for kind in ("active_file", "inactive_file")
+    ]
     return max(0, int(words[0]) - sum(cache))
 
 
@@ -325,7 +366,9 @@ def bytes_of(name: str, amount: int | str) -> int:
         TypeError: neither a number nor a text.
     """
     if isinstance(amount, bool) or not isinstance(amount, int | str):
-        raise TypeError(f'{name} must be a number of bytes, or a text like "2 GiB" ({name}: {amount!r})')
+        raise TypeError(
+            f'{name} must be a number of bytes, or a text like "2 GiB" ({name}: {amount!r})'
+        )
     if isinstance(amount, str):
         matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", amount)
         if matched is None or matched[2] not in UNITS:
@@ -337,7 +380,8 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 
 def kills_for_memory() -> int:
-    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0 where it does not say."""
+    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0
+    where it does not say."""
     if PORTABLE:
         return 0
     with contextlib.suppress(OSError):
@@ -362,12 +406,14 @@ THREAD_VARIABLES = (  # of libraries that compute, which read them when they are
 
 
 def thread_variables(threads: int | None) -> dict[str, str]:
-    """What has these libraries use as many threads; None: as many as the variables say that are there."""
+    """What has these libraries use as many threads; None: as many as the variables say that are
+    there."""
     return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 def usable_cpus() -> int:
-    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
+    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less
+    time than that."""
     if PORTABLE:
         return os.cpu_count() or 1
     return max(1, math.ceil(min(len(own_cpus()), cgroup_quota(own_cgroups("cpu")))))
@@ -388,7 +434,10 @@ def quota_of(folder: Path) -> float:
     both = read_words(folder / "cpu.max")
     if len(both) == 2 and both[0] != "max":
         return int(both[0]) / int(both[1])
-    quota, period = read_words(folder / "cpu.cfs_quota_us"), read_words(folder / "cpu.cfs_period_us")
+    quota, period = (
+        read_words(folder / "cpu.cfs_quota_us"),
+        read_words(folder / "cpu.cfs_period_us"),
+    )
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0])
     return math.inf

@@ -1,11 +1,13 @@
-"""The oracle that mpgrad itself is tested with: whatever the pool does must be what the serial loop does.
+"""The oracle that mpgrad itself is tested with: whatever the pool does must be what the serial loop
+does.
 
-`torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the loop run by the caller is
-the reference, so values and the gradients of items must agree bit for bit, and no tolerance can hide a mistake.
+`torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the
+loop run by the caller is the reference, so values and the gradients of items must agree bit for
+bit, and no tolerance can hide a mistake.
 
-    loop ──► loop again, last item first ──► the pool ──► the pool, last item first, one call at a time
-A function that the pool cannot run as the loop does (it counts its calls, remembers what it was given, writes to what it
-captures) may agree by chance in any one of these, but not in all.
+    loop ─► loop again, last item first ─► the pool ─► the pool, last item first, one call at a time
+A function that the pool cannot run as the loop does (it counts its calls, remembers what it was
+given, writes to what it captures) may agree by chance in any one of these, but not in all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["assert_same_as_serial"]
 
 Function = Callable[[Any], Any]
 RANDOM = (
-    "the function draws random numbers, which are others in a pool, where each item has a stream of its own; to compare, give "
+    "the function draws random numbers, which are others in a pool, where each item has a stream "
+    "of its own; to compare, give "
     "each item its numbers, a seed, or a torch.Generator"
 )
 
@@ -45,28 +48,34 @@ def assert_same_as_serial(
     run: Callable[[Pool, Function, list[Any]], Sequence[Any]] | None = None,
     rtol: float | None = None,
 ) -> None:
-    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and derivatives.
+    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and
+    derivatives.
 
-    The loop is run a second time, with the last item first, and must give the same. The pool is asked twice: as it is asked
-    anywhere, and with the last item first, each item a call of its own.
+    The loop is run a second time, with the last item first, and must give the same. The pool is
+    asked twice: as it is asked anywhere, and with the last item first, each item a call of its own.
 
-    Objects, in items and results, are taken apart as the pool does it: their tensors are compared like others. The rest is
-    alike if its pickle is the same, or if there are no tensors and its equality says so.
+    Objects, in items and results, are taken apart as the pool does it: their tensors are compared
+    like others. The rest is alike if its pickle is the same, or if there are no tensors and its
+    equality says so.
 
     Args:
-        fn: the function; gradients of the tensors that it captures are compared too. It must not write to these.
-        items: tensors, structures or objects; each run gets copies of its own, leaves where these are leaves. Views in the same
-            storage are such views in the copies.
+        fn: the function; gradients of the tensors that it captures are compared too. It must not
+            write to these.
+        items: tensors, structures or objects; each run gets copies of its own, leaves where these
+            are leaves. Views in the same storage are such views in the copies.
         pool: the pool to test; None for a new one of two processes.
-        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first ones, weighted at random,
-            as `torch.autograd.gradgradcheck` does it. Only of the pool's first run those beyond the first order.
+        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first
+            ones, weighted at random, as `torch.autograd.gradgradcheck` does it. Only of the pool's
+            first run those beyond the first order.
         run: how the pool is asked; None for `map`.
-        rtol: relative tolerance for what the pool adds up in another order: the gradients of captures, and all from order 2
-            on; None for 4096 times the precision of the dtype. All else is compared bit for bit.
+        rtol: relative tolerance for what the pool adds up in another order: the gradients of
+            captures, and all from order 2 on; None for 4096 times the precision of the dtype. All
+            else is compared bit for bit.
 
     Raises:
-        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does that no pool can follow:
-            it keeps something from call to call, writes to a capture, or draws random numbers, which are others in a pool.
+        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does
+            that no pool can follow: it keeps something from call to call, writes to a capture, or
+            draws random numbers, which are others in a pool.
         ValueError: `order` is negative.
 
     Example:
@@ -94,7 +103,9 @@ def assert_same_as_serial(
 class Loop:
     """The serial loop, and what it gave."""
 
-    def __init__(self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str) -> None:
+    def __init__(
+        self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str
+    ) -> None:
         self._fn = fn
         self._items = items
         self._rtol = rtol
@@ -108,23 +119,35 @@ class Loop:
         self._results = [fn(item) for item in inputs]
         self._draws = self._start.has_moved()
         for tensor, value in zip(reached, before, strict=True):
-            if tensor.shape != value.shape or not same_bits(tensor.detach().cpu().to_dense(), value.cpu().to_dense()):
+            if tensor.shape != value.shape or not same_bits(
+                tensor.detach().cpu().to_dense(), value.cpu().to_dense()
+            ):
                 raise AssertionError(
-                    f"the function writes to a tensor or array that it captures ({describe(value)}): in a pool that stays in a "
+                    "the function writes to a tensor or array that it captures "
+                    f"({describe(value)}): in a pool that stays in a "
                     "worker; return what is new instead"
                 )
         self._captures = [tensor for tensor in reached if tensor.requires_grad]
         self._names = [f"capture {number}" for number in range(len(self._captures))]
         if order:
             for index, result in enumerate(self._results):
-                check_none_is_lost(index, [each for each in left_out(result) if each[1].grad_fn is not None])
-            others = others_reached(self._results, [*differentiable(inputs), *self._captures], lived)
-            self._names += [f"a leaf that is neither input nor capture ({describe(each)})" for each in others]
+                check_none_is_lost(
+                    index, [each for each in left_out(result) if each[1].grad_fn is not None]
+                )
+            others = others_reached(
+                self._results, [*differentiable(inputs), *self._captures], lived
+            )
+            self._names += [
+                f"a leaf that is neither input nor capture ({describe(each)})" for each in others
+            ]
             self._captures += others
-        self._derivatives = list(derivatives(self._results, [*differentiable(inputs), *self._captures], order))
+        self._derivatives = list(
+            derivatives(self._results, [*differentiable(inputs), *self._captures], order)
+        )
 
     def assert_repeatable(self) -> None:
-        """Run the loop again, with the last item first unless random numbers are drawn one after another."""
+        """Run the loop again, with the last item first unless random numbers are drawn one after
+        another."""
         again = copies(self._items)
         if self._draws:
             with kept_random_state():
@@ -137,13 +160,18 @@ class Loop:
                 compare_values(f"item {index}", *pair)
             except AssertionError as error:
                 raise AssertionError(
-                    f"item {index}: the function gives something else when it is called again, or in another order: it counts "
-                    "its calls, draws from a generator that it captures, or keeps something from one to the next. A pool calls "
+                    f"item {index}: the function gives something else when it is called again, or "
+                    "in another order: it counts "
+                    "its calls, draws from a generator that it captures, or keeps something from "
+                    "one to the next. A pool calls "
                     "it in any order, in several processes; give each item what it depends on"
                 ) from error
 
-    def compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = "") -> None:
-        """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool was asked, for the error."""
+    def compare(
+        self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = ""
+    ) -> None:
+        """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool
+        was asked, for the error."""
         try:
             self._compare(results, inputs, order)
         except AssertionError as error:
@@ -151,7 +179,9 @@ class Loop:
 
     def _compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int) -> None:
         if len(results) != len(self._results):
-            raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(self._results)}")
+            raise AssertionError(
+                f"the pool gave {len(results)} results, the serial loop {len(self._results)}"
+            )
         for index, pair in enumerate(zip(results, self._results, strict=True)):
             compare_values(f"item {index}", *pair)
         ours = differentiable(inputs)
@@ -182,7 +212,8 @@ class OwnersPickler(structure.TensorPickler):
 
 
 def left_out(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that need gradients and that an object's own pickling leaves out, and its class."""
+    """The tensors that need gradients and that an object's own pickling leaves out, and its
+    class."""
     pickler = OwnersPickler(io.BytesIO())
     pickler.dump(value)
     sent = set(map(id, pickler.tensors))
@@ -197,7 +228,8 @@ def left_out(value: Any) -> list[tuple[str, torch.Tensor]]:
 def check_none_is_lost(index: int, lost: Iterable[tuple[str, torch.Tensor]]) -> None:
     for owner, tensor in lost:
         raise AssertionError(
-            f"item {index}: a gradient would be lost: the pickling of {owner} leaves out {describe(tensor)} that requires "
+            f"item {index}: a gradient would be lost: the pickling of {owner} leaves out "
+            f"{describe(tensor)} that requires "
             "grad; have __getstate__ or __reduce__ give the tensor"
         )
 
@@ -207,12 +239,17 @@ def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
     for index, item in enumerate(items):
         if lost := left_out(item):
             with kept_random_state():
-                reached = set(map(id, others_reached([fn(item)], [], [tensor for _, tensor in lost])))
+                reached = set(
+                    map(id, others_reached([fn(item)], [], [tensor for _, tensor in lost]))
+                )
             check_none_is_lost(index, [each for each in lost if id(each[1]) in reached])
 
 
-def others_reached(results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves, of those that lived before, to which gradients of the results come besides the `known` ones."""
+def others_reached(
+    results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The leaves, of those that lived before, to which gradients of the results come besides the
+    `known` ones."""
     outputs, given, old = differentiable(results), set(map(id, known)), set(map(id, lived))
     reached = [node.variable for node in held_leaves(outputs, given)]
     reached += [each for each in outputs if each.is_leaf and id(each) not in given]
@@ -235,7 +272,8 @@ class Alias(torch.autograd.Function):
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
-    """Items that share nothing with these: what is one tensor, or one storage, is one in the copies; leaves are leaves."""
+    """Items that share nothing with these: what is one tensor, or one storage, is one in the
+    copies; leaves are leaves."""
     known: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     kept: list[torch.Tensor] = []  # as long as they are known by id
@@ -247,7 +285,9 @@ def copies(items: Sequence[Any]) -> list[Any]:
         if storage.data_ptr() not in storages:
             storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storages[storage.data_ptr()], *place)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storages[storage.data_ptr()], *place
+        )
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:  # one tensor twice stays one
@@ -258,7 +298,10 @@ def copies(items: Sequence[Any]) -> list[Any]:
             known[id(tensor)] = leaf if tensor.is_leaf else apply(Alias, leaf)
         return known[id(tensor)]
 
-    return [structure.loads(pickled, list(map(copy, tensors))) for pickled, tensors in map(structure.dumps, items)]
+    return [
+        structure.loads(pickled, list(map(copy, tensors)))
+        for pickled, tensors in map(structure.dumps, items)
+    ]
 
 
 # --- derivatives
@@ -282,7 +325,9 @@ def differentiable(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for value in values for each in tensors_of(value) if each.requires_grad]
 
 
-def derivatives(outputs: Sequence[Any], inputs: list[torch.Tensor], order: int) -> Iterator[list[torch.Tensor | None]]:
+def derivatives(
+    outputs: Sequence[Any], inputs: list[torch.Tensor], order: int
+) -> Iterator[list[torch.Tensor | None]]:
     """The gradients of the outputs, then those of these, and so on."""
     for degree in range(1, order + 1):
         outputs = gradients_of(differentiable(outputs), inputs, degree, degree < order)
@@ -292,16 +337,28 @@ def derivatives(outputs: Sequence[Any], inputs: list[torch.Tensor], order: int) 
 def gradients_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], seed: int, create_graph: bool
 ) -> list[torch.Tensor | None]:
-    """Gradients of the outputs times random numbers, the same each time; None where nothing depends on an input."""
+    """Gradients of the outputs times random numbers, the same each time; None where nothing depends
+    on an input."""
     if not outputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
-    drawn = (torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu") for each in outputs)
+    drawn = (
+        torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu")
+        for each in outputs
+    )
     cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
-    asked = [*inputs, ROOT]  # where that is wanted, all is, as in a backward that nobody gave any inputs
+    # where that is wanted, all is, as in a backward that nobody gave any inputs
+    asked = [*inputs, ROOT]
     # kept, because captures may share a history with those of the other run
     try:
-        found = torch.autograd.grad(outputs, asked, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
+        found = torch.autograd.grad(
+            outputs,
+            asked,
+            cotangents,
+            allow_unused=True,
+            retain_graph=True,
+            create_graph=create_graph,
+        )
     except LostGradientError as error:
         raise AssertionError(str(error)) from error
     return list(found[:-1])
@@ -320,7 +377,9 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
         raise AssertionError(f"{name}: the results differ in structure")
     for mine, other in zip(ours, theirs, strict=True):
         if mine.requires_grad != other.requires_grad:
-            raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}")
+            raise AssertionError(
+                f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}"
+            )
         compare_tensors(f"{name}, value", mine, other, 0.0)
     if is_bare(result) and is_bare(expected):
         return
@@ -329,8 +388,9 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
 
 
 class RestPickler(structure.TensorPickler):
-    """For comparing: of functions what they do (the pickle of one by value says also where it was loaded, and how often), of
-    sets what is in them (their order depends on how often they were copied)."""
+    """For comparing: of functions what they do (the pickle of one by value says also where it was
+    loaded, and how often), of sets what is in them (their order depends on how often they were
+    copied)."""
 
     def persistent_id(self, value: object) -> Any:
         if type(value) is set or type(value) is frozenset:
@@ -342,12 +402,15 @@ class RestPickler(structure.TensorPickler):
             return super().reducer_override(value)
         code, given = value.__code__, [value.__defaults__, value.__kwdefaults__]
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
-        given += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        given += [
+            cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()
+        ]
         return str, (value.__qualname__,), (code.co_code, code.co_names, constants, given)
 
 
 def rest_of(value: Any) -> bytes:
-    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings between its parts."""
+    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings
+    between its parts."""
     for _ in range(2):
         value = structure.loads(*structure.dumps(value))
     buffer = io.BytesIO()
@@ -363,23 +426,36 @@ def are_equal(mine: Any, other: Any) -> bool:
         return False
 
 
-def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None) -> None:
-    """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the dtype's epsilon."""
+def compare_tensors(
+    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
+) -> None:
+    """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the
+    dtype's epsilon."""
     kinds = [
-        each if each is None else (each.device, each.dtype, each.shape, each.layout, strides_of(each))
+        each
+        if each is None
+        else (each.device, each.dtype, each.shape, each.layout, strides_of(each))
         for each in (ours, theirs)
     ]
     if kinds[0] != kinds[1]:
-        raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
+        raise AssertionError(
+            f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}"
+        )
     if ours is None or theirs is None:
         return
     if rtol is None:
         rtol = 4096 * torch.finfo(theirs.dtype).eps
     ours, theirs = ours.detach().cpu().to_dense(), theirs.detach().cpu().to_dense()
-    is_close = torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True) if rtol else same_bits(ours, theirs)
+    is_close = (
+        torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True)
+        if rtol
+        else same_bits(ours, theirs)
+    )
     if not is_close:
         difference = (ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max().item()
-        raise AssertionError(f"{name}: the pool and the serial loop differ by up to {difference:.3g}")
+        raise AssertionError(
+            f"{name}: the pool and the serial loop differ by up to {difference:.3g}"
+        )
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:
@@ -391,7 +467,9 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Also the sign of zeros; all that is not a number is alike."""
-    ours, theirs = (each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs))
+    ours, theirs = (
+        each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs)
+    )
     same = (ours.view(torch.uint8) == theirs.view(torch.uint8)).view(-1, ours.element_size()).all(1)
     return bool((same | (ours.isnan() & theirs.isnan())).all())
 

@@ -1,8 +1,10 @@
-"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad between them.
+"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad
+between them.
 
-A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own frames on both sides: they
-say nothing about the mistake. So they are left out, also of the text that comes from a worker. Where mpgrad itself raises
-something unexpected they stay, and `MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
+A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own
+frames on both sides: they say nothing about the mistake. So they are left out, also of the text
+that comes from a worker. Where mpgrad itself raises something unexpected they stay, and
+`MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
 
     worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
     caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
@@ -37,7 +39,15 @@ from mpgrad.errors import (
     write,
 )
 
-__all__ = ["hide_own_frames", "is_own", "outside", "shown", "shown_stack", "warn", "without_own_frames"]
+__all__ = [
+    "hide_own_frames",
+    "is_own",
+    "outside",
+    "shown",
+    "shown_stack",
+    "warn",
+    "without_own_frames",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,10 +55,19 @@ T = TypeVar("T")
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
 # no mistake of mpgrad's; an interrupt comes wherever somebody waits
-OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
+OUTCOMES = (
+    AncestorFailedError,
+    CallTimeoutError,
+    CancelledError,
+    KeyboardInterrupt,
+    PoolClosedError,
+    WorkerDiedError,
+)
 OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
-FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
+FRAME = re.compile(
+    r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)'
+)
 STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 
@@ -69,13 +88,15 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within Python's own folder."""
+    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within
+    Python's own folder."""
     in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
     return not (in_python or file.startswith((OWN_FOLDER, *library_folders(), "<frozen ")))
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:
-    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that is C code, which raised."""
+    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that
+    is C code, which raised."""
     return (os.path.basename(frame["file"]), frame["function"]) in CALLS_OF_TASKS
 
 
@@ -87,14 +108,18 @@ def wants_all() -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a bare `raise` has to follow.
+    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a
+    bare `raise` has to follow.
 
-    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
+    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the
+    frame of who calls this stays.
     """
     entries = list(entries_of(read(error, "__traceback__")))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     innermost = itertools.takewhile(lambda file: not is_own(file), files[::-1])
-    is_outcome = issubclass(type(error), OUTCOMES) or isinstance(read(error, "__cause__"), RemoteTraceback)
+    is_outcome = issubclass(type(error), OUTCOMES) or isinstance(
+        read(error, "__cause__"), RemoteTraceback
+    )
     if wants_all() or not (is_outcome or any(map(is_callers, innermost))):
         return
     kept: types.TracebackType | None = None
@@ -131,14 +156,19 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def shown(text: str) -> str:
-    """A worker's traceback without mpgrad's frames, and with those lines of source that only the caller has (notebooks)."""
+    """A worker's traceback without mpgrad's frames, and with those lines of source that only the
+    caller has (notebooks)."""
     if not wants_all():
         text = "\n".join(without_own(text.split("\n")))
     lines = text.split("\n")
     found: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         frame = FRAME.fullmatch(line)
-        found += [line] if frame is None or is_source(following, frame) else with_source(frame, frame["indent"])
+        found += (
+            [line]
+            if frame is None or is_source(following, frame)
+            else with_source(frame, frame["indent"])
+        )
     return "\n".join(found)
 
 
@@ -148,15 +178,19 @@ def is_source(line: str, frame: re.Match[str]) -> bool:
 
 
 def without_own(lines: list[str]) -> Iterator[str]:
-    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad itself has raised."""
-    frames: list[tuple[re.Match[str], list[str]]] = []  # of the traceback that we are in, with their lines
+    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad
+    itself has raised."""
+    # of the traceback that we are in, with their lines
+    frames: list[tuple[re.Match[str], list[str]]] = []
     latest: re.Match[str] | None = None
     for line in lines:
         frame = FRAME.fullmatch(line)
         if frame is not None:
             latest = frame
             frames.append((frame, [line]))
-        elif latest is not None and (is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")):
+        elif latest is not None and (
+            is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")
+        ):
             frames[-1][1].append(line)
         else:
             yield from lines_of(frames)
@@ -173,7 +207,8 @@ def lines_of(frames: list[tuple[re.Match[str], list[str]]]) -> Iterator[str]:
 
 
 def shown_stack(text: str) -> str:
-    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a task, or all."""
+    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a
+    task, or all."""
     threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
     found: list[str] = []
     for title, *lines in threads:
@@ -182,7 +217,11 @@ def shown_stack(text: str) -> str:
         kept = frames
         if any(own) and not own[0] and not wants_all():
             inside = len(own) - own[::-1].index(True)  # what is further out has started the process
-            kept = [frame for frame, ours in zip(frames[:inside], own, strict=False) if not (ours or is_import(frame))]
+            kept = [
+                frame
+                for frame, ours in zip(frames[:inside], own, strict=False)
+                if not (ours or is_import(frame))
+            ]
         found += [title, *itertools.chain.from_iterable(map(with_source, kept))] if kept else []
     return "\n".join(found)
 

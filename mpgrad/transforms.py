@@ -1,10 +1,12 @@
-"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual tensors.
+"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual
+tensors.
 
-Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another process. So a map becomes one
-`autograd.Function` of the kind that transforms understand: told what the map's derivative or batched form is, they wrap and
-unwrap around it. That derivative is a map again, of the function's derivative (`tasks.transform_programs`), so transforms
-may be nested as deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same seeds
-and modes. Caller only; workers run the programs.
+Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another
+process. So a map becomes one `autograd.Function` of the kind that transforms understand: told what
+the map's derivative or batched form is, they wrap and unwrap around it. That derivative is a map
+again, of the function's derivative (`tasks.transform_programs`), so transforms may be nested as
+deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same
+seeds and modes. Caller only; workers run the programs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import item_not_carried
 from mpgrad.pickling.state import ItemStreams, dumps_whole
 from mpgrad.pickling.streams import drawn
-from mpgrad.tasks.transform_programs import Batched, DirectProgram, JvpProgram, Program, ProgramRunner, VjpProgram
+from mpgrad.tasks.transform_programs import (
+    Batched,
+    DirectProgram,
+    JvpProgram,
+    Program,
+    ProgramRunner,
+    VjpProgram,
+)
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (
     dual_level_is_active,
@@ -46,7 +55,8 @@ __all__ = ["may_be_followed", "run_followed"]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
-# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of its own
+# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of
+# its own
 Run = Callable[..., list[Any]]
 
 
@@ -67,7 +77,8 @@ def run_followed(
     draw_seed: Callable[[], int | None],
     run: Run,
 ) -> list[Any] | None:
-    """The results of `calls`, followed by the transforms that are running; None where none of them follows any tensor here.
+    """The results of `calls`, followed by the transforms that are running; None where none of them
+    follows any tensor here.
 
     `items`: what each call is given, where it can be looked at beforehand.
 
@@ -91,20 +102,28 @@ def run_followed(
         return None
     if any(map(has_ended, itertools.chain(common, *own))):
         raise TypeError(
-            "the function or an item holds a tensor of a torch.func transform that has ended, as a function that "
-            "torch.func.vjp returned does; its graph stays here: call it here, or take the derivative within the function"
+            "the function or an item holds a tensor of a torch.func transform that has ended, as a "
+            "function that "
+            "torch.func.vjp returned does; its graph stays here: call it here, or take the "
+            "derivative within the function"
         )
     if older_levels():
         raise TypeError(
-            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with strategy='forward-mode', "
+            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with "
+            "strategy='forward-mode', "
             "check_batched_forward_grad=True); use torch.func.jacfwd"
         )
     counts = [len(tensors) for tensors in own]
     common = drawn(common)
-    origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad(), [])
+    origin = Origin(
+        run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad(), []
+    )
     plan = Plan(origin, programs, len(common), counts)
     outputs = plan.apply(common, own)
-    return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
+    return [
+        structure.loads(shape, tensors)
+        for shape, tensors in zip(plan.structures, outputs, strict=True)
+    ]
 
 
 class Origin(NamedTuple):
@@ -125,7 +144,13 @@ class Plan:
     No tuple or dataclass: transforms would look for tensors in it and rebuild it.
     """
 
-    def __init__(self, origin: Origin, programs: Sequence[Program], common_count: int, own_counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        programs: Sequence[Program],
+        common_count: int,
+        own_counts: Sequence[int],
+    ) -> None:
         self.origin = origin
         self.programs = programs
         self.common_count = common_count
@@ -134,7 +159,9 @@ class Plan:
         self.structures: list[bytes] = []
         self.counts: list[int] = []
 
-    def apply(self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def apply(
+        self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
         """The outputs of each call, followed."""
         outputs = Mapped.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
         if self.origin.strays:
@@ -144,7 +171,9 @@ class Plan:
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         common, own = self.parts(tensors)
         run, pickled, seed, modes, *_ = self.origin
-        calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
+        calls: list[Arguments] = [
+            ((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)
+        ]
         with without_refusal():
             results = run(ProgramRunner(pickled, common, seed), calls, modes=modes)
         for each in itertools.chain.from_iterable(outputs for _, outputs in results):
@@ -152,20 +181,31 @@ class Plan:
         values = [[writable(each.detach()) for each in outputs] for _, outputs in results]
         return self.made([shape for shape, _ in results], values)
 
-    def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    def made(
+        self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
         self.counts = [len(each) for each in outputs]
-        return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)  # a Function has at least one output
+        # a Function has at least one output
+        return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)
 
     def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """One value per tensor, split into those of the common ones and those of each call."""
-        return values[: self.common_count], list(per_call(values[self.common_count :], self.own_counts))
+        return values[: self.common_count], list(
+            per_call(values[self.common_count :], self.own_counts)
+        )
 
     def derived(
-        self, calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]], common: Sequence[torch.Tensor]
+        self,
+        calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]],
+        common: Sequence[torch.Tensor],
     ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
-        """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
-        programs, own = [program for program, _ in calls.values()], [tensors for _, tensors in calls.values()]
+        """The outputs of other programs for some of the calls, each with its own tensors, followed;
+        and their structures."""
+        programs, own = (
+            [program for program, _ in calls.values()],
+            [tensors for _, tensors in calls.values()],
+        )
         plan = Plan(self.origin, programs, len(common), [len(tensors) for tensors in own])
         outputs = plan.apply(common, own)
         return dict(zip(calls, outputs, strict=True)), plan.structures
@@ -184,7 +224,9 @@ class Mapped(torch.autograd.Function):
         ctx.plan, *tensors = inputs
         ctx.differentiable = list(map(can_be_followed, output))
         ctx.sorts = [(each.shape, each.dtype) for each in output]
-        ctx.mark_non_differentiable(*[each for each, there in zip(output, ctx.differentiable, strict=True) if not there])
+        ctx.mark_non_differentiable(
+            *[each for each, there in zip(output, ctx.differentiable, strict=True) if not there]
+        )
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -195,15 +237,23 @@ class Mapped(torch.autograd.Function):
         plan: Plan = ctx.plan
         tensors = ctx.saved_tensors
         common, own = plan.parts(tensors)
-        needed = [needs and can_be_followed(each) for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
+        needed = [
+            needs and can_be_followed(each)
+            for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)
+        ]
         needed_of_common, needed_of_own = plan.parts(needed)
-        common_wanted, own_wanted = places(needed_of_common), [places(flags) for flags in needed_of_own]
+        common_wanted, own_wanted = (
+            places(needed_of_common),
+            [places(flags) for flags in needed_of_own],
+        )
         calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
         for call, mine in enumerate(per_call(grads, plan.counts)):
             outputs = present(mine)
             if outputs and (own_wanted[call] or common_wanted):
                 inner, modes = plan.programs[call], current_modes()
-                program = VjpProgram(inner, len(own[call]), outputs, own_wanted[call], common_wanted, modes)
+                program = VjpProgram(
+                    inner, len(own[call]), outputs, own_wanted[call], common_wanted, modes
+                )
                 calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
         of_common: list[torch.Tensor | None] = [None] * len(common)
         of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
@@ -230,15 +280,27 @@ class Mapped(torch.autograd.Function):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
                 counts = len(own[call]), len(common)
-                program = JvpProgram(plan.programs[call], *counts, outputs, moving, common_moving, plan.origin.refusal)
+                program = JvpProgram(
+                    plan.programs[call],
+                    *counts,
+                    outputs,
+                    moving,
+                    common_moving,
+                    plan.origin.refusal,
+                )
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one
-        resting = per_call([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts], plan.counts)
+        resting = per_call(
+            [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts],
+            plan.counts,
+        )
         results: list[torch.Tensor | None] = []
         for call, (outputs, zeros) in enumerate(zip(outputs_of, resting, strict=True)):
             moved = dict(zip(outputs, found[call], strict=True)) if call in found else {}
-            results += [moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)]
+            results += [
+                moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)
+            ]
         return tuple(results) or (None,)
 
     @staticmethod
@@ -248,7 +310,8 @@ class Mapped(torch.autograd.Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
-        # a derivative under a vmap that did not run around the map itself: its random numbers were drawn once
+        # a derivative under a vmap that did not run around the map itself: its random numbers were
+        # drawn once
         randomness = info.randomness if 1 + level_count() in plan.origin.vmaps else "same"
         programs: list[Program] = [
             Batched(program, dims, common_dims, info.batch_size, randomness)
@@ -281,12 +344,15 @@ class Led(torch.autograd.Function):
         return None, None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, words: None, root: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(
+        ctx: Any, words: None, root: None, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return tuple(each if each is None else each.view_as(each) for each in tangents)
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may share memory."""
+    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may
+    share memory."""
     return tensor.contiguous() if tensor.layout is torch.strided and overlaps(tensor) else tensor
 
 

@@ -1,7 +1,9 @@
-"""Runs the tests with other versions of Python, torch and the dependencies, and says in docs/compatibility.md what came of it.
+"""Runs the tests with other versions of Python, torch and the dependencies, and says in
+docs/compatibility.md what came of it.
 
-MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean. Environments are made, used and removed
-one at a time: torch with its CUDA packages takes 5 GB. Tests that failed are run once more, by themselves.
+MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean.
+Environments are made, used and removed one at a time: torch with its CUDA packages takes 5 GB.
+Tests that failed are run once more, by themselves.
 
     python scripts/compatibility.py
     python scripts/compatibility.py --only py312-torch29-core
@@ -24,7 +26,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-EPILOG = "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, "
+    "2 for wrong arguments"
+)
 
 MATRIX = (
     # the whole suite; the first has the oldest versions of everything
@@ -33,7 +38,8 @@ MATRIX = (
     "py311-cpu213-portable",
     "py312-torch211",
     "py313-torch215",
-    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
+    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no
+    # wheel for Python 3.10.
     "py310-torch29-core",
     "py311-torch210-core",
     "py311-torch212-core",
@@ -51,16 +57,29 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- table: scripts/compatibility.py writes it -->\n", "<!-- end of the table -->\n"
 
+# torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring
+# NumPy
 ASK_VERSIONS = """
 import importlib.util, json, pathlib, platform, runpy
 from importlib.metadata import version
-torch = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")
-there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if importlib.util.find_spec(name)]
-versions = {name: version(name) for name in there}
-print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
-"""  # torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring NumPy
-HEADS = ("environment", "Python", "torch", "tests", "passed", "of these when repeated", "failed", "skipped")
-# what the page says of tests that were skipped, and what pytest's reason contains; the first that fits counts
+asked = ("mpgrad", "cloudpickle", "psutil", "numpy")
+versions = {name: version(name) for name in asked if importlib.util.find_spec(name)}
+origin = importlib.util.find_spec("torch").origin
+torch = runpy.run_path(pathlib.Path(origin).with_name("version.py"))["__version__"]
+print(json.dumps({"python": platform.python_version(), "torch": torch, **versions}))
+"""
+HEADS = (
+    "environment",
+    "Python",
+    "torch",
+    "tests",
+    "passed",
+    "of these when repeated",
+    "failed",
+    "skipped",
+)
+# what the page says of tests that were skipped, and what pytest's reason contains; the first that
+# fits counts
 WHY_SKIPPED = {
     "need a GPU": "GPU",
     "need a package that was not installed": "pip install",
@@ -79,11 +98,22 @@ Entries = dict[str, Entry]  # ... by its name
 
 def tried(name: str, workdir: Path) -> Entry:
     """Installs an environment, runs its tests and removes it again."""
-    entry: Entry = {"date": datetime.date.today().isoformat(), "commit": commit(), "tests": kind(name)}
+    entry: Entry = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "tests": kind(name),
+    }
     shutil.rmtree(workdir / name, ignore_errors=True)  # an interrupted run may have left it
     try:
         print(f"{name}: installing", flush=True)
-        made = tox(name, workdir, "--notest", "--skip-missing-interpreters", "false", stdout=subprocess.PIPE)
+        made = tox(
+            name,
+            workdir,
+            "--notest",
+            "--skip-missing-interpreters",
+            "false",
+            stdout=subprocess.PIPE,
+        )
         if made.returncode != 0:
             print(made.stdout, flush=True)
             return {**entry, "outcome": "not installed", "reason": reason_in(made.stdout)}
@@ -94,9 +124,15 @@ def tried(name: str, workdir: Path) -> Entry:
             tox(name, workdir, "--skip-pkg-install", "--", "--last-failed", f"--junitxml={again}")
             entry |= after_second_run(entry, again)
         return {**entry, "versions": versions_in(workdir / name)}
-    except Exception as error:  # an environment that breaks here must not keep the next ones from being run
+    except (
+        Exception
+    ) as error:  # an environment that breaks here must not keep the next ones from being run
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        return {**entry, "outcome": "failed", "reason": entry.get("reason", f"{type(error).__name__}: {error}")}
+        return {
+            **entry,
+            "outcome": "failed",
+            "reason": entry.get("reason", f"{type(error).__name__}: {error}"),
+        }
     finally:
         shutil.rmtree(workdir / name, ignore_errors=True)
 
@@ -106,22 +142,45 @@ def kind(name: str) -> str:
 
 
 def commit() -> str:
-    """That of the checkout, with "+" where files differ from it; but for the record, which this script changes itself."""
+    """That of the checkout, with "+" where files differ from it; but for the record, which this
+    script changes itself."""
     try:
-        head, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--", ":!docs/compatibility.*")
+        head, changed = (
+            git("rev-parse", "--short", "HEAD"),
+            git("status", "--porcelain", "--", ":!docs/compatibility.*"),
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{head}+" if changed else head
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
-def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tox", "run", "--colored", "no", "--workdir", str(workdir), "-e", name, *options]
-    environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}  # it would grow by what each environment takes
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+def tox(
+    name: str, workdir: Path, *options: str, stdout: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "tox",
+        "run",
+        "--colored",
+        "no",
+        "--workdir",
+        str(workdir),
+        "-e",
+        name,
+        *options,
+    ]
+    # it would grow by what each environment takes
+    environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def reason_in(output: str) -> str:
@@ -145,17 +204,25 @@ def last_line(text: str) -> str:
 
 def outcome(report: Path, status: int) -> Entry:
     if not report.exists():
-        return {"outcome": "failed", "reason": f"pytest ended without a report (exit status: {status})"}
+        return {
+            "outcome": "failed",
+            "reason": f"pytest ended without a report (exit status: {status})",
+        }
     counts = counts_in(report.read_text())
     if counts["failed"]:
         return {"outcome": "failed", **counts}
     if status != 0:
-        return {"outcome": "failed", "reason": f"no test failed, but pytest did (exit status: {status})", **counts}
+        return {
+            "outcome": "failed",
+            "reason": f"no test failed, but pytest did (exit status: {status})",
+            **counts,
+        }
     return {"outcome": "passed", **counts}
 
 
 def after_second_run(entry: Entry, report: Path) -> Entry:
-    """What becomes of an entry whose failed tests were run once more, by themselves: on a busy machine some come too late."""
+    """What becomes of an entry whose failed tests were run once more, by themselves: on a busy
+    machine some come too late."""
     if not report.exists():
         return {}
     second = counts_in(report.read_text())
@@ -167,9 +234,11 @@ def after_second_run(entry: Entry, report: Path) -> Entry:
 
 
 def counts_in(junit: str) -> Entry:
-    """From pytest's report: how many passed, which failed, how many were skipped for each reason, seconds."""
+    """From pytest's report: how many passed, which failed, how many were skipped for each reason,
+    seconds."""
     suites = ElementTree.fromstring(junit)
-    outcomes: dict[str, set[str]] = collections.defaultdict(set)  # a test that failed has a second case if its end did, too
+    # a test that failed has a second case if its end did, too
+    outcomes: dict[str, set[str]] = collections.defaultdict(set)
     for case in suites.iter("testcase"):
         outcomes[f"{case.get('classname')}::{case.get('name')}"].update(part.tag for part in case)
     failed = [test for test, tags in outcomes.items() if tags & {"failure", "error"}]
@@ -194,12 +263,16 @@ def by_number(version: str) -> list[int]:
 
 
 def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
-    """For each minor version of torch with which core or whole tests passed, those of Python: as `behaviours.TRIED`."""
+    """For each minor version of torch with which core or whole tests passed, those of Python: as
+    `behaviours.TRIED`."""
     pythons: dict[str, set[str]] = collections.defaultdict(set)
     for entry in entries.values():
         if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):
             pythons[minor(entry["versions"]["torch"])].add(minor(entry["versions"]["python"]))
-    return {torch: tuple(sorted(pythons[torch], key=by_number)) for torch in sorted(pythons, key=by_number)}
+    return {
+        torch: tuple(sorted(pythons[torch], key=by_number))
+        for torch in sorted(pythons, key=by_number)
+    }
 
 
 def read() -> Entries:
@@ -223,14 +296,18 @@ def with_table(page: str, entries: Entries) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page needs the two lines between which the table belongs: {BEGIN}{END}")
+        raise ValueError(
+            f"the page needs the two lines between which the table belongs: {BEGIN}{END}"
+        )
     return "".join([before, begin, *(f"{line}\n" for line in lines_of(entries)), end, after])
 
 
 def lines_of(entries: Entries) -> Iterator[str]:
     yield f"| {' | '.join(HEADS)} |"
     yield "| --- " * len(HEADS) + "|"
-    yield from (f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items())
+    yield from (
+        f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items()
+    )
     yield ""
     for name, entry in entries.items():
         if "reason" in entry:
@@ -241,21 +318,28 @@ def lines_of(entries: Entries) -> Iterator[str]:
         yield from ("", "Tests that one run skipped:", "")
     for why in WHY_SKIPPED:
         if numbers := sorted(each[why] for each in counts if each[why]):
-            yield f"* {' to '.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} {why}."
+            least_and_most = dict.fromkeys((numbers[0], numbers[-1]))
+            yield f"* {' to '.join(map(str, least_and_most))} {why}."
 
 
 def skipped(entry: Entry) -> collections.Counter[str]:
-    """How many tests, by what the page says of them."""
+    """How many tests were skipped, by what the page says of them."""
     found: collections.Counter[str] = collections.Counter()
     for reason, count in entry.get("skipped", {}).items():
-        found[next(why for why, pattern in WHY_SKIPPED.items() if re.search(pattern, reason))] += count
+        why = next(why for why, pattern in WHY_SKIPPED.items() if re.search(pattern, reason))
+        found[why] += count
     return found
 
 
 def cells(name: str, entry: Entry) -> list[object]:
     versions = [entry.get("versions", {}).get(package, "") for package in ("python", "torch")]
     if "passed" in entry:
-        counts = [entry["passed"], len(entry.get("late", ())), len(entry["failed"]), sum(entry["skipped"].values())]
+        counts = [
+            entry["passed"],
+            len(entry.get("late", ())),
+            len(entry["failed"]),
+            sum(entry["skipped"].values()),
+        ]
     else:
         counts = [entry["outcome"], "", "", ""]
     return [f"`{name}`", *versions, entry["tests"], *counts]
@@ -283,13 +367,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def environment(name: str) -> str:
-    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make something else of it, or nothing."""
+    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make
+    something else of it, or nothing."""
     python, *factors = name.split("-")
     if not re.fullmatch(r"py3\d+", python):
-        raise argparse.ArgumentTypeError(f"an environment's name begins with its Python, such as py312 ({name!r})")
+        raise argparse.ArgumentTypeError(
+            f"an environment's name begins with its Python, such as py312 ({name!r})"
+        )
     unknown = [factor for factor in factors if factor not in known_factors()]
     if unknown:
-        raise argparse.ArgumentTypeError(f"tox.ini does not know {', '.join(unknown)} ({name!r}); see --list")
+        raise argparse.ArgumentTypeError(
+            f"tox.ini does not know {', '.join(unknown)} ({name!r}); see --list"
+        )
     return name
 
 
@@ -307,8 +396,16 @@ def parser() -> argparse.ArgumentParser:
     keeps = "run these (default: the matrix; at its end, results of others are dropped)"
     made.add_argument("--only", nargs="+", type=environment, metavar="ENV", help=keeps)
     made.add_argument("--list", action="store_true", help="name the environments of the matrix")
-    made.add_argument("--table", action="store_true", help="run nothing, only write the table again")
-    made.add_argument("--workdir", type=Path, default=ROOT / ".tox", metavar="DIR", help="of tox: needs 10 GB (default: .tox)")
+    made.add_argument(
+        "--table", action="store_true", help="run nothing, only write the table again"
+    )
+    made.add_argument(
+        "--workdir",
+        type=Path,
+        default=ROOT / ".tox",
+        metavar="DIR",
+        help="of tox: needs 10 GB (default: .tox)",
+    )
     return made
 
 

@@ -1,12 +1,13 @@
-"""The pages of the documentation as programs: runs the code of each page, and keeps the pictures that it draws.
+"""The pages of the documentation as programs: runs the code of each page, and keeps the pictures
+that it draws.
 
-A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what the program prints, with
-"..." for what differs from run to run. What cannot run everywhere is a ``{code-block} python`` whose caption begins with
-"Not run here:" and says what it needs.
+A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what
+the program prints, with "..." for what differs from run to run. What cannot run everywhere is a
+``{code-block} python`` whose caption begins with "Not run here:" and says what it needs.
 
     pip install '.[docs]'
     python scripts/pages.py                                      # all pages
-    python scripts/pages.py docs/tutorials/*.md --pictures       # put what they draw into docs/pictures
+    python scripts/pages.py docs/tutorials/*.md --pictures       # draws docs/pictures anew
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ legend.frameon: False
 
 
 class Block(NamedTuple):
-    """A fenced block: `kind` is what stands behind the fence; `first` the number of its first line, from 1."""
+    """A fenced block: `kind` is what stands behind the fence; `first` the number of its first line,
+    from 1."""
 
     kind: str
     first: int
@@ -63,7 +65,11 @@ class MistakeError(Exception):
 
 def pages() -> list[Path]:
     """All pages that have a program."""
-    return [path for path in sorted(DOCS.rglob("*.md")) if any(block.kind == "python" for block in blocks(path))]
+    return [
+        path
+        for path in sorted(DOCS.rglob("*.md"))
+        if any(block.kind == "python" for block in blocks(path))
+    ]
 
 
 def blocks(path: Path) -> Iterator[Block]:
@@ -73,8 +79,13 @@ def blocks(path: Path) -> Iterator[Block]:
         if kind is None:
             if line.startswith("```"):
                 kind, first, lines = line.strip("` "), number + 1, []
-            elif line.lstrip().startswith(("```", "~~~")) or (line.startswith("    ") and not before.strip()):
-                raise MistakeError(f"{path}, line {number}: a block begins with ``` at the margin, or nobody would run it")
+            elif line.lstrip().startswith(("```", "~~~")) or (
+                line.startswith("    ") and not before.strip()
+            ):
+                raise MistakeError(
+                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody "
+                    "would run it"
+                )
             before = line
         elif line.rstrip() == "```":
             yield Block(kind, first, lines)
@@ -86,7 +97,8 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def program(path: Path) -> str:
-    """The page's code, each line where it stands in the page, so that tracebacks name the page's lines."""
+    """The page's code, each line where it stands in the page, so that tracebacks name the page's
+    lines."""
     lines: list[str] = []
     for block in blocks(path):
         if block.kind == "python":
@@ -96,7 +108,9 @@ def program(path: Path) -> str:
 
 def output(path: Path) -> str:
     """What the page says that its program prints."""
-    return "".join(f"{line}\n" for block in blocks(path) if block.kind == "output" for line in block.lines)
+    return "".join(
+        f"{line}\n" for block in blocks(path) if block.kind == "output" for line in block.lines
+    )
 
 
 def missing(path: Path) -> list[str]:
@@ -111,7 +125,9 @@ def missing(path: Path) -> list[str]:
 
 def pictures_shown(path: Path) -> set[str]:
     """The names of the pictures in a page that its program draws."""
-    return {Path(name).name for name in re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", path.read_text())}
+    return {
+        Path(name).name for name in re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", path.read_text())
+    }
 
 
 def tables_of(path: Path) -> list[Path]:
@@ -132,18 +148,25 @@ def run(path: Path, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": "", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "page.py"]
     try:
-        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        ended = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
     except subprocess.TimeoutExpired:
         raise MistakeError(f"{path}: still running after {LIMIT:.0f} s") from None
     if ended.returncode or "Warning" in ended.stderr:  # Matplotlib may say that it looks for fonts
         raise MistakeError(f"{path}: exit status {ended.returncode}\n{ended.stdout}{ended.stderr}")
     wanted = output(path)
-    printed = "".join(line for line in ended.stdout.splitlines(keepends=True) if not line.startswith(NOT_PRINTED))
+    printed = "".join(
+        line for line in ended.stdout.splitlines(keepends=True) if not line.startswith(NOT_PRINTED)
+    )
     if not doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS):
         raise MistakeError(f"{path}: the page shows\n{wanted}\nbut its program prints\n{printed}")
     drawn = {picture.name for picture in folder.glob("*.png")}
     if drawn != pictures_shown(path):
-        raise MistakeError(f"{path}: its program draws {sorted(drawn)}, the page shows {sorted(pictures_shown(path))}")
+        raise MistakeError(
+            f"{path}: its program draws {sorted(drawn)}, the page shows "
+            f"{sorted(pictures_shown(path))}"
+        )
 
 
 def cpu_seconds() -> float:
@@ -155,7 +178,9 @@ def cpu_seconds() -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs the code of the documentation's pages.")
     parser.add_argument("pages", nargs="*", type=Path, help="default: all")
-    parser.add_argument("--pictures", action="store_true", help=f"put the pictures that they draw into {PICTURES}")
+    parser.add_argument(
+        "--pictures", action="store_true", help=f"put the pictures that they draw into {PICTURES}"
+    )
     options = parser.parse_args(arguments)
     failed = 0
     for path in options.pages or pages():
@@ -170,7 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(mistake)
                 failed += 1
             else:
-                print(f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} s", flush=True)
+                print(
+                    f"{path}: {time.perf_counter() - began:.1f} s, CPU {cpu_seconds() - used:.1f} "
+                    "s",
+                    flush=True,
+                )
                 for picture in Path(name).glob("*.png") if options.pictures else ():
                     shutil.copy(picture, PICTURES)
     return min(failed, 1)

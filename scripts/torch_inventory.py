@@ -1,8 +1,10 @@
-"""Finds everything in PyTorch's public modules that changes a state of the process or a thread; says what becomes of each.
+"""Finds everything in PyTorch's public modules that changes a state of the process or a thread;
+says what becomes of each.
 
-PyTorch has no list of its modes and settings. This looks through its public modules for context managers, for functions that
-set globals or call PyTorch's own setters, for names like `set_...`, and for flags. torch_inventory.txt has what becomes of
-each in calls of a pool; a test fails where PyTorch has one that is not in it.
+PyTorch has no list of its modes and settings. This looks through its public modules for context
+managers, for functions that set globals or call PyTorch's own setters, for names like `set_...`,
+and for flags. torch_inventory.txt has what becomes of each in calls of a pool; a test fails where
+PyTorch has one that is not in it.
 
     python scripts/torch_inventory.py          # what the list lacks, and what this PyTorch has not
     python scripts/torch_inventory.py --all    # everything that is found
@@ -26,9 +28,15 @@ from typing import Any
 import torch
 
 LIST = Path(__file__).with_suffix(".txt")
-EPILOG = "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for wrong arguments"
-SKIPPED = {"bin", "contrib", "include", "lib", "share", "test", "testing"}  # no modules for users' programs
-SETTERS = re.compile(r"(set|enable|disable|use|allow|register|unregister|preferred|activate|restore|rename|swap)(_|$)")
+EPILOG = (
+    "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for "
+    "wrong arguments"
+)
+# no modules for users' programs
+SKIPPED = {"bin", "contrib", "include", "lib", "share", "test", "testing"}
+SETTERS = re.compile(
+    r"(set|enable|disable|use|allow|register|unregister|preferred|activate|restore|rename|swap)(_|$)"
+)
 PRIVATE = re.compile(r"\._(?!_)")
 PRIVATE_SETTERS = re.compile(r"(^|_)(set|enable|disable|push|pop)(_|$)")
 
@@ -59,18 +67,27 @@ def changes_state(name: str, value: Any) -> bool:
         return hasattr(value, "__enter__")
     if not callable(value):
         return False
-    if inspect.isgeneratorfunction(getattr(value, "__wrapped__", None)):  # under `contextlib.contextmanager`
+    if inspect.isgeneratorfunction(
+        getattr(value, "__wrapped__", None)
+    ):  # under `contextlib.contextmanager`
         return True
     code = getattr(value, "__code__", None)
-    if code is not None and any(each.opname == "STORE_GLOBAL" for each in dis.get_instructions(code)):
+    if code is not None and any(
+        each.opname == "STORE_GLOBAL" for each in dis.get_instructions(code)
+    ):
         return True
-    if code is not None and "_C" in code.co_names and any(map(PRIVATE_SETTERS.search, code.co_names)):
+    if (
+        code is not None
+        and "_C" in code.co_names
+        and any(map(PRIVATE_SETTERS.search, code.co_names))
+    ):
         return True
     return SETTERS.match(name) is not None
 
 
 def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
-    """Flags: attributes of a module, or of an object in it, whose class sees to what is assigned."""
+    """Flags: attributes of a module, or of an object in it, whose class sees to what is
+    assigned."""
     if type(module) is types.ModuleType and not name.startswith("torch.backends."):
         for attribute in names_in(module):
             kind = type(getattr(module, attribute, None))
@@ -85,7 +102,11 @@ def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
         value = getattr(module, attribute, ...)
         if isinstance(value, bool | str | None) and attribute.islower():
             yield f"{name}.{attribute}"
-        setter = None if inspect.isclass(value) else getattr(vars(type(value)).get("__setattr__"), "__code__", None)
+        setter = (
+            None
+            if inspect.isclass(value)
+            else getattr(vars(type(value)).get("__setattr__"), "__code__", None)
+        )
         for constant in () if setter is None else setter.co_consts:
             if isinstance(constant, str) and hasattr(value, constant):
                 yield f"{name}.{attribute}.{constant}"
@@ -98,10 +119,16 @@ def names_in(module: types.ModuleType) -> set[str]:
 
 
 def name_of(value: Any, where: str, name: str) -> str:
-    """What users call it; where that is no more than an import of another module, where it comes from."""
+    """What users call it; where that is no more than an import of another module, where it comes
+    from."""
     home = getattr(value, "__module__", None)
     public = where.count(".") <= 1 or name in getattr(sys.modules[where], "__all__", ())
-    if not isinstance(home, str) or home == "torch._C" or home == where or (public and PRIVATE.search(f".{home}")):
+    if (
+        not isinstance(home, str)
+        or home == "torch._C"
+        or home == where
+        or (public and PRIVATE.search(f".{home}"))
+    ):
         return f"{where}.{name}"
     return f"{home}.{getattr(value, '__qualname__', name)}"
 
@@ -117,18 +144,24 @@ def inventory() -> set[str]:
         for name in names_in(module):
             value = getattr(module, name, None)
             home = getattr(value, "__module__", None) or "torch"
-            if not (isinstance(home, str) and home.partition(".")[0] == "torch") or inspect.ismodule(value):
+            if not (
+                isinstance(home, str) and home.partition(".")[0] == "torch"
+            ) or inspect.ismodule(value):
                 continue
             if changes_state(name, value):
                 kept.append(value)
                 called = name_of(value, where, name)
-                found[id(value)] = min(found.get(id(value), called), called, key=lambda each: (len(each), each))
+                found[id(value)] = min(
+                    found.get(id(value), called), called, key=lambda each: (len(each), each)
+                )
             if inspect.isclass(value) and home == where:
                 for attribute, method in vars(value).items():
                     if isinstance(method, staticmethod | classmethod) and SETTERS.match(attribute):
                         flags.add(f"{where}.{name}.{attribute}")
     # what is private is there for PyTorch's own use; but users make modes
-    return flags.union(each for each in found.values() if each.endswith("Mode") or not PRIVATE.search(each))
+    return flags.union(
+        each for each in found.values() if each.endswith("Mode") or not PRIVATE.search(each)
+    )
 
 
 def listed(text: str) -> dict[str, str]:
@@ -146,9 +179,14 @@ def listed(text: str) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--all", action="store_true", help="everything that is found, and what becomes of it")
+    parser.add_argument(
+        "--all", action="store_true", help="everything that is found, and what becomes of it"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     found, fates = inventory(), listed(LIST.read_text())

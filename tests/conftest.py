@@ -1,7 +1,8 @@
 """What every test shares: pools, and the guard that nothing is left behind.
 
-A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further pools then share its
-nursery and start in milliseconds. The guard compares with what was there when a test began.
+A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further
+pools then share its nursery and start in milliseconds. The guard compares with what was there when
+a test began.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from mpgrad.calls.homes import Predicted
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.system import PORTABLE
 
-collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
+# has a process of its own
+collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor keeps processes, on torch 2.8 from its import on
-# torch's compiler and joblib set these when they are imported: then no worker would come from the session's nursery any more
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+# else inductor keeps processes, on torch 2.8 from its import on
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# torch's compiler and joblib set these when they are imported: then no worker would come from the
+# session's nursery any more
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
 os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
@@ -47,7 +53,8 @@ PATIENCE = 20.0  # seconds for the system to take away what has been ended
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
-    multiprocessing.resource_tracker.ensure_running()  # once for the session, where a context of multiprocessing is used
+    # once for the session, where a context of multiprocessing is used
+    multiprocessing.resource_tracker.ensure_running()
     with mpgrad.Pool(processes=1) as pool:
         pool.apply(abs, (-1,))
         yield pool
@@ -61,10 +68,18 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine)))
+                made[engine, processes] = staffed(
+                    stack.enter_context(mpgrad.Pool(processes, engine=engine))
+                )
             return made[engine, processes]
 
-        for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
+        for engine, processes in (
+            ("process", 1),
+            ("process", 2),
+            ("process", 4),
+            ("thread", 2),
+            ("inline", 1),
+        ):
             get(engine, processes)
         yield get
 
@@ -73,7 +88,9 @@ ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `p
 
 
 @pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
-def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
+def pool(
+    request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> mpgrad.Pool:
     """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
     return shared_pools(*request.param)
 
@@ -95,7 +112,9 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[None]:
     """No process, thread, descriptor or name in /dev/shm more than before."""
     gc.collect()
-    gc.freeze()  # what is still there stays: no collection of this test, or of a later one, need walk through it (80 ms each)
+    # what is still there stays: no collection of this test, or of a later one, need walk through it
+    # (80 ms each)
+    gc.freeze()
     before = footprint()
     yield
     deadline = time.monotonic() + PATIENCE
@@ -109,7 +128,9 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
 
 def footprint() -> dict[str, set[str]]:
     return {
-        "processes": set(map(str, psutil.pids())),  # of all, as it takes long to look whose children they are
+        "processes": set(
+            map(str, psutil.pids())
+        ),  # of all, as it takes long to look whose children they are
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "descriptors": set(numbers_of_files()),
         "shared memory": set(names_of_shared_memory()),
@@ -117,7 +138,8 @@ def footprint() -> dict[str, set[str]]:
 
 
 def names_of_shared_memory() -> Iterator[str]:
-    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go with any of them."""
+    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go
+    with any of them."""
     if Path("/dev/shm").exists():
         yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
@@ -134,7 +156,8 @@ def children_among(pids: set[str]) -> Iterator[str]:
 
 
 def numbers_of_files() -> Iterator[str]:
-    """Descriptors, each with the numbers of its file, which take less time to ask for than its name."""
+    """Descriptors, each with the numbers of its file, which take less time to ask for than its
+    name."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.fstat(int(name))
@@ -142,9 +165,14 @@ def numbers_of_files() -> Iterator[str]:
 
 
 def files_among(descriptors: set[str]) -> Iterator[str]:
-    """Those that are not shared memory: warm pools may keep more of it than when the test began; its own tests look at that."""
+    """Those that are not shared memory: warm pools may keep more of it than when the test began;
+    its own tests look at that."""
     names = {each.partition(" ")[0] for each in descriptors}
-    return (f"{name} {target}" for name, target in open_descriptors() if name in names and not is_shared_memory(target))
+    return (
+        f"{name} {target}"
+        for name, target in open_descriptors()
+        if name in names and not is_shared_memory(target)
+    )
 
 
 def open_descriptors() -> Iterator[tuple[str, str]]:
@@ -154,7 +182,8 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 
 def is_shared_memory(target: str) -> bool:
-    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed."""
+    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been
+    removed."""
     return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
 
 
@@ -175,13 +204,18 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What has joined a cluster of Ray must not fork any more, as the standard library's executors do: its children die."""
+    """What has joined a cluster of Ray must not fork any more, as the standard library's executors
+    do: its children die."""
     items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
 
 
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
-    """For parameters of which all are tried before a change lands, and the first ones whenever tests run: the rest is slow."""
-    return [*params[:count], *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:])]
+    """For parameters of which all are tried before a change lands, and the first ones whenever
+    tests run: the rest is slow."""
+    return [
+        *params[:count],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:]),
+    ]
 
 
 def linux_only(mechanism: str) -> pytest.MarkDecorator:
@@ -194,9 +228,11 @@ def linux_only(mechanism: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterator[None]:
-    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing is.
+    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing
+    is.
 
-    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not confirmed.
+    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not
+    confirmed.
     """
     predicted = None if gradient is None else Predicted(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +244,8 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
 
 
 def passes_with(plugin: Path, *names: str) -> None:
-    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines in the caller's process.
+    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines
+    in the caller's process.
 
     In one process, because its warm pools take longer to start than most tests.
     """
@@ -219,14 +256,31 @@ def passes_with(plugin: Path, *names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, *files]
     path = os.pathsep.join([str(plugin.parent), os.environ.get("PYTHONPATH", "")])
     # from its folder, so that an installed mpgrad is found, and not the sources
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=plugin.parent, env={**os.environ, "PYTHONPATH": path})
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=plugin.parent,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert ended.returncode == 0, ended.stdout[-6000:]
 
 
-def quick_figures(script: Path, folder: Path, *arguments: str, within: float = 58) -> tuple[list[dict[str, Any]], str]:
+def quick_figures(
+    script: Path, folder: Path, *arguments: str, within: float = 58
+) -> tuple[list[dict[str, Any]], str]:
     """What a quick run of a benchmark, without a warning, writes into its file and prints."""
     file = folder / "figures.json"
-    command = [sys.executable, "-W", "error", str(script), *arguments, "--quick", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(script),
+        *arguments,
+        "--quick",
+        "--json",
+        str(file),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=within)
     assert (ended.returncode, ended.stderr) == (0, "")
     figures: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
@@ -263,7 +317,8 @@ def gone(pids: list[int], within: float) -> bool:
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
+        # who should reap an orphan is not our affair
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

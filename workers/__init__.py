@@ -18,5 +18,6 @@ what it has borrowed.
 if __name__ != "mpgrad.workers":
     # found by an editable install, which has the clone on Python's path
     raise ModuleNotFoundError(
-        f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name", name=__name__
+        f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name",
+        name=__name__,
     )

@@ -1,14 +1,17 @@
 """A worker as multiprocessing's children are, for tasks that use multiprocessing themselves.
 
-A worker is none of multiprocessing's processes. A task that starts processes, connects to a manager or makes shared memory
-finds what it would find in one: the caller's authentication key, interpreter, start method and resource tracker, a name and a
-number, and at the worker's end exit handlers, which end daemonic children.
+A worker is none of multiprocessing's processes. A task that starts processes, connects to a manager
+or makes shared memory finds what it would find in one: the caller's authentication key,
+interpreter, start method and resource tracker, a name and a number, and at the worker's end exit
+handlers, which end daemonic children.
 
-The tracker is that of the caller, because what a task makes may be for others, and what nobody unlinks has to go with the
-program rather than with a worker. Most programs never need one, so a worker asks for it (`engines.launch.SharedTracker`)
-when multiprocessing first looks for its descriptor:
+The tracker is that of the caller, because what a task makes may be for others, and what nobody
+unlinks has to go with the program rather than with a worker. Most programs never need one, so a
+worker asks for it (`engines.launch.SharedTracker`) when multiprocessing first looks for its
+descriptor:
 
-    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where there is none
+    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where
+                                                          there is none
 """
 
 from __future__ import annotations
@@ -25,11 +28,18 @@ from typing import Any
 
 from mpgrad.system import receive_descriptors
 
-__all__ = ["become_child", "forget_exit_handlers", "leave_children", "run_exit_handlers", "share_tracker"]
+__all__ = [
+    "become_child",
+    "forget_exit_handlers",
+    "leave_children",
+    "run_exit_handlers",
+    "share_tracker",
+]
 
 
 class AskedTracker(resource_tracker.ResourceTracker):
-    """Has the descriptor of the caller's, once it is looked at; without an answer, multiprocessing starts another one."""
+    """Has the descriptor of the caller's, once it is looked at; without an answer, multiprocessing
+    starts another one."""
 
     asks: socket.socket
 
@@ -67,7 +77,8 @@ def share_tracker(where: socket.socket) -> None:
 
 
 def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
-    """`preparation`: the caller's word (`environment.preparation`); None: it is on another machine."""
+    """`preparation`: the caller's word (`environment.preparation`); None: it is on another
+    machine."""
     process = multiprocessing.current_process()
     process.name = f"mpgrad-worker-{number}"  # as log records call it
     if not process._identity:
@@ -97,5 +108,6 @@ def leave_children() -> None:
 
 
 def run_exit_handlers() -> None:
-    """Those of tasks, and multiprocessing's, which ends daemonic children and waits for the others."""
+    """Those of tasks, and multiprocessing's, which ends daemonic children and waits for the
+    others."""
     atexit._run_exitfuncs()

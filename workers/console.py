@@ -66,7 +66,10 @@ class Outlet:
         self._thread = threading.current_thread()
         self._waiting: deque[Message] = deque()
         self._is_sending = False
-        self._streams = OutputStream(self, "stdout", sys.stdout), OutputStream(self, "stderr", sys.stderr)
+        self._streams = (
+            OutputStream(self, "stdout", sys.stdout),
+            OutputStream(self, "stderr", sys.stderr),
+        )
         sys.stdout, sys.stderr = self._streams
         handler = LogHandler(self)
         logging.root.addHandler(handler)
@@ -88,7 +91,9 @@ class Outlet:
         self._send()
 
     def _send(self) -> None:
-        if self._is_sending:  # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was added
+        # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was
+        # added
+        if self._is_sending:
             return
         try:
             self._is_sending = True
@@ -104,7 +109,8 @@ class Outlet:
 
 
 class OutputStream(io.TextIOBase):
-    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at once."""
+    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at
+    once."""
 
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
         self._outlet = outlet
@@ -161,7 +167,8 @@ class LogHandler(logging.Handler):
 
 
 def take_levels(given: LogLevels, handler: logging.Handler) -> None:
-    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not reach the root are."""
+    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not
+    reach the root are."""
     for level, name in given.names.items():
         logging.addLevelName(level, name)
     for name, each in given.loggers.items():
@@ -177,7 +184,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 def dumps_record(record: logging.LogRecord) -> bytes:
-    """A record may hold anything: it goes without what cannot be carried, and its text is made here, unless that is plain."""
+    """A record may hold anything: it goes without what cannot be carried, and its text is made
+    here, unless that is plain."""
     attributes = dict(vars(record))
     values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
     if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
@@ -195,7 +203,10 @@ def pickled_attributes(attributes: dict[str, Any]) -> bytes:
     try:
         return dumps(attributes, ExceptionPickler)
     except Exception:  # of whoever's object is among them
-        return dumps({name: each for name, each in attributes.items() if can_be_carried(each)}, ExceptionPickler)
+        return dumps(
+            {name: each for name, each in attributes.items() if can_be_carried(each)},
+            ExceptionPickler,
+        )
 
 
 def can_be_carried(value: object) -> bool:
@@ -247,7 +258,9 @@ class TaskWarnings:
         instance = message if isinstance(message, Warning) else category(message)
         try:
             pickled = classes.dumps(instance)
-        except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
+        except (
+            Exception
+        ):  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[Warned(pickled, filename, lineno)] = None
 
@@ -274,7 +287,11 @@ def in_words(value: Any, depth: int = 2) -> str:
     opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
     if depth == 0:
         return f"{opening}...{closing}"
-    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
+    pairs = (
+        [("", each) for each in value]
+        if kind is not dict
+        else [(f"{named(key)}: ", each) for key, each in value.items()]
+    )
     return opening + all_in_words(pairs, depth - 1) + closing
 
 
@@ -289,7 +306,9 @@ def named(key: object) -> str:
 
 
 def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)
+    return all_in_words(
+        [*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2
+    )
 
 
 def described(value: Any) -> str:
@@ -309,7 +328,8 @@ def promise_last_words(link: Link) -> None:
     except OSError:  # no descriptor is free, and calls matter more
         return
     try:
-        os.set_blocking(ours, False)  # what does not fit in is left out: nobody reads before we are dead
+        # what does not fit in is left out: nobody reads before we are dead
+        os.set_blocking(ours, False)
         link.send([LastWords()], (), [theirs])
     finally:
         os.close(theirs)
@@ -320,7 +340,8 @@ def promise_last_words(link: Link) -> None:
     end = [Kept(ours)]
 
     def leave() -> None:
-        """A process that a task forks has nothing to say; nor has one that such a process forks, of which the end is not."""
+        """A process that a task forks has nothing to say; nor has one that such a process forks, of
+        which the end is not."""
         if end:
             faulthandler.disable()
             faulthandler.unregister(FAREWELL)

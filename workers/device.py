@@ -1,9 +1,11 @@
-"""The device that a worker stands at: its set-up, its lane to the caller, and where tensors are to lie there.
+"""The device that a worker stands at: its set-up, its lane to the caller, and where tensors are to
+lie there.
 
-    frame comes ──► `arrive`: wait on the device for the caller's copies ──► call ──► `finish`: wait here for the device
-Results are reported when the device is done with them, which costs a few microseconds a call. In return an error on the
-device is the error of the call that made it, times and timeouts are those of the work, and a worker that dies has said
-nothing that is not there.
+    frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
+        ──► `finish`: wait here for the device
+Results are reported when the device is done with them, which costs a few microseconds a call. In
+return an error on the device is the error of the call that made it, times and timeouts are those of
+the work, and a worker that dies has said nothing that is not there.
 
 In a pool without devices a `Station` has no post, and graphs have no `DeviceMap`.
 """
@@ -40,8 +42,11 @@ class DeviceMap(NamedTuple):
     captures: Sequence[int]
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
-        """Gradients of the outputs, as they are to be here; of each output as many as `parts` says."""
-        codes = [code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)]
+        """Gradients of the outputs, as they are to be here; of each output as many as `parts`
+        says."""
+        codes = [
+            code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)
+        ]
         return [redirected(*each) for each in zip(refs, codes, strict=True)]
 
     def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int]:
@@ -50,7 +55,9 @@ class DeviceMap(NamedTuple):
 
     def derived(self, outputs: Sequence[torch.Tensor], grads: Sequence[TensorRef]) -> DeviceMap:
         """The map of a backward's own graph, which gave `outputs` for `grads`."""
-        return DeviceMap([*map(device_code, outputs)], [*codes_in(grads), *self.inputs], self.captures)
+        return DeviceMap(
+            [*map(device_code, outputs)], [*codes_in(grads), *self.inputs], self.captures
+        )
 
 
 class Station:
@@ -107,12 +114,20 @@ class Station:
         lenders.attach_elsewhere(message.number, functools.partial(self._open, message))
 
     def _open(self, message: NewSlab) -> DeviceSlab:
-        """A slab of the caller's, mapped; the first on its device brings the caller's events there."""
+        """A slab of the caller's, mapped; the first on its device brings the caller's events
+        there."""
         assert message.handle is not None
         code = message.code
         if code not in self._lanes:
             own = self._lane if code == self._code else None
-            lane = own or Lane(self.post.accelerator, code - 1, 0, 0, streamed=False, in_process=self.post.in_process)
+            lane = own or Lane(
+                self.post.accelerator,
+                code - 1,
+                0,
+                0,
+                streamed=False,
+                in_process=self.post.in_process,
+            )
             self._events[code] = [self._event(handle, code) for handle in self.post.events[code]]
             self._lanes[code] = lane
             self.arrive()
@@ -123,7 +138,9 @@ class Station:
             return LOCAL[handle.key]
         return self.post.accelerator.open_event(handle.raw, code - 1)
 
-    def try_out(self, message: Try, borrow: Callable[[int, int], Any], lend: Callable[[Any], None]) -> Tried:
+    def try_out(
+        self, message: Try, borrow: Callable[[int, int], Any], lend: Callable[[Any], None]
+    ) -> Tried:
         """Read the caller's slot, and write one for the caller to read."""
         assert self._lane is not None
         try:
@@ -194,10 +211,15 @@ def station(pickled: bytes, number: int) -> Iterator[Station]:
         return
     index = post.code - 1
     accelerator.enter(index)
-    lane = Lane(accelerator, index, number, 2 * post.code, streamed=False, in_process=post.in_process)
-    stream = accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext()
-    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait in it, for us, so in the
-    # caller's process ours would wait for them; in any, to run where we are saves the way there and back.
+    lane = Lane(
+        accelerator, index, number, 2 * post.code, streamed=False, in_process=post.in_process
+    )
+    stream = (
+        accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext()
+    )
+    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait
+    # in it, for us, so in the caller's process ours would wait for them; in any, to run where we
+    # are saves the way there and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
         try:
             yield Station(post, lane)

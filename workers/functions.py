@@ -6,17 +6,22 @@ them; and what comes of them.
     a result ──► Strays: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
-Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients would be lost.
+Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients
+would be lost.
 
-A worker has leaves of its own: what an installed package keeps in its modules, and what an object made when it was loaded,
-because its own pickling went by way of arrays, a state dict or torch.save. In the loop a backward would come to the caller's.
-Here it would end at one that nobody looks at. So the caller is told which results lead there, and its backward raises.
+A worker has leaves of its own: what an installed package keeps in its modules, and what an object
+made when it was loaded, because its own pickling went by way of arrays, a state dict or torch.save.
+In the loop a backward would come to the caller's. Here it would end at one that nobody looks at. So
+the caller is told which results lead there, and its backward raises.
 
     loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
-    the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
-Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one that the initializer made.
-Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled; packages put no
-    methods of theirs into PyTorch's classes. A reentrant checkpoint shows nothing of what is in it.
+    the function has run ──► leaves behind its results ──► copied, or kept by a module? ◄──────╯
+                                                               └──► `Result.strays` ──► the caller
+Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one
+that the initializer made.
+Assumes: a function that reaches a package has its name in its pickle, or is given something that
+    was pickled; packages put no methods of theirs into PyTorch's classes. A reentrant checkpoint
+    shows nothing of what is in it.
 """
 
 from __future__ import annotations
@@ -27,7 +32,15 @@ import gc
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +51,25 @@ from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import MOST_READ, MOST_READ_AGAIN, NAMES, RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.structure import (
+    MOST_READ,
+    MOST_READ_AGAIN,
+    NAMES,
+    RUNS_CODE,
+    has_own_way,
+    leads_to_libraries,
+)
 from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
-from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
+from mpgrad.torch_state.private import (
+    Level,
+    all_leaves,
+    graph_behind,
+    held_leaves,
+    is_held,
+    leading_to,
+    plus,
+)
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure
@@ -93,7 +121,11 @@ class Code:
         if captures or state:
             return loads_with_state(self.pickled, captures, number, state, in_state)
         kept, self._kept = self._kept, None
-        if kept is not None and (now := Sight.of(kept.target)) is not None and now.is_like(kept.sight):
+        if (
+            kept is not None
+            and (now := Sight.of(kept.target)) is not None
+            and now.is_like(kept.sight)
+        ):
             kept.modules.begin_again(kept.script)
             self._under_way.append(kept)
             return kept.target, kept.modules, Streams()
@@ -124,14 +156,16 @@ class Function(NamedTuple):
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
-    homes: Sequence[int] | None  # where the captures that need gradients lie in the caller, in a pool with devices
+    # where the captures that need gradients lie in the caller, in a pool with devices
+    homes: Sequence[int] | None
     search: CaptureSearch
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
     strays: Strays
 
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """In which it and its backward are to run: with the caller's hooks, and among the caller's modules."""
+        """In which it and its backward are to run: with the caller's hooks, and among the caller's
+        modules."""
         if not isinstance(self.target, UnderGlobalHooks):
             return self.modules
         stack = contextlib.ExitStack()
@@ -148,7 +182,8 @@ class Function(NamedTuple):
 
 
 class FunctionTable(dict[int, Function | Failure]):
-    """By number. In the place of one that could not be loaded is the failure that each of its calls gets."""
+    """By number. In the place of one that could not be loaded is the failure that each of its calls
+    gets."""
 
     def __init__(self, loans: Loans, station: Station) -> None:
         self._loans = loans
@@ -162,7 +197,10 @@ class FunctionTable(dict[int, Function | Failure]):
         if message.pickled is not None:
             self._codes[message.code] = Code(message.pickled)
         if message.state is not None:
-            self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
+            self._states.put(
+                message.state.number,
+                message.state.pickled or self._states.get(message.state.number) or b"",
+            )
         try:
             self[message.function] = self._loaded(message)
         except BaseException as error:
@@ -172,9 +210,14 @@ class FunctionTable(dict[int, Function | Failure]):
         refs = self._station.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
-            with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
+            with torch.inference_mode(
+                False
+            ):  # of the caller's thread, where that is ours; they are used under others too
                 tensors = self._loans.captures(message.slot, refs)
-                captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
+                captures = [
+                    as_captured(tensor, ref.flags)
+                    for tensor, ref in zip(tensors, refs, strict=True)
+                ]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
         number, state, in_state = 0, b"", 0
         if message.state is not None:
@@ -191,10 +234,16 @@ class FunctionTable(dict[int, Function | Failure]):
             versions=[tensor._version for tensor in captures],
             gathers=message.gathers,
             homes=self._station.codes_in(message.captures),
-            search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
+            search=CaptureSearch(
+                {id(edges[number]): number for number in with_more_behind(message.captures)}
+            ),
             sums=FunctionSums(),
             streams=streams,
-            strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures), code.operations > 1),
+            strays=Strays(
+                (code.pickled, state),
+                copied_in(target, code.pickled, captures),
+                code.operations > 1,
+            ),
         )
 
     def forget(self, message: Forget) -> None:
@@ -209,7 +258,9 @@ class FunctionTable(dict[int, Function | Failure]):
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
-        if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
+        if (
+            self._forgotten_bytes > GARBAGE_BYTES
+        ):  # a recursive function is a cycle, which would keep its captures for long
             self._forgotten_bytes = 0
             known = None
             gc.collect()
@@ -234,7 +285,8 @@ class CaptureSums:
     def __init__(self, count: int) -> None:
         self.calls = 0
         self.sums: list[torch.Tensor | None] = [None] * count
-        self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
+        # the first gradient may share memory with others; a sum of ours does not
+        self._owned = [False] * count
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Those of a call: one gradient for each capture, None where there is none.
@@ -279,21 +331,41 @@ class FunctionSums:
 # --- strays
 
 
-SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
+SKIPPED = {
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    complex,
+    type(None),
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+}
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
-SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
+SKIPPED |= {
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+}
 Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 # by which code comes to a module that it does not name
-WAYS_TO_MODULES = frozenset({b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"})
-# modules in whose names such a name occurs: of what each function of a script is made by, and of PyTorch's layers
+WAYS_TO_MODULES = frozenset(
+    {b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"}
+)
+# modules in whose names such a name occurs: of what each function of a script is made by, and of
+# PyTorch's layers
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
 class Strays:
-    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that was."""
+    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that
+    was."""
 
     def __init__(self, pickles: Sequence[bytes], copied: Copies, again: bool) -> None:
-        """`pickles`: of all that the function consists of; `again`: another operation had it before."""
+        """`pickles`: of all that the function consists of; `again`: another operation had it
+        before."""
         self._pickles = pickles
         # one that is another each time would be read each time
         self._most_read = MOST_READ_AGAIN if again else MOST_READ
@@ -305,14 +377,22 @@ class Strays:
         """Also by a call that is given nothing but tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._leads_out = any(leads_to_libraries(each, self._most_read) or leads_to_modules(each) for each in self._pickles)
+            self._leads_out = any(
+                leads_to_libraries(each, self._most_read) or leads_to_modules(each)
+                for each in self._pickles
+            )
         return self._leads_out or bool(self._copied)
 
-    def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:
-        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or is itself."""
+    def behind(
+        self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies
+    ) -> dict[int, str]:
+        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or
+        is itself."""
         nodes = held_leaves(outputs, known, (ENTRY_NODE,))
         given = {
-            number: each for number, each in enumerate(outputs) if each.requires_grad and each.is_leaf and id(each) not in known
+            number: each
+            for number, each in enumerate(outputs)
+            if each.requires_grad and each.is_leaf and id(each) not in known
         }
         if not (nodes or given):
             return {}
@@ -320,11 +400,23 @@ class Strays:
             [each for each in given.values() if not self._owner_of(each, copied)],
             [node for node in nodes if not self._owner_of(node.variable, copied)],
         )
-        strays = {number: words for number, each in given.items() if (words := self._words_of(each, copied))}
-        if found := [(node, words) for node in nodes if (words := self._words_of(node.variable, copied))]:
+        strays = {
+            number: words
+            for number, each in given.items()
+            if (words := self._words_of(each, copied))
+        }
+        if found := [
+            (node, words) for node in nodes if (words := self._words_of(node.variable, copied))
+        ]:
             users, seen = graph_behind(outputs, (ENTRY_NODE,)), set[Any]()
-            leading = {each: words for node, words in found for each in leading_to(node, users, seen)}
-            strays |= {number: leading[each.grad_fn] for number, each in enumerate(outputs) if each.grad_fn in leading}
+            leading = {
+                each: words for node, words in found for each in leading_to(node, users, seen)
+            }
+            strays |= {
+                number: leading[each.grad_fn]
+                for number, each in enumerate(outputs)
+                if each.grad_fn in leading
+            }
         return strays
 
     def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:
@@ -333,14 +425,18 @@ class Strays:
     def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
         if owner := self._owner_of(leaf, copied):
             return (
-                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its own pickling does "
-                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
+                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its "
+                "own pickling does "
+                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or "
+                "pass it to the function "
                 "as an argument"
             )
         if place := PLACES.get(leaf):
             return (
-                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to the "
-                f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
+                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to "
+                "the "
+                "function as an argument, or call "
+                f"cloudpickle.register_pickle_by_value({place.package}), so that it "
                 "travels with the function"
             )
         return ""
@@ -362,7 +458,8 @@ def described(leaf: torch.Tensor) -> str:
 
 
 def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
-    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling they came of."""
+    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling
+    they came of."""
     if not pickled.endswith(RUNS_CODE):
         return {}
     found, objects = leaves_in([value], set())
@@ -370,9 +467,12 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     if not left:
         return {}
     owners = dict.fromkeys(left, "an object")
-    users = [each for each in objects if not is_of_libraries(type(each).__module__)]  # from the outer ones to the inner ones
+    # from the outer ones to the inner ones
+    users = [each for each in objects if not is_of_libraries(type(each).__module__)]
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
-        owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
+        owners.update(
+            dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__)
+        )
     copies: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
     for key, owner in owners.items():
         copies[found[key]] = owner
@@ -380,7 +480,8 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
-    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules, nor of what was `seen`."""
+    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules,
+    nor of what was `seen`."""
     found: dict[int, torch.Tensor] = {}
     passed: list[Any] = []
     level = list(values)
@@ -407,13 +508,22 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
 
 
 # what has functions of the user's, and their modules, in it
-CARRY = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib.", "mpgrad.pickling.modules.CarriedModule"
+CARRY = (
+    "mpgrad.tasks.",
+    "mpgrad.torch_state.modes.",
+    "mpgrad.joblib.",
+    "mpgrad.pickling.modules.CarriedModule",
+)
 
 
 def is_ours(kind: type) -> bool:
     """A pool's machinery: inline, or in a thread, it has functions and what they made."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return name.startswith("mpgrad.") and not name.startswith(CARRY) and not issubclass(kind, torch.nn.Module)
+    return (
+        name.startswith("mpgrad.")
+        and not name.startswith(CARRY)
+        and not issubclass(kind, torch.nn.Module)
+    )
 
 
 # --- what is known of leaves
@@ -442,13 +552,15 @@ OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
-    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made one, or nobody keeps it."""
+    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made
+    one, or nobody keeps it."""
     unknown = [each for each in given if each not in PLACES]
     unplaced = [node for node in nodes if node.variable not in PLACES]
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
-        gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
+        # what the call left behind in cycles, for to look through modules takes longer
+        gc.collect(1)
     unknown += [node.variable for node in unplaced if is_held(node)]
     if not unknown:
         return
@@ -459,8 +571,8 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
 
 
 class Searches:
-    """How long they take: a function that keeps a new leaf in each call does not pay for one each time. What was not
-    searched for is not noted, so it is met again."""
+    """How long they take: a function that keeps a new leaf in each call does not pay for one each
+    time. What was not searched for is not noted, so it is met again."""
 
     def __init__(self) -> None:
         self._began = self._rest_until = 0.0
@@ -483,7 +595,8 @@ SEARCHES = Searches()
 
 
 def look_through_modules() -> None:
-    """Note all leaves that the modules of packages, or of the user's own that were imported here, lead to."""
+    """Note all leaves that the modules of packages, or of the user's own that were imported here,
+    lead to."""
     seen: set[int] = set()
     for module, found in list(sys.modules.items()):
         if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):

@@ -1,28 +1,38 @@
 """The graph table: the autograd graph of every call that ran here and whose backward may come.
 
-The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything between is PyTorch's own, with
-its own rules: `retain_graph`, and the RuntimeError of a second backward, are not imitated, they happen.
+The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything
+between is PyTorch's own, with its own rules: `retain_graph`, and the RuntimeError of a second
+backward, are not imitated, they happen.
 
 The life of a graph, by call. Each arrow is a method of `GraphTable`:
 
     (none) ── keep ──► KEPT ── spend ──► SPENT
-                        │                  │             KEPT      here, and whole
-                       trim               trim           SPENT     here, but emptied, which PyTorch tells a second backward
-                        ▼                  │             DROPPED   not here, and the caller does not know it
-    (none) ── find ──► DROPPED ◄───────────╯             (none)    never here, or the caller knows that it is not
+                        │                  │
+                       trim               trim
+                        ▼                  │
+    (none) ── find ──► DROPPED ◄───────────╯
               miss      │
                   take_dropped                           any ── release ──► (none)
                         ▼
                      (none)
-keep: a call has run, for the first time or again; or a backward whose gradients are to be differentiated. spend: a backward
-ran through it that was not to keep it. release: the caller's node has died, or the backward was the last one. trim: graphs
-take too much memory. find: a backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
-sends the call once more with the next backward that needs it.
+
+    KEPT      here, and whole
+    SPENT     here, but emptied, which PyTorch tells a second backward
+    DROPPED   not here, and the caller does not know it
+    (none)    never here, or the caller knows that it is not
+
+keep: a call has run, for the first time or again; or a backward whose gradients are to be
+differentiated. spend: a backward ran through it that was not to keep it. release: the caller's node
+has died, or the backward was the last one. trim: graphs take too much memory. find: a backward
+wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller sends the
+call once more with the next backward that needs it.
 
 Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
 
-    inputs ──► dress ──► the function ──► outputs            forward: entrances remember where the inputs came in
-    edges_at(entrances) ◄── gradients_at ◄── edge_of(output)      backward: PyTorch's own, between these edges
+    forward: entrances remember where the inputs came in
+        inputs ──► dress ──► the function ──► outputs
+    backward: PyTorch's own, between these edges
+        edges_at(entrances) ◄── gradients_at ◄── edge_of(output)
 """
 
 from __future__ import annotations
@@ -74,8 +84,10 @@ __all__ = [
     "still_there",
 ]
 
-Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
-Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gradient leaves, or the leaf that it is
+# a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+Edge = GradientEdge | torch.Tensor
+# of an input: the node where its gradient leaves, or the leaf that it is
+Entrance = weakref.ref[Any] | torch.Tensor
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
@@ -88,15 +100,19 @@ def edge_of(tensor: torch.Tensor) -> Edge:
 
 
 class GraphEntry(torch.autograd.Function):
-    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place writes to it are legal."""
+    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place
+    writes to it are legal."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        return alone[0]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
+        # hidden in a list: as an argument it would come back as a view, which forbids in-place
+        # writes
+        return alone[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before it comes here
+        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before
+        # it comes here
         held = vars(ctx).get("received")
         ctx.received = grad if held is None else held if grad is None else plus(held, grad)
         return None, None
@@ -104,13 +120,17 @@ class GraphEntry(torch.autograd.Function):
 
 ENTRY_NODE = node_type(GraphEntry)
 ROOT = torch.zeros((), device="cpu", requires_grad=True)
-# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
-# which waits for that lock, holding the interpreter's, would wait for ever.
+# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so
+# that another worker thread which waits for that lock, holding the interpreter's, would wait for
+# ever.
 ROOT_EDGE = get_gradient_edge(ROOT)
 
 
-def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:
-    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
+def dress(
+    tensors: Sequence[torch.Tensor], flags: Sequence[int]
+) -> tuple[list[torch.Tensor], list[Entrance]]:
+    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a
+    gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
     for k, own in enumerate(flags):
         if own & PARAMETER:
@@ -120,15 +140,17 @@ def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[t
         elif own & REQUIRES_GRAD:
             with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
                 dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
-            entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
+            # now: an in-place write moves the tensor away from that node
+            entrances.append(weakref.ref(dressed[k].grad_fn))
     return dressed, entrances
 
 
 def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
-    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
+    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend
+    on has been kept by them.
 
-    None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
-    Where the tensors are still held there is an edge to each.
+    None where they do not. The caller has a history behind it then which is not theirs, and no
+    backward of theirs may run it. Where the tensors are still held there is an edge to each.
     """
     return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
 
@@ -138,7 +160,9 @@ def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
     return None if node is None else GradientEdge(node, 0)
 
 
-def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool) -> set[int]:
+def leaves_behind(
+    outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool
+) -> set[int]:
     """Those leaves, of the `wanted` ones by id, that the outputs depend on.
 
     A graph that is `reentrant` does not show what that is: so it may be any.
@@ -160,7 +184,8 @@ def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], reen
 
 
 class CaptureSearch:
-    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on."""
+    """For the captures of a function behind which the caller has a history, or hooks: which of them
+    results depend on."""
 
     def __init__(self, captures: dict[int, int]) -> None:
         self._all = captures  # their numbers among those that need gradients, by id
@@ -168,8 +193,11 @@ class CaptureSearch:
         self._found: list[int] = []
 
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
-        """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
-        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)]
+        """In the graphs of all calls, until each has been found once; so one that never is costs a
+        walk through every graph."""
+        self._found += [
+            self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)
+        ]
 
     def take_found(self) -> list[int]:
         """Since the last time."""
@@ -215,14 +243,20 @@ def still_there(edge: Edge | None) -> Edge | None:
 
 
 def run_whole(
-    outputs: Sequence[Edge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
+    outputs: Sequence[Edge],
+    edges: Sequence[Edge],
+    grads: Sequence[torch.Tensor],
+    keep: bool,
+    create: bool,
 ) -> list[torch.Tensor | None]:
-    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
+    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from
+    there."""
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
     for leaf in leaves:
         leaf.grad = None
     try:
-        torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
+        # edges and tensors may be mixed
+        torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]
     finally:
         found = [taken(edge) for edge in edges]
     return found
@@ -250,8 +284,10 @@ class GraphEdges(NamedTuple):
 
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
-    inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
-    reentrant: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    # of the inputs that need gradients, in order; None: the outputs do not depend on it
+    inputs: Sequence[Edge | None]
+    # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    reentrant: bool = False
     devices: DeviceMap | None = None
 
     def run_backward(
@@ -263,13 +299,16 @@ class GraphEdges(NamedTuple):
         create: bool,
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
-        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
+        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was
+        not used."""
         # a part that nobody took of what is run as a whole would be added to what comes next
         numbers = range(len(self.inputs)) if self.reentrant else wanted
         edges = [still_there(self.inputs[k]) for k in numbers]
         if captures or self.reentrant:
             edges += map(still_there, self.function.edges)
-        given = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        given = [
+            (edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None
+        ]
         found: list[torch.Tensor | None] = [None] * len(edges)
         if given:
             outputs, incoming = zip(*given, strict=True)
@@ -289,17 +328,19 @@ class GraphEdges(NamedTuple):
         entered: Sequence[Edge | None],
         grads: Sequence[TensorRef],
     ) -> GraphEdges:
-        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered` it."""
+        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered`
+        it."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
         return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
 
 
 class GraphTable:
-    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted;
-    and, while the `watch` finds memory short, the older half.
+    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made
+    again when they are wanted; and, while the `watch` finds memory short, the older half.
 
-    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is kept, and nothing is measured.
+    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is
+    kept, and nothing is measured.
     """
 
     def __init__(self, limit: int | None, watch: MemoryWatch | None = None) -> None:
@@ -310,7 +351,8 @@ class GraphTable:
         self._spent: dict[int, GraphEdges] = {}
         self._dropped: set[int] = set()  # the caller believes that they are here
         self._sizes: dict[int, int] = {}  # of those kept
-        self._largest: list[tuple[int, int]] = []  # a heap of (-bytes, call); may name some that are gone
+        # a heap of (-bytes, call); may name some that are gone
+        self._largest: list[tuple[int, int]] = []
 
     def __contains__(self, call: int) -> bool:
         return call in self._kept or call in self._spent

@@ -1,14 +1,18 @@
-"""A worker: its entry points, for each place where it can live (a process of its own, or a thread of the parent), and its loop.
+"""A worker: its entry points, for each place where it can live (a process of its own, or a thread
+of the parent), and its loop.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
-    news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
+    news       Define, Forget ─► FunctionTable             Release ─► GraphTable
+               Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
     timelines  Record ─► Recorded, with each answer
-Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
-Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again. In a process this is
-    the only thread, and it dies with whoever made it: by the kernel's word, or, where the kernel has none (`PORTABLE`), by the
-    end of the pipe, the next time that it reads.
+Guarantees: every request is answered once, whatever the task raises; a task's exception ends the
+task, not the worker.
+Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool
+    again. In a process this is the only thread, and it dies with whoever made it: by the kernel's
+    word, or, where the kernel has none (`PORTABLE`), by the end of the pipe, the next time that it
+    reads.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from mpgrad.environment import FOLLOWER, PLACE
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
+from mpgrad.pickling.reducers import share_loaded_scripts
 from mpgrad.system import PORTABLE, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
@@ -62,7 +67,13 @@ from mpgrad.wire.messages import (
     Try,
 )
 from mpgrad.wire.tensor_refs import Payload
-from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
+from mpgrad.workers.child import (
+    become_child,
+    forget_exit_handlers,
+    leave_children,
+    run_exit_handlers,
+    share_tracker,
+)
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
 from mpgrad.workers.device import Station, station
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
@@ -95,7 +106,9 @@ class Worker:
         self._tracker = Tracker(loans.arena)
         self._warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
-        self._runner = runner = Runner(functions, graphs, loans, self._tracker, self._warnings, station)
+        self._runner = runner = Runner(
+            functions, graphs, loans, self._tracker, self._warnings, station
+        )
         self._records = False  # for a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: runner.forward,
@@ -118,7 +131,8 @@ class Worker:
         }
 
     def take_warnings(self) -> None:
-        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
+        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they
+        do for a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
@@ -135,7 +149,9 @@ class Worker:
             else:
                 self._news[type(message)](message)
         # nobody knows when the next answer comes
-        if type(frame.messages[-1]) not in self._requests and (returns := self._loans.take_returns()):
+        if type(frame.messages[-1]) not in self._requests and (
+            returns := self._loans.take_returns()
+        ):
             self._link.send([Returned(returns)])
 
     def _answer(self, message: Any, payload: memoryview) -> None:
@@ -157,7 +173,9 @@ class Worker:
         """Begin or end; inline, a chunk that is under way goes on as it began."""
         self._records = message.on
 
-    def _send(self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()) -> None:
+    def _send(
+        self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()
+    ) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._loans.announce_slabs()
@@ -177,7 +195,8 @@ class Worker:
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
-    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the socket."""
+    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the
+    socket."""
     link = Channel(end, blocking=True)
     outlet = None
     setting = contextlib.ExitStack()
@@ -214,8 +233,11 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         link.close()
 
 
-def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
-    """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
+def begin(
+    number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
+) -> Worker | None:
+    """Run the initializer and make the worker; says over the link whether that went well.
+    `setting`: the worker works in it."""
     device, phase = Station(), "initializer"
     try:
         if setting is not None:
@@ -244,7 +266,8 @@ def serve_in_process(
 ) -> None:
     """`serve` in a process of its own, made by `parent_pid` where that is known.
 
-    It asks the caller through `tracker` for a resource tracker, and ends with the other end of `life`.
+    It asks the caller through `tracker` for a resource tracker, and ends with the other end of
+    `life`.
     """
     die_with(parent_pid)
     if life is not None:
@@ -252,11 +275,14 @@ def serve_in_process(
     if tracker is not None:
         share_tracker(tracker)
     PLACE.in_worker = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(end, number, in_process=True)
 
 
-def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket) -> NoReturn:
+def serve_and_exit(
+    end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket
+) -> NoReturn:
     """`serve_in_process` in one that is nobody else's."""
     status = 1
     forget_exit_handlers()
@@ -267,7 +293,9 @@ def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, trac
         sys.excepthook(*sys.exc_info())
     finally:
         run_exit_handlers()
-        with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # closed streams must not turn a good exit into a bad one
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
@@ -276,7 +304,9 @@ def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, trac
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
     """Have the start of a worker fail, in its process."""
     link = Channel(end, blocking=True)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, and nobody is left to tell
+    with contextlib.suppress(
+        EOFError, ConnectionError
+    ):  # the parent is gone, and nobody is left to tell
         link.receive()  # what it is told first
         link.send([StartFailed(failure(error, "start"))])
     os._exit(1)
@@ -285,7 +315,8 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
     """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
-    end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
+    # else a program that a call starts would keep it open, when this one has ended
+    end.set_inheritable(False)
     serve_and_exit(end, number, None, socket.socket(fileno=tracker))
 
 
@@ -305,18 +336,21 @@ def settle(start: Start, number: int) -> None:
     torch.set_num_threads(start.threads or 1)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
+    share_loaded_scripts()
     PLACED.begin()
     CHECKPOINTS.watch()
     HOOKS.watch()
 
 
 def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Where this machine's modules are, and behind that what there is here of the caller's folders."""
+    """Where this machine's modules are, and behind that what there is here of the caller's
+    folders."""
     return [*ours, *(each for each in theirs if each not in ours and os.path.exists(each))]
 
 
 def die_with(parent_pid: int | None) -> None:
-    """Have the kernel kill this process when the one that made it dies, however busy this one is then."""
+    """Have the kernel kill this process when the one that made it dies, however busy this one is
+    then."""
     if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -327,7 +361,8 @@ def die_with(parent_pid: int | None) -> None:
 
 
 def die_with_end(life: socket.socket) -> None:
-    """Have the kernel kill this process when the other end of `life`, on which nothing is ever said, is closed."""
+    """Have the kernel kill this process when the other end of `life`, on which nothing is ever
+    said, is closed."""
     if PORTABLE:
         return
     LIVES.append(life)

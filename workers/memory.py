@@ -1,10 +1,12 @@
 """Memory that a worker lends and borrows, what its own process uses, and whether memory is about to
 end.
 
-    caller's slots ──► views: tensors that look at them ──► nothing looks any more ──► take_returns: the caller is told
-    results ──► lend: slots of ours ──► the caller sends them back: take_back ──► free for the next result
-Guarantees: each address that came is returned once for each time that it came, also for calls that did not run. What is lent
-    stays until it is returned.
+    caller's slots ──► views: tensors that look at them ──► nothing looks any more
+        ──► take_returns: the caller is told
+    results ──► lend: slots of ours ──► the caller sends them back: take_back
+        ──► free for the next result
+Guarantees: each address that came is returned once for each time that it came, also for calls that
+    did not run. What is lent stays until it is returned.
 
 What a call's graph takes is the rise of the allocator's count over the call. Graphs that are kept
 are what a worker can do without: the calls are run again when their backwards come. So a
@@ -81,7 +83,8 @@ class Loans:
     # --- what we borrow
 
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
-        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots are given back."""
+        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots
+        are given back."""
         if isinstance(refs, Bucket):
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
@@ -97,7 +100,9 @@ class Loans:
     def borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
-    def captures(self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]) -> list[torch.Tensor]:
+    def captures(
+        self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]
+    ) -> list[torch.Tensor]:
         """Those of a function; `slot`: address and size of what holds the small ones."""
         content = memoryview(b"")
         if slot is not None:
@@ -125,23 +130,39 @@ class Loans:
         self, tensors: Sequence[torch.Tensor | None], homes: Sequence[int] | None, payload: Payload
     ) -> Sequence[TensorRef | None]:
         """Gradients; `homes`: where they are to be in the caller, in a pool with devices."""
-        # all are placed before the first is lent: where memory ends half-way, nothing has been given away
-        flags = [REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors]
+        # all are placed before the first is lent: where memory ends half-way, nothing has been
+        # given away
+        flags = [
+            REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
+        ]
         together = self.packer.together(tensors, flags) if homes is None else None
         if together is not None:
             return self.lend(together, payload)
         each_home = [None] * len(tensors) if homes is None else homes
         triples = zip(tensors, flags, each_home, strict=True)
         place = self.packer.place
-        return self.lend([None if each is None else place(each, own, home) for each, own, home in triples], payload)
+        return self.lend(
+            [None if each is None else place(each, own, home) for each, own, home in triples],
+            payload,
+        )
 
     @overload
-    def lend(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]: ...
+    def lend(
+        self, placed: Sequence[Placed] | Together, payload: Payload
+    ) -> Sequence[TensorRef]: ...
     @overload
-    def lend(self, placed: Sequence[Placed | None], payload: Payload) -> Sequence[TensorRef | None]: ...
-    def lend(self, placed: Sequence[Placed | None] | Together, payload: Payload) -> Sequence[TensorRef | None]:
+    def lend(
+        self, placed: Sequence[Placed | None], payload: Payload
+    ) -> Sequence[TensorRef | None]: ...
+    def lend(
+        self, placed: Sequence[Placed | None] | Together, payload: Payload
+    ) -> Sequence[TensorRef | None]:
         """References to what was placed, for the message with this `payload`."""
-        holders = [placed.holder] if isinstance(placed, Together) else [each.holder for each in placed if each is not None]
+        holders = (
+            [placed.holder]
+            if isinstance(placed, Together)
+            else [each.holder for each in placed if each is not None]
+        )
         for holder in holders:
             if isinstance(holder, Slot):
                 self._lend_slot(holder)
@@ -193,15 +214,20 @@ class Loans:
 # --- whether memory is about to end
 
 
-NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
-AHEAD = 2  # times what was taken between two looks, which may be taken until the next one: a call's graph, in each worker
+# of a limit, which caller and workers share; the file cache has been left out. A call takes more
+# while it runs
+NEAR = 0.85
+# times what was taken between two looks, which may be taken until the next one: a call's graph, in
+# each worker
+AHEAD = 2
 FAR = 0.6  # up to here, that included
 SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
 
 
 class MemoryWatch:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
-        """`folders`: of the control groups; None for this process's own. Those that limit nothing now are left out."""
+        """`folders`: of the control groups; None for this process's own. Those that limit nothing
+        now are left out."""
         self._given = folders
         self._next = 0.0  # when to look again, on the clock of time.monotonic
         self._used = 1.0  # of the limit that is nearest
@@ -209,7 +235,8 @@ class MemoryWatch:
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would wait."""
+        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would
+        wait."""
         return limiting(own_cgroups("memory") if self._given is None else self._given)
 
     def is_short(self) -> bool:
@@ -236,14 +263,28 @@ class Mallinfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
 class Mstats(ctypes.Structure):
     """What the `mstats` of macOS returns."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")
+    ]
 
 
 LIBC = ctypes.CDLL(None)
@@ -265,7 +306,8 @@ def give_back() -> None:
 def memory_in_use() -> int:
     """Bytes that the allocator has given out: their rise over a call is what stays.
 
-    Where it does not say, those that the process has resident, which memory that is used again does not add to.
+    Where it does not say, those that the process has resident, which memory that is used again does
+    not add to.
     """
     if MALLINFO is not None:
         state = MALLINFO()

@@ -1,13 +1,18 @@
-"""The nursery: a process that imports torch once and then forks workers on request, in milliseconds each.
+"""The nursery: a process that imports torch once and then forks workers on request, in milliseconds
+each.
 
-multiprocessing's fork server does the same, but imports the parent's main module (so that every script needs a guard),
-listens on a named socket and is shared with whatever else uses it. This one has a single pipe, to the parent, and ends with it.
+multiprocessing's fork server does the same, but imports the parent's main module (so that every
+script needs a guard), listens on a named socket and is shared with whatever else uses it. This one
+has a single pipe, to the parent, and ends with it.
 
-    parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket pairs, by the second of which it
-                        may ask for a resource tracker;  ("kill", name, signal)
-    nursery ► parent    (name, exit code, 0) once for each worker; (name, None, errno) where the system refuses to start it
-A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are
-what the worker takes over, since the parent is not what it was when the nursery began, nor need the nursery have been that.
+    parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket
+                            pairs, by the second of which it may ask for a resource tracker
+                        ("kill", name, signal)
+    nursery ► parent    (name, exit code, 0) once for each worker
+                        (name, None, errno) where the system refuses to start it
+A worker's number is its own within its pool; its name is unique among all pools that share the
+nursery. The changes are what the worker takes over, since the parent is not what it was when the
+nursery began, nor need the nursery have been that.
 """
 
 from __future__ import annotations
@@ -33,12 +38,17 @@ MESSAGE_BYTES = 1 << 18  # more than any order has
 
 
 def main(descriptor: int) -> None:
-    """Serves until the parent is gone, or closes its end; `descriptor` is our end of the pipe to it."""
+    """Serves until the parent is gone, or closes its end; `descriptor` is our end of the pipe to
+    it."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # who starts us may have blocked it
-    gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
-    import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
+    # who starts us may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    # what is imported stays: to look through it for garbage, again and again, is a fifth of what a
+    # start costs
+    gc.disable()
+    # once for all workers: with torch, it is most of what a start costs
+    import mpgrad.workers.main  # noqa: F401
     from mpgrad.torch_state.modes import load_generators
 
     load_generators()
@@ -49,7 +59,8 @@ def main(descriptor: int) -> None:
     from mpgrad.pickling.modules import installed
 
     installed()
-    gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
+    # a worker's collector then leaves the inherited objects, and so their shared pages, alone
+    gc.freeze()
     gc.enable()
     nursery = Nursery(socket.socket(fileno=descriptor), parent)
     nursery.run()
@@ -66,7 +77,8 @@ class Nursery:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # without a handler the wake-up descriptor stays silent
+        # without a handler the wake-up descriptor stays silent
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
@@ -74,7 +86,8 @@ class Nursery:
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            # a process that the parent forked may hold the parent's end of the pipe open, so its end alone is not enough
+            # a process that the parent forked may hold the parent's end of the pipe open, so its
+            # end alone is not enough
             selector.register(self._parent, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
@@ -87,7 +100,8 @@ class Nursery:
     def _obey(self) -> bool:
         """One order of the parent; False at the end of the pipe."""
         try:
-            # a program that a call starts with os.system must not keep the worker's end open, when that has ended
+            # a program that a call starts with os.system must not keep the worker's end open, when
+            # that has ended
             data, ends = receive_descriptors(self._control, MESSAGE_BYTES, 2)
         except ConnectionError:
             return False
@@ -107,7 +121,9 @@ class Nursery:
                     os.kill(pid, what)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]) -> None:
+    def _fork(
+        self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]
+    ) -> None:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
@@ -120,7 +136,9 @@ class Nursery:
         for end in ends:
             end.close()
 
-    def _become_worker(self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int) -> NoReturn:
+    def _become_worker(
+        self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int
+    ) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
@@ -142,5 +160,7 @@ class Nursery:
             self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
-        with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the parent is gone, which the next read will say
             self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -1,16 +1,19 @@
-"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed over.
+"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed
+over.
 
-    Forward ──► each call: views ──► dress ──► the function ──► result_structure ──► CallRun: tensors, shapes, graph
+    Forward ──► each call: views ──► dress ──► the function ──► result_structure
+                    ──► CallRun: tensors, shapes, graph
                     results: lend ──► Results
                     graph: keep; or the backward of a loss runs at once: gradients, lent too
-    Backwards ──► each: before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
-                                                            captures' gradients: added up ──┘
+    Backwards ──► each: before: run the call again, or the backward that made its graph
+                    ──► differentiate ──► lend ──► Gradients
+                            └──► captures' gradients: added up
     Collect ──► the sum ──► lend ──► Collected
 
-An eager backward is run for a loss right after its forward, while the graph is hot in the cache, for
-the gradient that is predicted. Gradients of inputs travel with the result; those of captures too, or
-they are added up here until the caller collects them. Unless the graph is kept, it goes, and a
-caller whose backward turns out to be another one has it made again.
+An eager backward is run for a loss right after its forward, while the graph is hot in the cache,
+for the gradient that is predicted. Gradients of inputs travel with the result; those of captures
+too, or they are added up here until the caller collects them. Unless the graph is kept, it goes,
+and a caller whose backward turns out to be another one has it made again.
 
 Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
 `Whereabouts`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
@@ -104,7 +107,9 @@ __all__ = ["Runner", "Tracker"]
 
 NOTHING = contextlib.nullcontext()
 NEEDS_GRAD = operator.attrgetter("requires_grad")
-WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
+WHEN_RUN_AGAIN = (
+    "when it was run again; with the same inputs and random numbers it must do the same"
+)
 
 
 # --- where a worker is
@@ -188,11 +193,14 @@ class CallRun:
         station: Station,
         eager: Eager | None,
     ) -> None:
-        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that need gradients."""
-        self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
+        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
+        need gradients."""
+        # of each item: how its tensors go together, and how many there are
+        self.shapes: list[tuple[Structure, int]] = []
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
-        self.inputs = edges_at(entrances) if call.bundle else []  # of bundles all of these are leaves
+        # of bundles all of these are leaves
+        self.inputs = edges_at(entrances) if call.bundle else []
         self.graph: GraphEdges | None = None  # of all items, at the end
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
         self.strays: list[tuple[int, str]] = []  # see `Result`
@@ -207,10 +215,12 @@ class CallRun:
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
         self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
-        self._kept_leaves: list[torch.Tensor] = []  # results that are strays themselves: nodes of the graph, as captures are
+        # results that are strays themselves: nodes of the graph, as captures are
+        self._kept_leaves: list[torch.Tensor] = []
         # eager backwards: of the items' losses, from the first item on
         self.eager = eager
-        self.gradients: list[torch.Tensor | None] = []  # of inputs; of captures too, unless these are added up
+        # of inputs; of captures too, unless these are added up
+        self.gradients: list[torch.Tensor | None] = []
         self.wanted: list[int] = []  # the inputs
         self.has_begun = False  # so that the call's graph may not be whole any more
         self.sums = None  # of this call: what others add to is right only if all of it gets there
@@ -238,13 +248,22 @@ class CallRun:
                 self._kept_leaves.append(found[number])
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
-        """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
-        flags = [flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves) for tensor in found]
+        """An item gave these tensors, or all items did. Returns those behind which there is a
+        graph: see `enter`."""
+        flags = [
+            flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves)
+            for tensor in found
+        ]
         self.flags += flags
-        outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
+        outputs = [
+            tensor
+            for tensor, each in zip(found, flags, strict=True)
+            if each & REQUIRES_GRAD and not each & LEAF
+        ]
         alone = not self._call.bundle
         if alone:
-            self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
+            # now only what was made of an input, if that is no leaf, still holds it
+            self._given.clear()
             self.inputs = edges_at(self._entrances)
         if not outputs or torch.is_inference_mode_enabled():
             return []
@@ -270,33 +289,46 @@ class CallRun:
         """
         outputs = self.connect(found, reentrant)
         if outputs and hooks == HOOKS.count and self._differentiate(item, found, reentrant, stage):
-            return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory
+            # nothing holds the graph now: the next one gets its memory
+            return [tensor.detach() for tensor in found]
         if outputs:
             self.enter(outputs, reentrant)
         return found
 
-    def _differentiate(self, item: int, tensors: list[torch.Tensor], reentrant: bool, stage: Stage) -> bool:
+    def _differentiate(
+        self, item: int, tensors: list[torch.Tensor], reentrant: bool, stage: Stage
+    ) -> bool:
         """Whether the item's graph can go, as the backward of its loss was run."""
         loss, captures, how = loss_of(tensors), self._function.edges, self.eager
         if loss is None or how is None or item != self._differentiated:
             return False
-        if HOOKS.count and any(isinstance(each, torch.Tensor) and each._backward_hooks for each in captures):
-            return False  # items to come may add to the hooks of a capture, and the caller's backward is to see them all
+        if HOOKS.count and any(
+            isinstance(each, torch.Tensor) and each._backward_hooks for each in captures
+        ):
+            # items to come may add to the hooks of a capture, and the caller's backward is to see
+            # them all
+            return False
         self.has_begun = True
         started = time.perf_counter()
         # the caller does not ask for those of unused inputs
         wanted = [number for number in self._own_inputs[item] if number not in self.unused]
         try:
-            edges = [*(still_there(self.inputs[number]) for number in wanted), *map(still_there, captures)]
+            edges = [
+                *(still_there(self.inputs[number]) for number in wanted),
+                *map(still_there, captures),
+            ]
             gradient = torch.full_like(loss, how.gradient)
             found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
-        except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
+        except (
+            BaseException
+        ):  # it will be raised again by the caller's backward, which makes the graph again
             return False
         finally:
             stage.differentiated(started)
         for place, grad in enumerate(found):
             if grad is not None and grad.layout is not torch.strided:
-                found[place] = grad.clone()  # its indices may be a tensor that the function keeps, and writes to again
+                # its indices may be a tensor that the function keeps, and writes to again
+                found[place] = grad.clone()
         if self.sums is not None:
             self.sums.add(found[len(wanted) :])
             del found[len(wanted) :]
@@ -325,12 +357,15 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
+    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results
+    last."""
     shape = structure_of(call, offset)
     own, claimed = len(tensors), list[Any]()
     if call.claimed:
         own -= sum([count for _, count in call.claimed])
-        claimed = [structure.loads_result(each, some) for each, some in split(call.claimed, tensors[own:])]
+        claimed = [
+            structure.loads_result(each, some) for each, some in split(call.claimed, tensors[own:])
+        ]
     if isinstance(shape, tuple):
         positional, by_name = shape
         rest = iter(tensors[:own])
@@ -350,29 +385,45 @@ def has_objects(call: ForwardCall, shape: Structure) -> bool:
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh
+    leaf in the parent too."""
     if type(tensor) is torch.Tensor:  # most are
         if not tensor.requires_grad:
             return LEAF
         if tensor.grad_fn is not None:
             return REQUIRES_GRAD
     flags = flags_of(tensor)
-    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
+    if (
+        flags & LEAF
+        and flags & REQUIRES_GRAD
+        and any(tensor is each for each in itertools.chain(*given))
+    ):
         flags &= ~LEAF
     return flags
 
 
 def unused_inputs(
-    refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], reentrant: bool
+    refs: Sequence[TensorRef],
+    edges: Sequence[Edge | None],
+    outputs: Sequence[torch.Tensor],
+    reentrant: bool,
 ) -> list[int]:
-    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what `edges_at` found no edge for."""
-    looked_for = {id(edge): number for number in with_more_behind(refs) if isinstance(edge := edges[number], torch.Tensor)}
+    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what
+    `edges_at` found no edge for."""
+    looked_for = {
+        id(edge): number
+        for number in with_more_behind(refs)
+        if isinstance(edge := edges[number], torch.Tensor)
+    }
     unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, reentrant)
-    return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
+    return [number for number, edge in enumerate(edges) if edge is None] + [
+        looked_for[each] for each in unled_to
+    ]
 
 
 def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
-    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if it has some.
+    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if
+    it has some.
 
     Raises:
         UncarriedResultError: it cannot be carried.
@@ -393,7 +444,9 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         except Exception as error:
             from mpgrad.pickling.exceptions import why_not  # only an error needs it
 
-            raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
+            raise UncarriedResultError(
+                why_not(error, "the result", value), repr(error), described(value)
+            ) from error
     try:
         for tensor in tensors:
             check_carriable(tensor, "the result", None, kind)
@@ -413,7 +466,10 @@ def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def own_inputs(call: ForwardCall) -> Sequence[range]:
     """For each item, the numbers of its tensors among those of the call that need gradients."""
     # how many of those that need gradients come before each tensor
-    ends = [0, *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors))]
+    ends = [
+        0,
+        *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)),
+    ]
     counts = [count for _, count in call.bundle] or [len(ends) - 1]
     starts = itertools.accumulate(counts, initial=0)
     return [range(ends[start], ends[stop]) for start, stop in itertools.pairwise(starts)]
@@ -426,7 +482,8 @@ class Differentiated(NamedTuple):
     """What came of one step of a backward."""
 
     gradients: Sequence[torch.Tensor | None] = ()
-    homes: Sequence[int] | None = None  # where these are to be in the caller, in a pool with devices
+    # where these are to be in the caller, in a pool with devices
+    homes: Sequence[int] | None = None
     reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
 
 
@@ -463,15 +520,21 @@ class Runner:
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
-                # noted before the look: the caller may have what was not, some time after it said that it is skipped
+                # noted before the look: the caller may have what was not, some time after it said
+                # that it is skipped
                 self._tracker.begin(chunk, position)
                 if self._tracker.is_skipped(chunk):
                     break
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
-                outcome = self._call(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
+                outcome = (
+                    self._call(message, call, found, incoming, payload, stage)
+                    if isinstance(found, Function)
+                    else found
+                )
                 outcomes.append(outcome)
-                self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
+                # raises where the device cannot go on after an error, which ends the worker
+                self._station.finish()
                 if function is None:
                     self._loans.give_back_unread(call)
                 if isinstance(outcome, Result):
@@ -487,12 +550,30 @@ class Runner:
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()
         warned = self._warnings.take()
-        return Results(chunk, outcomes, seconds, own_seconds, eager_seconds, mutated, warned, dropped, nbytes, reached), payload
+        return Results(
+            chunk,
+            outcomes,
+            seconds,
+            own_seconds,
+            eager_seconds,
+            mutated,
+            warned,
+            dropped,
+            nbytes,
+            reached,
+        ), payload
 
     def _call(
-        self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
+        self,
+        message: Forward,
+        call: ForwardCall,
+        function: Function,
+        incoming: memoryview,
+        payload: Payload,
+        stage: Stage,
     ) -> Result | Failure:
-        """The outcome of a call. What was lent for it, and its graph where that is kept, are noted."""
+        """The outcome of a call. What was lent for it, and its graph where that is kept, are
+        noted."""
         before = self._graphs.memory_in_use()
         try:
             eager = None if function.code.is_cut_short else message.eager
@@ -505,7 +586,9 @@ class Runner:
                 gradients = self._lend_gradients(call.call, run, graph, payload)
                 graph = graph if eager.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
-            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays)
+            result = Result(
+                shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays
+            )
             sums = None if gradients is None else run.sums
             del run, placed
             if graph is not None:
@@ -514,7 +597,9 @@ class Runner:
             if sums is not None:  # last: of a call that fails nothing is in the sum
                 function.sums.of(None, (), len(sums.sums)).add(sums.sums)
             return result
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+        except (
+            BaseException
+        ) as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset, stage.given)
 
     def _run(
@@ -526,10 +611,13 @@ class Runner:
         stage: Stage,
         eager: Eager | None = None,
     ) -> CallRun:
-        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it came."""
+        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it
+        came."""
         station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
         refs = station.named(call.tensors, function.gathers)
-        given, entrances = dress(self._loans.views(refs, payload), flags_in(refs)) if refs else ([], [])
+        given, entrances = (
+            dress(self._loans.views(refs, payload), flags_in(refs)) if refs else ([], [])
+        )
         run = CallRun(call, function, refs, given, entrances, station, eager)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
@@ -564,7 +652,9 @@ class Runner:
                 found = run.take_eagerly(stage.offset, found, reentrant, hooks, stage)
                 before = CHECKPOINTS.count
             run.tensors += found
-        if eager is None and (outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)):
+        if eager is None and (
+            outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
+        ):
             run.enter(outputs, reentrant)
         begin_item(-1)
         run.end()
@@ -574,10 +664,15 @@ class Runner:
         """Copies of the results' tensors, to be had where the call came from (`origin`)."""
         packer = self._loans.packer
         if len(run.shapes) > 1:
-            with contextlib.suppress(SharedMemoryError):  # there may be room for them one by one; if not, one of them is named
+            with contextlib.suppress(
+                SharedMemoryError
+            ):  # there may be room for them one by one; if not, one of them is named
                 if (together := packer.together(run.tensors, run.flags)) is not None:
                     return together
-        rows = zip(run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False)  # the last may be endless
+        # the last may be endless
+        rows = zip(
+            run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False
+        )
         placed: list[Placed] = []
         for stage.offset, (_, count) in enumerate(run.shapes):
             placed += itertools.starmap(packer.place, itertools.islice(rows, count))
@@ -590,7 +685,9 @@ class Runner:
         gradients = None
         if run.is_differentiated:
             homes = graph.homes(run.wanted, run.sums is None)
-            with contextlib.suppress(Exception):  # no room for them: there may be for the result, which matters more
+            with contextlib.suppress(
+                Exception
+            ):  # no room for them: there may be for the result, which matters more
                 gradients = self._loans.lend_all(run.gradients, homes, payload)
         if gradients is None:
             graph.function.code.is_cut_short = True
@@ -621,7 +718,11 @@ class Runner:
                             break
                     if found is not None and found.reached:
                         reached.append((position, found.reached))
-                    outcomes.append(Missing() if found is None else self._loans.lend_all(found.gradients, found.homes, payload))
+                    outcomes.append(
+                        Missing()
+                        if found is None
+                        else self._loans.lend_all(found.gradients, found.homes, payload)
+                    )
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
                 self._station.finish()
@@ -632,8 +733,11 @@ class Runner:
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
 
-    def _step(self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
-        """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
+    def _step(
+        self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage
+    ) -> Differentiated | None:
+        """A backward, or a step to the graph that it needs; None where one that it starts from is
+        not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
         with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
@@ -644,7 +748,9 @@ class Runner:
     def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> Differentiated:
         """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
-        if step.spent and call in self._graphs:  # the backward that was to be the last one has failed
+        if (
+            step.spent and call in self._graphs
+        ):  # the backward that was to be the last one has failed
             self._loans.give_back_unread(step)
             return Differentiated()
         function = self._functions[step.function]
@@ -663,7 +769,9 @@ class Runner:
             self._graphs.spend(call)
         return Differentiated()
 
-    def _differentiate(self, call: BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
+    def _differentiate(
+        self, call: BackwardCall, incoming: memoryview, stage: Stage
+    ) -> Differentiated | None:
         """The gradients that are wanted; None where the graph is not there any more."""
         graph = self._graphs.find(call.call)
         if graph is None:
@@ -672,10 +780,15 @@ class Runner:
         if len(graph.outputs) != len(call.parts):
             self._loans.give_back_unread(call)
             found, expected = len(graph.outputs), len(call.parts)
-            raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
+            raise RuntimeError(
+                f"{found} outputs of the function needed gradients, not {expected} as before, "
+                f"{WHEN_RUN_AGAIN}"
+            )
         before = self._graphs.memory_in_use()
         create = call.graph is not None
-        refs = call.grads if graph.devices is None else graph.devices.arriving(call.grads, call.parts)
+        refs = (
+            call.grads if graph.devices is None else graph.devices.arriving(call.grads, call.parts)
+        )
         given = self._loans.views(refs, incoming)
         entrances: Sequence[Entrance] = ()
         if create:
@@ -684,7 +797,9 @@ class Runner:
         started = time.perf_counter()
         try:
             with graph.function.running():
-                gradients = graph.run_backward(grads, call.wanted, call.captures, call.keep, create, call.levels)
+                gradients = graph.run_backward(
+                    grads, call.wanted, call.captures, call.keep, create, call.levels
+                )
         finally:
             stage.differentiated(started)
         if call.captures and not call.apart:
@@ -698,13 +813,17 @@ class Runner:
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
-            self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
+            # now, while it is in the cache, and the next one can have its memory
+            self._graphs.release(call.call)
         elif not call.keep:
             self._graphs.spend(call.call)
-        return Differentiated(gradients, graph.homes(call.wanted, call.captures and call.apart), reached)
+        return Differentiated(
+            gradients, graph.homes(call.wanted, call.captures and call.apart), reached
+        )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
-        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
+        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there
+        was none."""
         payload = Payload()
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
@@ -713,7 +832,9 @@ class Runner:
         if sums is None:
             return Collected(message.chunk, [], 0), payload
         try:
-            return Collected(message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls), payload
+            return Collected(
+                message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls
+            ), payload
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"), 0), payload
         finally:
@@ -721,19 +842,31 @@ class Runner:
 
 
 def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """One gradient for each output, of each the sum of as many as `parts` says; None where there is none."""
+    """One gradient for each output, of each the sum of as many as `parts` says; None where there is
+    none."""
     if set(parts) == {1}:
         return given
     rest = iter(given)
-    return [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in parts]
+    return [
+        functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None
+        for count in parts
+    ]
 
 
 def run_through(run: CallRun, graph: GraphEdges) -> None:
-    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter.
+    """Run through a graph that was run through before, and dropped: what a second backward finds is
+    PyTorch's own matter.
 
-    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is of no interest to anybody.
+    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is
+    of no interest to anybody.
     """
     pairs = zip(run.tensors, run.flags, strict=True)
-    grads = [torch.ones_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
+    grads = [
+        torch.ones_like(tensor)
+        for tensor, flags in pairs
+        if flags & REQUIRES_GRAD and not flags & LEAF
+    ]
     with contextlib.suppress(Exception), torch.autograd.set_detect_anomaly(False):
-        graph.run_backward(grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())
+        graph.run_backward(
+            grads, range(len(graph.inputs)), True, keep=False, create=False, levels=()
+        )

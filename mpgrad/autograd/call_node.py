@@ -29,7 +29,15 @@ from mpgrad.autograd.gates import (
     further_token,
     gate,
 )
-from mpgrad.autograd.remote_graph import SEND, WAIT, Backward, Member, Promise, RemoteGraph, forget_at_end_of_backward
+from mpgrad.autograd.remote_graph import (
+    SEND,
+    WAIT,
+    Backward,
+    Member,
+    Promise,
+    RemoteGraph,
+    forget_at_end_of_backward,
+)
 from mpgrad.errors import LostGradientError
 from mpgrad.torch_state.private import (
     Level,
@@ -48,7 +56,14 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.tracebacks import hide_own_frames
 
-__all__ = ["attach", "differentiate", "edges_behind_gates", "edges_to_captures", "is_call", "item_of"]
+__all__ = [
+    "attach",
+    "differentiate",
+    "edges_behind_gates",
+    "edges_to_captures",
+    "is_call",
+    "item_of",
+]
 
 
 ATTACHED = itertools.count()
@@ -66,7 +81,8 @@ class Call(torch.autograd.Function):
         token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads to.
+        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads
+        to.
 
         `root` is given where some depend on leaves of the worker's own: see `check_strays`.
         """
@@ -77,9 +93,13 @@ class Call(torch.autograd.Function):
         ctx.has_token = token is not None
         ctx.graph_task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
-        ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
+        # only for what may be differentiated again; no hooks for saved tensors have to see them
+        ctx.inputs = inputs
         graph.placeholders = tuple(
-            [placeholder(each.dtype, each.shape, None if each.is_cpu else each.device) for each in inputs]
+            [
+                placeholder(each.dtype, each.shape, None if each.is_cpu else each.device)
+                for each in inputs
+            ]
         )
         return tuple(outputs)
 
@@ -102,14 +122,19 @@ class Call(torch.autograd.Function):
         if not (wanted or captures):
             try:
                 for _, promise in promises:
-                    promise.backward.home.wait(promise.backward)  # nobody else would hear what it raises
+                    # nobody else would hear what it raises
+                    promise.backward.home.wait(promise.backward)
             except BaseException as error:
                 hide_own_frames(error)
                 raise
         else:
             ctx.graph_task = graph_task
             keep = graph_is_kept() or (ctx.graph.family is not None and relatives_will_run(ctx))
-            whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
+            whole = (
+                len(wanted) == count
+                and captures == (capture_node is not None)
+                and are_all_given(grads, promises)
+            )
             create = torch.is_grad_enabled()
             backward = Backward(
                 ctx.graph,
@@ -131,17 +156,26 @@ class Call(torch.autograd.Function):
         return None, None, None, None, *ctx.graph.placeholders
 
 
-def check_strays(graph: RemoteGraph, grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> None:
-    """Where nobody has said which gradients are wanted, those of leaves that only the worker has are too.
+def check_strays(
+    graph: RemoteGraph,
+    grads: Sequence[torch.Tensor | None],
+    promises: Sequence[tuple[int, Promise]],
+) -> None:
+    """Where nobody has said which gradients are wanted, those of leaves that only the worker has
+    are too.
 
     Raises:
         LostGradientError: names one of them.
     """
-    given = {output for output, _ in promises} | {output for output, grad in enumerate(grads) if grad is not None}
+    given = {output for output, _ in promises} | {
+        output for output, grad in enumerate(grads) if grad is not None
+    }
     reached = [words for output, words in (graph.strays or {}).items() if output in given]
     if reached and leaf_will_run(ROOT_EDGE.node):
         name = graph.home.names.words(graph.given(grads))
-        error = LostGradientError(f"a gradient of {name} would be lost: its result depends on {reached[0]}")
+        error = LostGradientError(
+            f"a gradient of {name} would be lost: its result depends on {reached[0]}"
+        )
         hide_own_frames(error)
         raise error
 
@@ -152,7 +186,9 @@ def strays_behind(output: torch.Tensor) -> list[str]:
     return [] if graph is None else list((graph.strays or {}).values())
 
 
-def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> bool:
+def are_all_given(
+    grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]
+) -> bool:
     promised = {output for output, _ in promises}
     return all(grad is not None or output in promised for output, grad in enumerate(grads))
 
@@ -160,7 +196,8 @@ def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple
 def wanted_of_bundle(
     graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
 ) -> tuple[int, ...]:
-    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
+    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs
+    are left alone."""
     if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
     given = graph.members.given(grads)
@@ -172,15 +209,21 @@ def wanted_of_bundle(
 
 
 def relatives_will_run(node: Any) -> bool:
-    """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
+    """Whether this backward still comes to a graph that shares its nodes in the worker: the last
+    one may free them."""
     relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
-    return any(each is not node and each.graph_task != node.graph_task and will_run(each) for each in relatives)
+    return any(
+        each is not node and each.graph_task != node.graph_task and will_run(each)
+        for each in relatives
+    )
 
 
 class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
-    """The hooks of a result that shares its node with those of other items: called only where a gradient has come for it.
+    """The hooks of a result that shares its node with those of other items: called only where a
+    gradient has come for it.
 
-    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its own hooks expect that.
+    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its
+    own hooks expect that.
     """
 
     def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -195,8 +238,10 @@ def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor
 
 
 def keep_hooks_apart(node_type: Any) -> None:
-    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on the node are refused."""
-    register_hooks = node_type._register_hook_dict  # what `Tensor.register_hook` calls, of the result's node, at the first hook
+    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on
+    the node are refused."""
+    # what `Tensor.register_hook` calls, of the result's node, at the first hook
+    register_hooks = node_type._register_hook_dict
 
     def register_own_hooks(node: Any, result: torch.Tensor) -> None:
         if node.graph.members is not None:
@@ -208,15 +253,19 @@ def keep_hooks_apart(node_type: Any) -> None:
     node_type.register_prehook = refusing(node_type.register_prehook)
 
 
-def refusing(register: Callable[[Any, Callable[..., Any]], Any]) -> Callable[[Any, Callable[..., Any]], Any]:
+def refusing(
+    register: Callable[[Any, Callable[..., Any]], Any],
+) -> Callable[[Any, Callable[..., Any]], Any]:
     """Nobody can tell from a node whose result it was asked for."""
 
     @functools.wraps(register)
     def register_or_refuse(node: Any, hook: Callable[..., Any]) -> Any:
         if node.graph.members is not None:
             raise RuntimeError(
-                "a hook on this node would be called for other items too: the results of cheap items, which travel together, "
-                "share it; put the hook on the result (result.register_hook), or make each item a call of its own (chunksize=1)"
+                "a hook on this node would be called for other items too: the results of cheap "
+                "items, which travel together, "
+                "share it; put the hook on the result (result.register_hook), or make each item a "
+                "call of its own (chunksize=1)"
             )
         return register(node, hook)
 
@@ -248,18 +297,23 @@ def item_of(node: Any, output: int) -> Member:
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
-    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its results do not depend on."""
+    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its
+    results do not depend on."""
     gates, _ = edges_of(node)
     if node.graph.members is not None:
         return edges_of_leaves(gates[0][0]) if gates else ()
-    return [(None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates]
+    return [
+        (None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates
+    ]
 
 
 def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
     """Likewise for each capture."""
     _, capture_node = edges_of(node)
     edges = [] if capture_node is None else edges_behind_capture_gate(capture_node)
-    return [edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges]
+    return [
+        edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges
+    ]
 
 
 # long because: all that is known of a backward passes through here
@@ -271,12 +325,13 @@ def differentiate(
 ) -> None:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
 
-    Captures' gradients come apart where they cannot be added up. `promises` are parts of the gradients of outputs, besides
-    `grads`.
+    Captures' gradients come apart where they cannot be added up. `promises` are parts of the
+    gradients of outputs, besides `grads`.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
-            "a gradient that came to a pool's result has a tangent, which would be lost; for forward over reverse, "
+            "a gradient that came to a pool's result has a tangent, which would be lost; for "
+            "forward over reverse, "
             "let the dual tensors go into the pool's map, or use torch.func.jvp of torch.func.grad"
         )
     levels = levels_of(grads)
@@ -322,13 +377,15 @@ def attach(
     gated: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
+    """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the
+    captures.
 
     Of a bundle, whose gate is one for all, `leaves` are the inputs.
 
-    What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
-    gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
-    one, so that all backwards of the one before can be sent before any of them is waited for.
+    What was attached last is waited for first. Of one operation this is the last item, as in the
+    serial loop, so that the gradients of a tensor that several items share are added up in the same
+    order. Of a chain of operations it is the last one, so that all backwards of the one before can
+    be sent before any of them is waited for.
     """
     graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
@@ -358,9 +415,12 @@ class FurtherCall(NamedTuple):
 
     node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
     grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
-    wanted: tuple[int, ...]  # inputs of the call; no gates to them, which would keep what keeps this
+    # inputs of the call; no gates to them, which would keep what keeps this
+    wanted: tuple[int, ...]
 
-    def attach(self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def attach(
+        self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
         node = self.node()
         assert node is not None  # the engine holds it
         family = graph.family = node.graph.family
@@ -378,12 +438,15 @@ class FurtherCall(NamedTuple):
 def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
     """The inputs of a `Call`, for one whose outputs are its gradients.
 
-    In a bundle these are the inputs of all items: what a derivative of some has to do with others ends here.
+    In a bundle these are the inputs of all items: what a derivative of some has to do with others
+    ends here.
     """
     if node.graph.members is None:
         return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]
     own = set(wanted)
-    return [gate(leaf) if number in own else leaf.detach() for number, leaf in enumerate(node.inputs)]
+    return [
+        gate(leaf) if number in own else leaf.detach() for number, leaf in enumerate(node.inputs)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

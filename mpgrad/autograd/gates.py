@@ -45,25 +45,29 @@ __all__ = [
 
 
 with torch.inference_mode(False):
-    # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too; and see
-    # `leaf_gate`
+    # stands in as the token where only tensors that `fn` made itself need gradients: the outputs
+    # must need them too; and see `leaf_gate`
     ROOT = torch.zeros((), requires_grad=True, device="cpu")
-    ROOT_EDGE = get_gradient_edge(ROOT)  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 class Gate(torch.autograd.Function):
-    """Waits for a call's gradient where it leaves the pool, and passes it on in place of what `Call` returned.
+    """Waits for a call's gradient where it leaves the pool, and passes it on in place of what
+    `Call` returned.
 
-    A hook on an identity of PyTorch's own could not: it may not put a sparse gradient in the place of a dense placeholder.
+    A hook on an identity of PyTorch's own could not: it may not put a sparse gradient in the place
+    of a dense placeholder.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.graph = None
-        ctx.source = None  # the graph of the call that gave `tensor`, where it is a result that was passed on
-        # No view: until the result is fetched the caller may write to `tensor` in place, which would move a view to the new
-        # history. An argument that is returned as it is becomes one.
+        # the graph of the call that gave `tensor`, where it is a result that was passed on
+        ctx.source = None
+        # No view: until the result is fetched the caller may write to `tensor` in place, which
+        # would move a view to the new history. An argument that is returned as it is becomes one.
         return tensor.detach()
 
     @staticmethod
@@ -79,7 +83,8 @@ class Gate(torch.autograd.Function):
         try:
             if not graph.has_further:
                 return graph.take(graph_task, number)  # type: ignore[no-any-return]
-            # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
+            # Gradients of a derivative of this call have come through gates of their own, in front
+            # of this one, and are real.
             if others is graph.placeholders[number]:
                 others = None
             grad = graph.take(graph_task, number) if graph.is_expected(graph_task) else None
@@ -92,8 +97,9 @@ class Gate(torch.autograd.Function):
 class LeafGate(torch.autograd.Function):
     """The gate of a bundle: waits for the gradients of all its items at once.
 
-    They are leaves, of which a backward that has nothing for them leaves nothing behind. The last comes first: so the engine
-    adds up the gradients of a tensor that several items share in the order of the serial loop.
+    They are leaves, of which a backward that has nothing for them leaves nothing behind. The last
+    comes first: so the engine adds up the gradients of a tensor that several items share in the
+    order of the serial loop.
     """
 
     @staticmethod
@@ -118,20 +124,22 @@ class LeafGate(torch.autograd.Function):
 def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Let leaves that need gradients into a bundle, all of them together.
 
-    `ROOT` is one more. Nobody can ask for its gradient, so that it runs in those backwards only for which nobody has said what
-    is wanted: then all leaves are, and none has to be asked about.
+    `ROOT` is one more. Nobody can ask for its gradient, so that it runs in those backwards only for
+    which nobody has said what is wanted: then all leaves are, and none has to be asked about.
     """
     token: torch.Tensor = apply(LeafGate, ROOT, *leaves[::-1])
     return token
 
 
 def edges_of_leaves(gate: Any) -> Sequence[tuple[Any, int]]:
-    """In the order of the inputs. PyTorch keeps a Python object for each, from when they are first asked for."""
+    """In the order of the inputs. PyTorch keeps a Python object for each, from when they are first
+    asked for."""
     return gate.next_functions[:0:-1]  # type: ignore[no-any-return]
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:
-    """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it waits for."""
+    """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it
+    waits for."""
     gated: torch.Tensor = apply(Gate, tensor)
     return gated
 
@@ -151,15 +159,21 @@ def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tenso
 
 
 class CaptureGate(torch.autograd.Function):
-    """All captures of an operation enter here; each call gets one token instead of an edge per capture.
+    """All captures of an operation enter here; each call gets one token instead of an edge per
+    capture.
 
-    An operation may have several, see `Captures`. In a backward the first to run gets all gradients, and puts aside for the
-    others what it does not lead to. `before` is the token of one that leads to further captures.
+    An operation may have several, see `Captures`. In a backward the first to run gets all
+    gradients, and puts aside for the others what it does not lead to. `before` is the token of one
+    that leads to further captures.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, home: OperationHome, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor
+        ctx: Any,
+        home: OperationHome,
+        led_to: Set[int],
+        before: torch.Tensor | None,
+        *captures: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
@@ -179,7 +193,9 @@ class CaptureGate(torch.autograd.Function):
         except BaseException as error:
             hide_own_frames(error)
             raise
-        for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
+        for_others = [
+            grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)
+        ]
         if any(grad is not None for grad in for_others):
             home.put_aside(graph_task, for_others)
             when_backward_ends(lambda: home.forget_sum(graph_task))  # the others may not be in it
@@ -204,46 +220,70 @@ ALONE_NODE = node_type(SingleOutput)
 CAPTURE_GATE_NODE = node_type(CaptureGate)
 
 
-def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def added(
+    total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Both, item by item; None stands for no gradient."""
     pairs = zip(total, grads, strict=True)
-    return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
+    return [
+        grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs
+    ]
 
 
-def further_token(home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
-    """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the result did not depend on.
+def further_token(
+    home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]
+) -> torch.Tensor | None:
+    """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the
+    result did not depend on.
 
     Raises:
         RuntimeError: such a capture is not what it was.
     """
     reach = home.reach
     assert reach is not None
-    gate: Any = None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+    gate: Any = (
+        None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+    )
     led_to = frozenset() if gate is None else gate.led_to
     missing = set(reached) - led_to
     if not missing:
         return token
     nothing = torch.zeros((), device="cpu")
     numbers = range(reach.count)
-    captures = [apply(SingleOutput, reach.as_it_was(number)) if number in missing else nothing for number in numbers]
-    further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
+    captures = [
+        apply(SingleOutput, reach.as_it_was(number)) if number in missing else nothing
+        for number in numbers
+    ]
+    further: torch.Tensor = apply(
+        CaptureGate, home, led_to | missing, None if gate is None else token, *captures
+    )
     set_priority(further.grad_fn, WAIT_LAST)
     return further
 
 
 class Captures:
-    """The captures of one operation that need gradients, and the token that leads a call's results to them.
+    """The captures of one operation that need gradients, and the token that leads a call's results
+    to them.
 
-    To those that a result was made from, and no other: its backward would run, and free, what the caller has behind that. The
-    workers say, before a result is here, which ones it was made from of those that have `more_behind`.
+    To those that a result was made from, and no other: its backward would run, and free, what the
+    caller has behind that. The workers say, before a result is here, which ones it was made from of
+    those that have `more_behind`.
     """
 
-    def __init__(self, home: OperationHome, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        home: OperationHome,
+        captures: Sequence[torch.Tensor],
+        more_behind: Set[int] = frozenset(),
+    ) -> None:
         self._home = home
         self._reach = home.reach = Reach(captures, more_behind)
         with torch.enable_grad():  # the function may turn them on
-            # as they are now: the caller may write to them, or freeze them, before the token is made
-            self._captures = [apply(SingleOutput, each) if more_behind else each for each in captures]
+            # as they are now: the caller may write to them, or freeze them, before the token is
+            # made
+            self._captures = [
+                apply(SingleOutput, each) if more_behind else each for each in captures
+            ]
         # what the last token leads to, and it: written at once, because any thread may be here
         self._made: tuple[Set[int], torch.Tensor | None] | None = None
         if torch.is_grad_enabled() and not more_behind:
@@ -251,12 +291,16 @@ class Captures:
 
     @torch.enable_grad()
     def token(self) -> torch.Tensor | None:
-        """None where there is nothing to lead to. A new one, where more has been found than the last one leads to."""
+        """None where there is nothing to lead to. A new one, where more has been found than the
+        last one leads to."""
         made = self._made
         if made is None or not self._reach.found <= made[0]:
             led_to = frozenset(self._reach.found)
             left_out = self._reach.more_behind - led_to
-            captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+            captures = [
+                each.detach() if number in left_out else each
+                for number, each in enumerate(self._captures)
+            ]
             token: torch.Tensor | None = None
             if len(left_out) < len(captures):
                 token = apply(CaptureGate, self._home, led_to, None, *captures)
@@ -266,7 +310,8 @@ class Captures:
 
 
 def edges_behind_capture_gate(node: Any) -> list[tuple[Any, int]]:
-    """For each capture the edge to what it is in the caller: from this gate, or from the one before it."""
+    """For each capture the edge to what it is in the caller: from this gate, or from the one before
+    it."""
     own = list(node.next_functions)
     if not node.has_before:
         return own

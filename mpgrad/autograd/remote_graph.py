@@ -1,8 +1,11 @@
-"""The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes one to the gates.
+"""The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes
+one to the gates.
 
-    Call.backward ──► Backward ──► home.send ──► a worker ──► settle ──► gates of inputs: take; of captures: take_captures
-Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers; `settle` is called once for
-each time that a backward is sent, or by who drops it, in any thread. Nothing here makes autograd nodes.
+    Call.backward ──► Backward ──► home.send ──► a worker ──► settle ─┬─► gates of inputs: take
+                                                                      └─► of captures: take_captures
+Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers;
+`settle` is called once for each time that a backward is sent, or by who drops it, in any thread.
+Nothing here makes autograd nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ __all__ = [
     "note_failure",
 ]
 
-# Priorities, with the number of the graph added. Other nodes are numbered as they are made, and there are more of them.
+# Priorities, with the number of the graph added. Other nodes are numbered as they are made, and
+# there are more of them.
 SEND = 1 << 40
 WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
@@ -65,11 +69,13 @@ class Promise(NamedTuple):
     place: int  # among the gradients that it gives
 
 
-Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
+# of the outputs of one call: the parts of each sum; none: no gradient
+Grads = Sequence[Sequence[torch.Tensor | Promise]]
 
 
 class Settled:
-    """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for whoever asks.
+    """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for
+    whoever asks.
 
     An exception that is kept would keep, in its traceback, what keeps it.
     """
@@ -78,7 +84,8 @@ class Settled:
 
     def __init__(self) -> None:
         self.outcome: Any = None
-        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
+        # of the scheduling thread: to be told when it is there
+        self.dependents: Sequence[Callable[[], None]] = ()
         self.warned: Any = ()  # warnings of tasks
 
     @property
@@ -105,7 +112,8 @@ class Member(NamedTuple):
 
 
 class Members:
-    """The items of a bundle, as numbers: an object for each of them would be more than all else that is kept of it."""
+    """The items of a bundle, as numbers: an object for each of them would be more than all else
+    that is kept of it."""
 
     def __init__(self, of_output: Sequence[int], of_input: Sequence[int]) -> None:
         """The items of all outputs and inputs of the graph: each has its own in a row."""
@@ -113,20 +121,32 @@ class Members:
         self.of_input = of_input
 
     def of(self, item: int) -> Member:
-        return Member(*(range(bisect_left(each, item), bisect_right(each, item)) for each in (self.of_output, self.of_input)))
+        return Member(
+            *(
+                range(bisect_left(each, item), bisect_right(each, item))
+                for each in (self.of_output, self.of_input)
+            )
+        )
 
     def given(self, grads: Sequence[object]) -> dict[int, None]:
         """The items to whose results a gradient has come."""
-        return dict.fromkeys(itertools.compress(self.of_output, [grad is not None for grad in grads]))
+        return dict.fromkeys(
+            itertools.compress(self.of_output, [grad is not None for grad in grads])
+        )
 
 
 class Reach:
-    """What the tokens of an operation have in common, as long as there is a result. Of the captures it keeps none alive."""
+    """What the tokens of an operation have in common, as long as there is a result. Of the captures
+    it keeps none alive."""
 
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
-        self.more_behind = more_behind  # captures, by number, behind which the caller has a history, or hooks
-        self.found: set[int] = set()  # of those, the ones that a result depends on, as the workers say
-        self._captures = [(weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures]
+        # captures, by number, behind which the caller has a history, or hooks
+        self.more_behind = more_behind
+        # of those, the ones that a result depends on, as the workers say
+        self.found: set[int] = set()
+        self._captures = [
+            (weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures
+        ]
 
     @property
     def count(self) -> int:
@@ -142,14 +162,17 @@ class Reach:
         capture = ref()
         if capture is None or not capture.requires_grad or capture._version != version:
             raise RuntimeError(
-                "a derivative of higher order depends on a tensor that the function captures and only its backward uses, and "
-                "that the caller has dropped or changed since; keep it as it was, or use it in the function's result"
+                "a derivative of higher order depends on a tensor that the function captures and "
+                "only its backward uses, and "
+                "that the caller has dropped or changed since; keep it as it was, or use it in the "
+                "function's result"
             )
         return capture
 
 
 class RemoteGraph:
-    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
+    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released
+    with the last of them."""
 
     __slots__ = (
         "__weakref__",
@@ -172,26 +195,41 @@ class RemoteGraph:
         "worker",
     )
 
-    def __init__(self, home: OperationHome, worker: object, call: int, index: int | range, recipe: object = None) -> None:
+    def __init__(
+        self,
+        home: OperationHome,
+        worker: object,
+        call: int,
+        index: int | range,
+        recipe: object = None,
+    ) -> None:
         self.home = home
         self.worker = worker
-        self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
-        self.eager: Any = None  # gradients that came with the result, for a gradient that was predicted
+        # from which the graph can be made again, by another worker; None where it cannot
+        self.recipe = recipe
+        # gradients that came with the result, for a gradient that was predicted
+        self.eager: Any = None
         self.call = call
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
-        self.strays: dict[int, str] | None = None  # by output: a leaf of the worker's own that it depends on, in words
-        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
-        # There is one of these for every call that is kept, so containers come when something is to be put into them: what
-        # the collector of cycles has to walk through, again and again, costs more than all the rest.
+        # by output: a leaf of the worker's own that it depends on, in words
+        self.strays: dict[int, str] | None = None
+        # read in place by the worker, with their versions then
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
+        # There is one of these for every call that is kept, so containers come when something is to
+        # be put into them: what the collector of cycles has to walk through, again and again, costs
+        # more than all the rest.
         self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
-        self.family: list[weakref.ref[Any]] | None = None  # the `Call`s of this graph and of its derivatives
-        self._backwards: dict[int, Backward] | None = None  # by graph task: with gradients that no gate has taken yet
+        # the `Call`s of this graph and of its derivatives
+        self.family: list[weakref.ref[Any]] | None = None
+        # by graph task: with gradients that no gate has taken yet
+        self._backwards: dict[int, Backward] | None = None
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
         self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
-        self.promises: dict[int, list[tuple[int, Promise]]] | None = None  # by backward: to which output
+        # by backward: to which output
+        self.promises: dict[int, list[tuple[int, Promise]]] | None = None
 
     def check_inputs(self) -> None:
         """Raises RuntimeError where somebody wrote to inputs that the worker has read in place."""
@@ -220,7 +258,8 @@ class RemoteGraph:
         return [found.get(number) for number in range(count)]
 
     def given(self, grads: Sequence[object]) -> int | range:
-        """The item, or the items, to whose results gradients have come; `grads` has nothing for the others."""
+        """The item, or the items, to whose results gradients have come; `grads` has nothing for the
+        others."""
         if not isinstance(self.index, range) or self.members is None:
             return self.index
         items = self.members.given(grads)
@@ -263,7 +302,8 @@ class RemoteGraph:
         forget_oldest(self.promises)
 
     def reveal(self) -> None:
-        """The caller may see the outputs now, and their gradients: those that come have to be waited for, after all is sent."""
+        """The caller may see the outputs now, and their gradients: those that come have to be
+        waited for, after all is sent."""
         self.hidden = False
         for ref in self.gates_behind or ():
             if (node := ref()) is not None and node.graph is not None:
@@ -275,7 +315,8 @@ class RemoteGraph:
             self.home.release(self)
 
 
-# gives gradients (`outputs`), which are to be differentiated again, their history: a graph that depends on captures
+# gives gradients (`outputs`), which are to be differentiated again, their history: a graph that
+# depends on captures
 Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch.Tensor, ...]]
 
 
@@ -283,8 +324,8 @@ Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch
 class Backward(Settled):
     """What it has to compute, how far it has come, and what came of it.
 
-    It holds the graph until it is settled, and longer only as the recipe of the graph of its gradients: one that fails may be
-    held by that graph.
+    It holds the graph until it is settled, and longer only as the recipe of the graph of its
+    gradients: one that fails may be held by that graph.
     """
 
     __slots__ = (
@@ -339,7 +380,8 @@ class Backward(Settled):
         Args:
             graph_task: the number of the engine's backward that it is a part of.
             keep: the graph, for another backward.
-            whole: from all outputs to all inputs and captures; none of the graph is left then, unless it is kept.
+            whole: from all outputs to all inputs and captures; none of the graph is left then,
+                unless it is kept.
             create: a graph of the gradients.
             wanted: inputs whose gradients are needed.
             captures: their gradients are needed.
@@ -359,30 +401,37 @@ class Backward(Settled):
         self.wanted = wanted
         self.captures = captures
         self.apart = captures and apart
-        # unless it fails nothing is left of the graph, which could be made again: so what is dead of it need not be kept
+        # unless it fails nothing is left of the graph, which could be made again: so what is dead
+        # of it need not be kept
         could_be_made = graph.recipe is not None and not isinstance(graph.recipe, Backward)
         self.is_last = whole and could_be_made and not (keep or create)
-        # on its way
-        self.grads: Any = ()  # of the outputs: tensors and promises; then as they are packed, one after another
+        # on its way. `grads`: of the outputs, tensors and promises; then as they are packed, one
+        # after another
+        self.grads: Any = ()
         self.parts: list[int] = []  # how many each of them has
         self.waits = False  # for what other backwards compute
         self.levels: tuple[Level, ...] = ()  # gradients are batches with these dimensions in front
         self.further: Further | None = None
         self.modes: Any = None
         self.environment: bytes | None = None  # as in `OperationOptions`
-        self.worker: object = None  # in whose sum the captures' gradients are, unless they are apart
+        # in whose sum the captures' gradients are, unless they are apart
+        self.worker: object = None
         self.was_eager = False  # that sum is the one of eager backwards
-        self.again = False  # it was sent before, and may have freed its graph; that is no mistake of the caller's
+        # it was sent before, and may have freed its graph; that is no mistake of the caller's
+        self.again = False
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
         # what came
-        self.derived_number: int | None = None  # of the graph of the gradients, where there is to be one
+        # of the graph of the gradients, where there is to be one
+        self.derived_number: int | None = None
         self.derived: RemoteGraph | None = None  # that graph
-        self.reached: Sequence[int] = ()  # captures that it depends on, of those with more behind them
+        # captures that it depends on, of those with more behind them
+        self.reached: Sequence[int] = ()
         self._left = len(wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: Sequence[torch.Tensor | None] = ()
-        self._taking = threading.Lock()  # gates of captures, and of tensors on each device, run in threads of their own
+        # gates of captures, and of tensors on each device, run in threads of their own
+        self._taking = threading.Lock()
 
     def give(self, grads: Grads, levels: tuple[Level, ...], waits: bool) -> None:
         """The gradients of the outputs. `waits`: there are promises among them."""
@@ -405,17 +454,22 @@ class Backward(Settled):
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
         graph = self._graph or self._ref()  # it may have been cancelled, and dropped
-        return self._index if graph is None else graph.given([count or None for count in self.parts])
+        return (
+            self._index if graph is None else graph.given([count or None for count in self.parts])
+        )
 
     def settle(self, outcome: Any) -> None:
         if self.derived is None:
             self._graph = None
-            if self.apart or not self.captures:  # else it may have to be sent once more: see `once_more`
+            if (
+                self.apart or not self.captures
+            ):  # else it may have to be sent once more: see `once_more`
                 self.grads = ()
         super().settle(outcome)
 
     def once_more(self, apart: bool) -> Backward:
-        """For the captures' gradients alone: the sum that these were a part of is lost, or is another one."""
+        """For the captures' gradients alone: the sum that these were a part of is lost, or is
+        another one."""
         more = Backward(
             self.graph,
             self.graph_task,
@@ -427,12 +481,18 @@ class Backward(Settled):
             apart=apart,
         )
         more.levels = self.levels
-        more.grads, more.parts, more.modes, more.environment = self.grads, self.parts, self.modes, self.environment
+        more.grads, more.parts, more.modes, more.environment = (
+            self.grads,
+            self.parts,
+            self.modes,
+            self.environment,
+        )
         more.again = True
         return more
 
     def forget(self) -> None:
-        """Nobody takes what came any more. Its history leads to the graph of the gradients, which keeps this as its recipe."""
+        """Nobody takes what came any more. Its history leads to the graph of the gradients, which
+        keeps this as its recipe."""
         self.derived, self._found, self._of_captures = None, {}, ()
 
     # --- the gates
@@ -469,7 +529,8 @@ class Backward(Settled):
         return self._left == 0
 
     def _results(self) -> dict[int, torch.Tensor | None]:
-        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking` is held."""
+        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking`
+        is held."""
         if self._found is None:
             if transforms_are_active():  # they would wrap all that is made here
                 with outside_transforms():
@@ -495,7 +556,8 @@ class Backward(Settled):
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
     """PyTorch's own words for it."""
     return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        "operation: "
         f"[{tensor.type()} {list(tensor.shape)}], which a call of the pool has read, "
         f"is at version {tensor._version}; expected version {version} instead"
     )
@@ -516,17 +578,20 @@ CancelBackward = Callable[[int], None]
 
 
 class Running:
-    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it fails or is interrupted.
+    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it
+    fails or is interrupted.
 
-    What it leaves behind then is work that nobody waits for; and, of one that is differentiable, gradients with a history
-    that leads back to the graph which keeps them: Python's collector does not see a cycle through the engine's nodes.
+    What it leaves behind then is work that nobody waits for; and, of one that is differentiable,
+    gradients with a history that leads back to the graph which keeps them: Python's collector does
+    not see a cycle through the engine's nodes.
     """
 
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
         self.cancels: list[CancelBackward] = []
-        self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
+        # unless it comes to its end, or to what the backward of a call raised
+        self.was_interrupted = True
 
     def __call__(self) -> None:
         """The engine calls it where the backward has not failed; then all has been taken."""
@@ -580,7 +645,8 @@ def backward_without_engine(graph_task: int) -> Iterator[None]:
 
 
 def note_failure(graph_task: int) -> None:
-    """The backward of a call has raised, which ends the one with this number: nobody has interrupted that."""
+    """The backward of a call has raised, which ends the one with this number: nobody has
+    interrupted that."""
     backward = RUNNING.get(graph_task)
     if backward is not None:
         backward.was_interrupted = False

@@ -3,7 +3,8 @@ captures' gradients; and, for `graphs="auto"`, what gradient a function's losses
 only; any of the caller's threads.
 
     Backward ──► predicted rightly, and its gradients came with the result: settled at once ──┐
-             └─► sent to the worker that keeps the graph ──► settled when they come ──────────┴──► gates
+             └─► sent to the worker that keeps the graph ──► settled when they come ──────────┤
+                                                                                    gates ◄───┘
     captures ──► of each worker that adds them up its sum, of the others each backward's own part
 A `Predictor` learns from the gradients that came:
 
@@ -24,7 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Reach, RemoteGraph, Settled, forget_oldest, note_failure
+from mpgrad.autograd.remote_graph import (
+    Backward,
+    Reach,
+    RemoteGraph,
+    Settled,
+    forget_oldest,
+    note_failure,
+)
 from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, WorkerDiedError
@@ -83,10 +91,15 @@ class Arrived(NamedTuple):
 
     def connected(self) -> list[int]:
         """Which of them are outputs of a graph of the gradients."""
-        return [place for place, ref in enumerate(self.refs) if ref is not None and ref.flags & REQUIRES_GRAD]
+        return [
+            place
+            for place, ref in enumerate(self.refs)
+            if ref is not None and ref.flags & REQUIRES_GRAD
+        ]
 
     def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
-        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory only."""
+        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory
+        only."""
         ref = self.refs[place]
         if ref is None:
             return None
@@ -103,7 +116,13 @@ class SumRequest(Settled):
 
     __slots__ = ("calls", "function", "graph_task", "levels", "timeout")
 
-    def __init__(self, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None) -> None:
+    def __init__(
+        self,
+        function: int,
+        graph_task: int | None,
+        levels: tuple[Level, ...],
+        timeout: float | None,
+    ) -> None:
         super().__init__()
         self.function = function
         self.graph_task = graph_task  # None: of the eager backwards
@@ -114,7 +133,9 @@ class SumRequest(Settled):
 
 def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
     """The exception of a task, anew; `call`, for its note: such as "item 3 of simulate", or ""."""
-    return raised_again(failure.error, shown(failure.traceback), failure.phase, call, worker, failure.given)
+    return raised_again(
+        failure.error, shown(failure.traceback), failure.phase, call, worker, failure.given
+    )
 
 
 def error_maker(error: BaseException) -> Callable[[], BaseException]:
@@ -141,15 +162,19 @@ class OperationHome:
         self._modes = modes
         self._environment = environment
         self._function = function
-        self.deterministic = deterministic  # captures' gradients are added in the order of the items
+        # captures' gradients are added in the order of the items
+        self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
         self.reach: Reach | None = None  # of its captures that need gradients
         self._eager = eager
-        self._serving = threading.Lock()  # of two backwards in two threads one gets what came with the result
-        self._to_see = EXAMINED if learns else 0  # backwards that are still looked at, for the next map's sake
+        # of two backwards in two threads one gets what came with the result
+        self._serving = threading.Lock()
+        # backwards that are still looked at, for the next map's sake
+        self._to_see = EXAMINED if learns else 0
         self._seen: float | None = None  # the gradient of those before
         self._was_wrong = False
-        # what is to be added up for captures, by graph task: backwards, and gradients that a node has put aside
+        # what is to be added up for captures, by graph task: backwards, and gradients that a node
+        # has put aside
         self._sums: dict[int, list[Backward | list[torch.Tensor | None]]] = {}
 
     @property
@@ -163,14 +188,17 @@ class OperationHome:
 
     def send(self, backward: Backward) -> None:
         """Start the backward of one call; returns at once."""
-        gradients = loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
+        gradients = (
+            loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
+        )
         if self._to_see > 0:
             self._learn(gradients)
         if not self._is_settled(backward, gradients):
             self.sender.send(backward)
 
     def _is_settled(self, backward: Backward, gradients: set[float]) -> bool:
-        """Whether this is the backward that was run with the call: of all of the graph, which is not kept."""
+        """Whether this is the backward that was run with the call: of all of the graph, which is
+        not kept."""
         graph, eager = backward.graph, self._eager
         if eager is None or graph.eager is None:
             return False
@@ -180,7 +208,9 @@ class OperationHome:
             return False
         needs_sum = backward.captures and not eager.apart
         _, modes, environment = self.sender.surroundings(backward.graph_task)
-        is_like_the_calls = modes.but_grad == self._modes.but_grad and environment == self._environment
+        is_like_the_calls = (
+            modes.but_grad == self._modes.but_grad and environment == self._environment
+        )
         is_same = gradients == {eager.gradient} and is_like_the_calls
         if not is_same or (needs_sum and backward.apart):
             self._note_wrong()
@@ -194,7 +224,8 @@ class OperationHome:
 
     def wait(self, settled: Settled) -> Arrived:
         """What came of a backward, or of a request for a sum; raises what it raised."""
-        self.sender.wait_for(settled)  # also if it has come: what tasks printed until then comes before it
+        # also if it has come: what tasks printed until then comes before it
+        self.sender.wait_for(settled)
         for each in taken(settled.warned):
             warned_again(*each)
         if settled.has_failed:
@@ -216,7 +247,9 @@ class OperationHome:
             predictor.note_other()
         elif self._seen is None:
             (self._seen,) = gradients
-            predictor.note_gradient(self._seen, None if self._eager is None else self._eager.gradient)
+            predictor.note_gradient(
+                self._seen, None if self._eager is None else self._eager.gradient
+            )
 
     def _note_wrong(self) -> None:
         """An eager backward was run in vain."""
@@ -245,17 +278,21 @@ class OperationHome:
                 each.forget()
 
     def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
-        """Wait for the captures' gradients: what is to be added up, of all calls in this backward."""
+        """Wait for the captures' gradients: what is to be added up, of all calls in this
+        backward."""
         parts = self._sums.pop(graph_task, [])
         backwards = [each for each in parts if isinstance(each, Backward)]
         for each in backwards:
             if each.waits:
-                self.wait(each)  # only now it has gone to its worker; the others go there before a request does
-        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets gradients of its own (`apart`).
+                # only now it has gone to its worker; the others go there before a request does
+                self.wait(each)
+        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets
+        # gradients of its own (`apart`).
         apart, added_up = list[Backward](), list[Backward]()
         for each in backwards:
             (apart if each.apart else added_up).append(each)
-        # the last first: the order in which the engine adds up what the serial loop's items contribute
+        # the last first: the order in which the engine adds up what the serial loop's items
+        # contribute
         for each in sorted(apart, key=lambda each: -each.number):
             yield each.take_captures()
         eager = [each for each in added_up if each.was_eager]
@@ -273,7 +310,8 @@ class OperationHome:
             for each in own:
                 self.wait(each)
             alone = [each for each in own if each.apart]  # it was done by another worker
-            together = [each for each in own if not each.apart]  # all have come: nothing changes any more
+            # all have come: nothing changes any more
+            together = [each for each in own if not each.apart]
             found = self._sum_of(together, request)
             if found is not None:
                 yield found
@@ -283,7 +321,9 @@ class OperationHome:
                 yield each.take_captures()
         yield from (each for each in parts if isinstance(each, list))
 
-    def _request_sums(self, backwards: Sequence[Backward], graph_task: int | None) -> list[tuple[list[Backward], SumRequest]]:
+    def _request_sums(
+        self, backwards: Sequence[Backward], graph_task: int | None
+    ) -> list[tuple[list[Backward], SumRequest]]:
         """From all workers at once."""
         groups: dict[tuple[object, tuple[Level, ...]], list[Backward]] = {}
         for each in backwards:
@@ -295,7 +335,9 @@ class OperationHome:
             asked.append((own, request))
         return asked
 
-    def _sum_of(self, backwards: Sequence[Backward], request: SumRequest) -> list[torch.Tensor | None] | None:
+    def _sum_of(
+        self, backwards: Sequence[Backward], request: SumRequest
+    ) -> list[torch.Tensor | None] | None:
         """What a worker has added up; None where that is lost, or is the sum of others."""
         try:
             found = self.wait(request).tensors()
@@ -322,7 +364,8 @@ class OperationHome:
 
 
 def loss_gradients(backward: Backward) -> set[float]:
-    """What came for losses whose backward runs once, and through all of the graph; nothing where one is otherwise."""
+    """What came for losses whose backward runs once, and through all of the graph; nothing where
+    one is otherwise."""
     if backward.keep or backward.create or backward.levels or backward.waits or not backward.whole:
         return set()
     parts: list[torch.Tensor] = list(itertools.chain.from_iterable(backward.grads))
@@ -338,7 +381,8 @@ def loss_gradients(backward: Backward) -> set[float]:
 LEAST = 2  # maps in a row, with the same gradient, before the next one's is predicted
 CONFIRMED = 2  # maps in a row that were predicted rightly
 PRICE = 25  # maps seen for each that may be predicted wrongly
-MOST_CREDIT = 40 * PRICE  # so that a long time of right ones does not pay for as long a time of wrong ones
+# so that a long time of right ones does not pay for as long a time of wrong ones
+MOST_CREDIT = 40 * PRICE
 
 
 class Predicted(NamedTuple):
@@ -355,10 +399,12 @@ class Predictor:
         self._gradient: float | None = None
         self._in_a_row = 0
         self._right = 0  # predictions in a row
-        self._credit = PRICE  # what each prediction that is under way may cost has been taken from it
+        # what each prediction that is under way may cost has been taken from it
+        self._credit = PRICE
 
     def predict(self) -> Predicted | None:
-        """The gradient that the losses of a map will get, which begins; None where nobody can say."""
+        """The gradient that the losses of a map will get, which begins; None where nobody can
+        say."""
         if self._gradient is None or self._in_a_row < LEAST or self._credit < PRICE:
             return None
         self._credit -= PRICE
@@ -378,7 +424,8 @@ class Predictor:
         self._in_a_row = 0
 
     def note_wrong(self, was_right: bool) -> None:
-        """Backwards of a map were run in vain. `was_right`: the gradient came, but not for all that was run."""
+        """Backwards of a map were run in vain. `was_right`: the gradient came, but not for all that
+        was run."""
         self._right = 0
         if was_right:
             self._credit -= PRICE

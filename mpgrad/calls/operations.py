@@ -1,7 +1,8 @@
 """An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with
 gradients. Caller only.
 
-    caller's thread: pack ──► queue ──► scheduling thread: send, receive, `deliver` ──► caller's thread: `value`
+    caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
+        ──► caller's thread: `value`
 `submit` is an operation of one call (`Submitted`), whose result other calls may be given before it
 is there: a `Claim` is the place of that result among their arguments, and has gates to it.
 
@@ -42,7 +43,16 @@ from mpgrad.pickling.state import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.messages import Result, Warned, owners, split
-from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Sparse,
+    TensorRef,
+    flags_in,
+    stand_in,
+    views,
+)
 
 if TYPE_CHECKING:
     from mpgrad.calls.homes import OperationHome
@@ -64,20 +74,23 @@ __all__ = [
 class Listener:
     """The results of an operation, as somebody holds them: an `AsyncResult`, a future, an iterator.
 
-    It makes the operation, which refers to it weakly. One that has to be told of the end though nobody holds it (`_is_told`)
-    is kept by the operation, until it has been told, or somebody who waited for it was interrupted.
+    It makes the operation, which refers to it weakly. One that has to be told of the end though
+    nobody holds it (`_is_told`) is kept by the operation, until it has been told, or somebody who
+    waited for it was interrupted.
     """
 
     _is_told = True
     _tells = False  # somebody else, when it is told
-    _arrived: deque[int] | None = None  # indices of outcomes as they come, for who takes them in this order
+    # indices of outcomes as they come, for who takes them in this order
+    _arrived: deque[int] | None = None
 
     def _starts(self) -> bool:
         """A call begins; False where it was cancelled before."""
         return True
 
     def _on_finished(self) -> None:
-        """The operation has finished, and was not cancelled. Called once, by who calls `Operation.deliver`."""
+        """The operation has finished, and was not cancelled. Called once, by who calls
+        `Operation.deliver`."""
 
 
 NOBODY = Listener()
@@ -107,19 +120,23 @@ class Operation:
         self._arrived = listener._arrived
         self.was_interrupted = False  # somebody who waited for the results
         # written by the caller
-        self.queue: deque[PackedCall] = deque()
-        self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
+        self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the scheduling thread
-        self.unsorted = False  # the queue may have to be put in order before calls are taken from it
+        self.queue: deque[PackedCall] = deque()  # calls that have all that they need, and no worker
+        # the queue may have to be put in order before calls are taken from it
+        self.unsorted = False
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
-        self._made: list[list[Any]] = []  # results of the first outcomes: by the caller, call by call
-        self._failed: Failed | None = None  # the outcome at the limit; here also when outcomes have been taken
+        # results of the first outcomes: by the caller, call by call
+        self._made: list[list[Any]] = []
+        # the outcome at the limit; here also when outcomes have been taken
+        self._failed: Failed | None = None
         self.delivered = 0  # outcomes of calls before the limit
-        self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
+        # calls from here on do not matter: an earlier one failed, or nobody waits
+        self.limit: float = math.inf
         self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
         self.mutated = False  # a call wrote into a captured tensor
         self.warned: deque[Warned] = deque()  # warnings of tasks
@@ -127,14 +144,20 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
-        """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
+        """Hand a call to the scheduling thread, once it is told; ValueError: one has a future of
+        another pool."""
         call.options = self.options
-        if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
-            raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
+        if call.claims and any(
+            claim.source.home.sender is not self.home.sender for claim in call.claims
+        ):
+            raise ValueError(
+                f"{self.names.words(call.item)} has a future of another pool; pass its value "
+                "(future.result())"
+            )
         call.item = self.items
         self.added += 1
         self.items += call.items
-        (self.waiting if call.claims else self.queue).append(call)
+        self.packed.append(call)
 
     @property
     def finished(self) -> bool:
@@ -147,21 +170,25 @@ class Operation:
 
     @property
     def has_failed(self) -> bool:
-        """A call raised, or nobody waits any more: calls that are added from now on do not matter."""
+        """A call raised, or nobody waits any more: calls that are added from now on do not
+        matter."""
         return self.limit < math.inf
 
     @property
     def items_left(self) -> int:
-        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about so many."""
+        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about
+        so many."""
         left = min(self.added, self.limit) - self.delivered
         return round(left * self.items / self.added) if left > 0 else 0
 
     def first_failure(self) -> Failed | None:
-        """What is to be raised, as the serial loop would have: the exception of the first failing item."""
+        """What is to be raised, as the serial loop would have: the exception of the first failing
+        item."""
         return None if self.options.return_errors else self._failed
 
     def value(self, index: int) -> Any:
-        """The result of item `index`, which has come, as tensors with gradients; raises where the call raised.
+        """The result of item `index`, which has come, as tensors with gradients; raises where the
+        call raised.
 
         Only once: its outcome is gone then, but not where an interrupt came before.
         """
@@ -185,7 +212,8 @@ class Operation:
         return value
 
     def values(self) -> list[Any]:
-        """All results in the items' order; raises the first failing item's exception, or has all exceptions in their places."""
+        """All results in the items' order; raises the first failing item's exception, or has all
+        exceptions in their places."""
         self._warn()
         failed = self.first_failure()
         if failed is not None:
@@ -197,7 +225,8 @@ class Operation:
                 made.append(self._build(outcomes[len(made)]))
         for outcome in outcomes.values():
             let_go(outcome)
-        self.captures = None  # whoever keeps the operation need not keep what its results do not depend on
+        # whoever keeps the operation need not keep what its results do not depend on
+        self.captures = None
         return list(itertools.chain.from_iterable(made))
 
     def only_value(self) -> Any:
@@ -211,12 +240,15 @@ class Operation:
         if self.mutated:
             self.mutated = False
             warn(
-                "the function wrote into a tensor that it captures, or into its .grad (for example running statistics, or a "
-                "backward of its own); the change stays in the worker: return the new value, and store it in the caller"
+                "the function wrote into a tensor that it captures, or into its .grad (for example "
+                "running statistics, or a "
+                "backward of its own); the change stays in the worker: return the new value, and "
+                "store it in the caller"
             )
 
     def modes_of_caller(self) -> contextlib.AbstractContextManager[object]:
-        """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
+        """Those under which the operation was asked for; its results may be fetched under others,
+        or in another thread."""
         grad, inference = self.options.modes[:2]
         if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad, inference):
             return outside_transforms()
@@ -238,7 +270,8 @@ class Operation:
         return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were.
+        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the
+        leaves they were.
 
         Until `let_go` it can be done again, where nobody has seen these tensors.
         """
@@ -248,7 +281,9 @@ class Operation:
             if flags & REQUIRES_GRAD and not flags & LEAF:
                 inner.append(number)
             elif flags & PARAMETER:
-                tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=bool(flags & REQUIRES_GRAD))
+                tensors[number] = torch.nn.Parameter(
+                    tensors[number], requires_grad=bool(flags & REQUIRES_GRAD)
+                )
             elif flags & REQUIRES_GRAD:
                 tensors[number].requires_grad_()
         if graph is not None:
@@ -262,27 +297,40 @@ class Operation:
                 items = owners(outcome.result.bundle)
                 graph.members = Members([items[number] for number in inner], call.leaf_items)
             if strays := dict(outcome.result.strays):
-                graph.strays = {output: strays[number] for output, number in enumerate(inner) if number in strays}
+                graph.strays = {
+                    output: strays[number]
+                    for output, number in enumerate(inner)
+                    if number in strays
+                }
             token = None if self.captures is None else self.captures.token()
-            outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
+            outputs = attach(
+                graph, [tensors[number] for number in inner], token, gated, call.leaves
+            )
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
 
     @torch.enable_grad()
     def _let_in(self, call: PackedCall) -> None:
-        """Gates for a call that was made without gradients, whose function turned them on by itself."""
+        """Gates for a call that was made without gradients, whose function turned them on by
+        itself."""
         for tensor, version in call.ungated:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
         tensors = [tensor for tensor, _ in call.ungated]
-        call.gated = [leaf_gate(tensors)] if call.bundle and tensors else [gate(tensor) for tensor in tensors]
+        call.gated = (
+            [leaf_gate(tensors)]
+            if call.bundle and tensors
+            else [gate(tensor) for tensor in tensors]
+        )
 
     # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
-        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit.
+        """What came of a call, unless it is past the limit. A failure that counts makes its call
+        the limit.
 
-        As soon as that makes the operation `finished`, another thread may take the outcomes. So that is written last.
+        As soon as that makes the operation `finished`, another thread may take the outcomes. So
+        that is written last.
         """
         if isinstance(outcome, BaseException):
             outcome = Failed.with_error(outcome)
@@ -292,7 +340,8 @@ class Operation:
         if self.options.stop_at_failure and isinstance(outcome, Failed):
             self._failed = outcome
             self.unsorted = self.largest_first
-            self.delivered = sum(1 for each in self.outcomes if each < index)  # no more than before, so it comes first
+            # no more than before, so it comes first
+            self.delivered = sum(1 for each in self.outcomes if each < index)
             self.limit = index
         else:
             self.delivered += 1
@@ -318,7 +367,8 @@ class Operation:
                 listener._on_finished()
 
     def note_interrupt(self, cancel: Callable[[Operation], None]) -> None:
-        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds them, or is to be told."""
+        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds
+        them, or is to be told."""
         listener = self._listener()
         if listener is None:
             cancel(self)
@@ -331,7 +381,7 @@ class Operation:
         """Give every call that is still to come the same error."""
         failed = Failed.with_copies(error)
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         for index in range(self.added):
             if index not in self.outcomes:
                 self.deliver(index, failed)
@@ -343,7 +393,7 @@ class Operation:
         self.limit = 0
         self.sealed = True
         self.queue.clear()
-        self.waiting.clear()
+        self.packed.clear()
         self.outcomes.clear()
         self._failed = None
 
@@ -356,7 +406,8 @@ def under_others(grad: bool, inference: bool) -> Iterator[None]:
 
 
 def let_go(outcome: Outcome) -> None:
-    """The result has been put down. What leads from its call to its graph would keep both, as the graph may keep the call."""
+    """The result has been put down. What leads from its call to its graph would keep both, as the
+    graph may keep the call."""
     if isinstance(outcome, Delivered) and outcome.graph is not None:
         call = outcome.call
         call.leaves = call.leaf_items = ()
@@ -379,14 +430,17 @@ class Claim:
 
     @property
     def outcome(self) -> Outcome | None:
-        return self.source.outcome or self._outcome  # in this order: when the value is taken, the second is set first
+        # in this order: when the value is taken, the second is set first
+        return self.source.outcome or self._outcome
 
     def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors have their history, which the caller cannot have changed yet."""
         self._outcome = outcome
         with torch.enable_grad():
             needing = [each for each in tensors if each.requires_grad]
-            self._gates = [gate(each) if each.is_leaf else gate_behind(outcome.graph, each) for each in needing]
+            self._gates = [
+                gate(each) if each.is_leaf else gate_behind(outcome.graph, each) for each in needing
+            ]
         self.is_settled = True
 
     def gates(self) -> list[torch.Tensor]:
@@ -395,7 +449,8 @@ class Claim:
 
 
 def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
-    """Gates to the results that a call was given; the calls that gave them get their nodes first, the oldest first of all."""
+    """Gates to the results that a call was given; the calls that gave them get their nodes first,
+    the oldest first of all."""
     stack = [claim.source for claim in claims if not claim.is_settled]
     while stack:  # no recursion: a chain may be long
         earlier = stack[-1].unconnected()
@@ -409,15 +464,17 @@ def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
 class Submitted(Operation):
     """A chain of calls that may be under way, or done, before anybody asks for a value.
 
-        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as soon as it comes
-        b.result()                               gives both calls their nodes, a's first
-    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which get their memory when
-    somebody does. Its graph is hidden so long, and gradients go to it from worker to worker.
+        a = submit(f, x); b = submit(g, a)    the scheduler puts a's outcome into g's call
+        b.result()                            gives both calls their nodes, a's first
+    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which
+    get their memory when somebody does. Its graph is hidden so long, and gradients go to it from
+    worker to worker.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._making = threading.RLock()  # classes of the caller's are unpickled meanwhile, and signals handled
+        # classes of the caller's are unpickled meanwhile, and signals handled
+        self._making = threading.RLock()
         self._is_claimed = False
         self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
@@ -436,7 +493,8 @@ class Submitted(Operation):
         return any(ref() is not None for ref in self._claims)
 
     def claim(self) -> Claim | None:
-        """To the result as it comes from the worker; None where the caller has it, and may have changed it."""
+        """To the result as it comes from the worker; None where the caller has it, and may have
+        changed it."""
         with self._making:
             if self._taken:
                 return None
@@ -463,7 +521,8 @@ class Submitted(Operation):
                                 tensor.data = memory
                         tensors = self._tensors
                     value = structure.loads_result(outcome.result.structure, tensors)
-                # whoever is interrupted takes it again; a handler of a signal may have come here, and taken it in between
+                # whoever is interrupted takes it again; a handler of a signal may have come here,
+                # and taken it in between
                 if not self._taken:
                     if outcome.graph is not None:
                         outcome.graph.reveal()
@@ -498,7 +557,8 @@ class Submitted(Operation):
 
     def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
-        self.captures = None  # a future that is kept need not keep what its result does not depend on
+        # a future that is kept need not keep what its result does not depend on
+        self.captures = None
         for ref in self._claims:
             if (claim := ref()) is not None and not claim.is_settled:
                 claim.settle(outcome, tensors)
@@ -514,7 +574,8 @@ class Submitted(Operation):
 
     def cancel(self) -> None:
         if self.finished:
-            return  # the result may have been given to other calls, which are to be connected with it
+            # the result may have been given to other calls, which are to be connected with it
+            return
         super().cancel()
         self._tell_dependents()
 
@@ -527,7 +588,8 @@ class Submitted(Operation):
 
 
 class Delivered(NamedTuple):
-    """A result as it came: not yet tensors, because those are made in the thread, and under the modes, of the caller."""
+    """A result as it came: not yet tensors, because those are made in the thread, and under the
+    modes, of the caller."""
 
     result: Result
     payload: memoryview
@@ -537,10 +599,17 @@ class Delivered(NamedTuple):
     worker: object  # that gave it
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
-        """Its tensors, without a history; `private`: not in memory where workers may still read them."""
-        payload, memories = self.payload, {place: holder.memory for place, holder in self.memories.items()}
+        """Its tensors, without a history; `private`: not in memory where workers may still read
+        them."""
+        payload, memories = (
+            self.payload,
+            {place: holder.memory for place, holder in self.memories.items()},
+        )
         if private:
-            payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
+            payload, memories = (
+                own(payload),
+                {place: own(memory) for place, memory in memories.items()},
+            )
 
         def borrow(ref: TensorRef) -> Any:
             return memories[ref.place]
@@ -548,22 +617,30 @@ class Delivered(NamedTuple):
         return views(self.result.tensors, payload, borrow)
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be given their memory later."""
+        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be
+        given their memory later."""
         refs = self.result.tensors
         if not any(isinstance(ref.form, Sparse) for ref in refs):
             return list(map(stand_in, refs))
         views = self.views(private=True)
-        return [there if isinstance(ref.form, Sparse) else stand_in(ref) for ref, there in zip(refs, views, strict=True)]
+        return [
+            there if isinstance(ref.form, Sparse) else stand_in(ref)
+            for ref, there in zip(refs, views, strict=True)
+        ]
 
 
 class Failed:
-    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more.
+    """An exception in the place of a result, made by who asks for it: its class is the caller's
+    code, which may import more.
 
-    One that is raised keeps the frames that it came through, and what these hold. So what many calls fail with, which may
-    live for as long as the pool, is made anew for each who asks; that of one call is kept, and ends with its result.
+    One that is raised keeps the frames that it came through, and what these hold. So what many
+    calls fail with, which may live for as long as the pool, is made anew for each who asks; that of
+    one call is kept, and ends with its result.
     """
 
-    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False
+    ) -> None:
         self._make = make
         self._anew = anew
         self._error: BaseException | None = None
@@ -603,4 +680,5 @@ Outcome = Delivered | Failed
 
 def own(memory: Any) -> Any:
     """A copy; the memory of slots on devices as it is."""
-    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway
+    # what lies on devices is copied anyway
+    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory

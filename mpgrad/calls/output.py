@@ -1,4 +1,5 @@
-"""What tasks printed, logged and warned of, given again where the caller's streams, handlers and filters decide."""
+"""What tasks printed, logged and warned of, given again where the caller's streams, handlers and
+filters decide."""
 
 from __future__ import annotations
 
@@ -29,14 +30,20 @@ def given_again(message: Printed | Logged) -> None:
         else:
             logged_again(message)
     except Exception:  # of a stream or a handler of the caller's
-        report(logging.ERROR, "what a task has printed or logged cannot be given again here", with_traceback=True)
+        report(
+            logging.ERROR,
+            "what a task has printed or logged cannot be given again here",
+            with_traceback=True,
+        )
 
 
 def printed_again(printed: Printed) -> None:
     stream = sys.stdout if printed.stream == "stdout" else sys.stderr
     if stream is None:  # a program without a console has none
         return
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed: a task cannot help that
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # nobody reads it any more, or it is closed: a task cannot help that
         stream.write(printed.text)
 
 
@@ -70,7 +77,8 @@ def exception_again(pickled: bytes, text: str) -> BaseException:
 
 
 class NoImports(ClassUnpickler):
-    """The thread that gives records may not wait for an import, as the importing thread may wait for the pool's end."""
+    """The thread that gives records may not wait for an import, as the importing thread may wait
+    for the pool's end."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
@@ -93,11 +101,14 @@ def log_levels() -> LogLevels:
         if isinstance(each, logging.Logger)
     }
     changed = {name: each for name, each in seen.items() if each != Logger() or name == "root"}
-    names = {level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))}
+    names = {
+        level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))
+    }
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
+# what Python keeps for each module, so that a filter can say "once"
+ALREADY_WARNED: dict[Any, Any] = {}
 
 
 Warnings = deque[Warned] | tuple[()]  # of tasks, that have come
@@ -113,7 +124,8 @@ def taken(warned: Warnings) -> Iterator[Warned]:
 
 
 def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error.
+    """Give a task's warning here, where the caller's filters decide about it; raises it where they
+    make it an error.
 
     One that is said of who called the task (by `stacklevel`) is said of the caller's line.
     """

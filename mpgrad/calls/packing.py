@@ -74,20 +74,26 @@ __all__ = [
 ]
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
-Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+# by id of the tensor, which the entry keeps from being another's
+Shared = dict[int, tuple[torch.Tensor, Placed]]
 
 
 class PickledFunction(NamedTuple):
     """A function as bytes and captures, as it is now."""
 
     pickled: bytes
-    captures: list[torch.Tensor]  # its own, then those of the state; `Root`s among them until these are drawn
-    captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+    # its own, then those of the state; `Root`s among them until these are drawn
+    captures: list[torch.Tensor]
+    # those that look at the same memory in the caller do so in a worker
+    captures_share_memory: bool
     state: State | None  # of the user's modules, where it uses these
 
 
-def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()) -> PickledFunction:
-    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others will be like them.
+def pickled_function(
+    function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()
+) -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others
+    will be like them.
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
@@ -103,11 +109,14 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequen
         for tensor in captures:
             if type(tensor) is not Root:
                 check_carriable(tensor, "the function", None, kind)
-    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
+    return PickledFunction(
+        pickled, captures, getattr(function, "captures_share_memory", False), modules
+    )
 
 
 class SharedFunction:
-    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
+    """A function as it is during one operation: its pickle, and its captures in one slot of shared
+    memory."""
 
     numbers = itertools.count(1)
 
@@ -123,7 +132,8 @@ class SharedFunction:
         self.names = names
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle
-        # some worker got the pickle in this operation: its first call took longer (asked by `cheap_calls`)
+        # some worker got the pickle in this operation: its first call took longer (asked by
+        # `cheap_calls`)
         self.is_new = False
         self.gathers = request is not None and request.gathers
         staged = request is not None and request.staged
@@ -144,7 +154,8 @@ class SharedFunction:
 
 
 class OperationOptions(NamedTuple):
-    """What is asked of all calls of an operation, and what they run with: again, too, where a graph is lost."""
+    """What is asked of all calls of an operation, and what they run with: again, too, where a graph
+    is lost."""
 
     function: SharedFunction
     modes: Modes
@@ -156,13 +167,15 @@ class OperationOptions(NamedTuple):
     return_errors: bool = False  # in the place of the results that they prevented
     request: Request | None = None  # where its calls are to run
     eager: Eager | None = None  # how backwards of losses are run with the calls
-    at_rest: bool = False  # what calls are given is all there, and all results are waited for together
+    # what calls are given is all there, and all results are waited for together
+    at_rest: bool = False
 
 
 class PackedCall:
     """One call, ready to send; while its graph may be needed, also the recipe of that.
 
-    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take longer than they do.
+    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take
+    longer than they do.
     """
 
     __slots__ = (
@@ -188,19 +201,28 @@ class PackedCall:
 
     options: OperationOptions
 
-    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        index: int,
+        shape: Structure,
+        placed: list[Placed] | Together,
+        claims: Sequence[Any] = (),
+    ) -> None:
         self.index = index
         self.item = index  # the number of its item, or of its first one, in the operation
         self.items = 1
         self.bundle: Parts = ()  # the arguments of each item
-        self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
+        # of a bundle: those of its tensors that need gradients
+        self.leaves: Sequence[torch.Tensor] = ()
         self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
-        self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
+        # `operations.Claim`s: until the call has its node, or turns out to need none
+        self.claims = claims
         self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
-        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
+        # with their versions: gradients were off, but `fn` may want them
+        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
         self.origin = 0  # the device it comes from
@@ -214,7 +236,11 @@ class PackedCall:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return self.placed.nbytes if isinstance(self.placed, Together) else sum([each.nbytes for each in self.placed])
+        return (
+            self.placed.nbytes
+            if isinstance(self.placed, Together)
+            else sum([each.nbytes for each in self.placed])
+        )
 
     @property
     def message_bytes(self) -> int:
@@ -224,7 +250,9 @@ class PackedCall:
         else:
             total = sum([len(each.body) for each in self.placed if each.body is not None])
         others = (*self.claimed, *self.bundle)
-        for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
+        for shape in (
+            (self.structure, *[shape for shape, _ in others]) if others else (self.structure,)
+        ):
             if isinstance(shape, bytes):
                 total += len(shape)
         return total
@@ -233,8 +261,9 @@ class PackedCall:
 class Packing(NamedTuple):
     """How the calls of an operation are packed.
 
-    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared` remembers what was placed, by
-    the tensor's id, for operations whose calls have tensors in common.
+    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared`
+    remembers what was placed, by the tensor's id, for operations whose calls have tensors in
+    common.
     """
 
     packer: Packer
@@ -245,8 +274,15 @@ class Packing(NamedTuple):
     shared: Shared | None = None
 
 
-def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[str, Any], item: int | None = None) -> PackedCall:
-    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
+def pack_call(
+    packing: Packing,
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    item: int | None = None,
+) -> PackedCall:
+    """Copy the arguments' tensors to where a worker can read them, and let those that need
+    gradients through a gate.
 
     `item` is the number that errors name, where that is not `index`.
 
@@ -254,7 +290,9 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
         SharedMemoryError: no room for a tensor.
     """
-    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+    if (
+        transforms_are_active()
+    ):  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
     packer, grad, streams, request, known, shared = packing
@@ -272,9 +310,15 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
         call = PackedCall(index, shape, placed, claims)
         if request is not None:
             call.route, call.origin = request.of(tensors)
-        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+        lent = [
+            tensor
+            for tensor, each in zip(tensors, placed, strict=True)
+            if isinstance(each.holder, Borrowed)
+        ]
         if lent:
-            call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+            call.inputs_lent = [
+                (tensor, tensor._version) for tensor in lent if not tensor.is_inference()
+            ]
         if needing := [tensor for tensor in tensors if tensor.requires_grad]:
             if grad:
                 call.gated = [gate(tensor) for tensor in needing]
@@ -283,11 +327,15 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
     return call
 
 
-def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: int) -> PackedCall | None:
-    """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
+def pack_bundle(
+    packing: Packing, index: int, calls: Sequence[Arguments], item: int
+) -> PackedCall | None:
+    """`calls` as one call; None where they have to go one by one. `item` is the number of the
+    first, for errors.
 
-    They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
-    leaves: a history would be walked, and freed, by a backward for another item.
+    They share a message, a graph and a node. So their tensors must not be large; and those that
+    need gradients have to be leaves: a history would be walked, and freed, by a backward for
+    another item.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -337,7 +385,8 @@ def have_more_behind(items: Items) -> bool:
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """The arguments; None where a call has more than a tensor, or none; or where they have attributes, or may have tangents."""
+    """The arguments; None where a call has more than a tensor, or none; or where they have
+    attributes, or may have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None
@@ -345,16 +394,25 @@ def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
 
 
 def each_item(
-    packer: Packer, first: int, calls: Sequence[Arguments], known: State | None, streams: ItemStreams
+    packer: Packer,
+    first: int,
+    calls: Sequence[Arguments],
+    known: State | None,
+    streams: ItemStreams,
 ) -> Items | None:
-    """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
+    """None where one of the tensors, or what holds them, is not for a bundle; raises as
+    `pack_bundle`."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
         shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
         with without_subclasses():
             for tensor in tensors:
                 check_carriable(tensor, "item", number, packer.kind)
-                if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
+                if (
+                    tensor.layout is not torch.strided
+                    or not tensor.is_cpu
+                    or tensor.nbytes > BUCKETED_BYTES
+                ):
                     return None
             items.flags.extend(map(flags_of, tensors))
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
@@ -373,7 +431,10 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
     """As it was placed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
+        known = shared[id(tensor)] = (
+            tensor,
+            packer.place(tensor, flags_of(tensor) | SHARED, None, staged),
+        )
     return known[1]
 
 
@@ -385,7 +446,8 @@ class Futures:
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
-        """The number of a claim to its result; None where it is no future, or its value is in the caller."""
+        """The number of a claim to its result; None where it is no future, or its value is in the
+        caller."""
         if not issubclass(type(value), structure.Deferred):
             return None
         if id(value) not in self._marks:
@@ -398,17 +460,31 @@ class Futures:
 
 
 def arguments_structure(
-    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None, streams: ItemStreams
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    known: State | None,
+    streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
-    """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
+    """The arguments' structure, tensors and claims; raises with the item's number where they cannot
+    be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()
-    if all(map(is_plain, kwargs)) and (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None:
+    if (
+        all(map(is_plain, kwargs))
+        and (plain := plain_structure((*args, *kwargs.values()), futures.mark)) is not None
+    ):
         shape, tensors = plain
-        return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, futures.claims
+        return (
+            (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))),
+            tensors,
+            futures.claims,
+        )
     try:
-        pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
+        pickled, tensors, claims = state.dumps_arguments(
+            (tuple(args), kwargs), known, streams.of(index)
+        )
         return pickled, streams.drawn(tensors), claims
     except Exception as error:
         item_not_carried(error, index, args, kwargs)
@@ -425,7 +501,8 @@ def device_count(asked: object) -> int:
     count = INSTALLED.accelerator.count()
     if not count:
         raise ValueError(
-            f"no {INSTALLED.accelerator.type.upper()} device is available here (devices: {asked!r}); install a driver and a "
+            f"no {INSTALLED.accelerator.type.upper()} device is available here (devices: "
+            f"{asked!r}); install a driver and a "
             "PyTorch that was built for it, or leave devices out"
         )
     return count
@@ -447,12 +524,15 @@ def device_code_named(device: object, name: str) -> int:
         raise ValueError(expected)
     count, index = device_count(device), found.index or 0
     if index >= count:
-        raise ValueError(f"{name} must be one of {kind}:0 to {kind}:{count - 1} ({name}: {str(device)!r})")
+        raise ValueError(
+            f"{name} must be one of {kind}:0 to {kind}:{count - 1} ({name}: {str(device)!r})"
+        )
     return index + 1
 
 
 class Request:
-    """Where the calls of one operation are to run: on `wanted` devices, with all they are given; if None, where that lies."""
+    """Where the calls of one operation are to run: on `wanted` devices, with all they are given; if
+    None, where that lies."""
 
     def __init__(self, codes: Sequence[int], wanted: frozenset[int] | None) -> None:
         self._codes = frozenset(codes)
@@ -460,7 +540,8 @@ class Request:
         self._wanted = wanted
         self._captured = 0  # where the first capture lies that is not on the CPU
         self.gathers = wanted is not None
-        self.staged = wanted == frozenset({0})  # all goes to workers that can read the CPU's memory only
+        # all goes to workers that can read the CPU's memory only
+        self.staged = wanted == frozenset({0})
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
         self._captured = next(filter(None, map(device_code, captures)), 0)
@@ -469,7 +550,8 @@ class Request:
         return self.of_codes([device_code(tensor) for tensor in tensors])
 
     def of_codes(self, codes: Sequence[int]) -> tuple[frozenset[int] | None, int]:
-        """For a call whose tensors lie there: the devices whose workers may run it (None: all), and the one it comes from.
+        """For a call whose tensors lie there: the devices whose workers may run it (None: all), and
+        the one it comes from.
 
         Raises:
             ValueError: there is no such worker.
@@ -479,7 +561,9 @@ class Request:
         origin = next(filter(None, codes), self._captured)
         if origin in self._codes:
             return self._but_all(frozenset({origin})), origin
-        if origin == 0:  # as they are: what the function makes on a GPU of its own accord, it makes on the current one
+        # as they are: what the function makes on a GPU of its own accord, it makes on the current
+        # one
+        if origin == 0:
             return None, INSTALLED.accelerator.current() + 1
         others = self._codes - {0}
         if not others:
@@ -489,14 +573,17 @@ class Request:
     def look_again(self, call: Any) -> None:
         """At a call that others have given something meanwhile. Raises as `of_codes`."""
         if not self.gathers or not call.origin:
-            call.route, call.origin = self.of_codes([placed.flags // DEVICE for placed in call.placed])
+            call.route, call.origin = self.of_codes(
+                [placed.flags // DEVICE for placed in call.placed]
+            )
 
     def _but_all(self, route: frozenset[int]) -> frozenset[int] | None:
         return None if route == self._codes else route
 
 
 def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request | None:
-    """What `device=` of a call means to a pool whose workers have the devices `codes`; None where nothing need be decided.
+    """What `device=` of a call means to a pool whose workers have the devices `codes`; None where
+    nothing need be decided.
 
     Raises:
         ValueError, TypeError: no such device, or no worker there.
@@ -516,8 +603,13 @@ def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request |
 
 def no_worker(device: str, codes: Sequence[int]) -> str:
     """The message of an error."""
-    there = ", ".join(f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items()))
-    return f"no worker of this pool is on device {device} (workers: {there}); make the pool with devices=[...]"
+    there = ", ".join(
+        f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items())
+    )
+    return (
+        f"no worker of this pool is on device {device} (workers: {there}); make the pool with "
+        "devices=[...]"
+    )
 
 
 def next_for(queue: deque[Any], device: int) -> Any:
@@ -531,7 +623,8 @@ def next_for(queue: deque[Any], device: int) -> Any:
 
 
 def missing_device(codes: Sequence[int], there: Iterable[int]) -> int:
-    """The device that the next worker is to have: of `codes` the first that no worker has who is `there`."""
+    """The device that the next worker is to have: of `codes` the first that no worker has who is
+    `there`."""
     left = Counter(there)
     for code in codes:
         if left[code] == 0:

@@ -55,7 +55,8 @@ class Uncollected:
     MOST = 1000
 
     def __init__(self) -> None:
-        # The scheduling thread notes while any other may look. Each step is one of the dictionary's, so it needs no lock.
+        # The scheduling thread notes while any other may look. Each step is one of the
+        # dictionary's, so it needs no lock.
         self._numbers_of: dict[Failed, int] = {}
         self.numbers = itertools.count()  # for results that may become failures
 
@@ -69,16 +70,20 @@ class Uncollected:
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
         noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
-        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]  # else another thread has it
+        # else another thread has it
+        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]
         if failures:
             first = failures[0].error()
             if len(failures) > 1:
-                add_note(first, f"failures that nobody asked for, besides this one: {len(failures) - 1}")
+                add_note(
+                    first, f"failures that nobody asked for, besides this one: {len(failures) - 1}"
+                )
             raise first
 
 
 class AsyncResult(Listener, Generic[R]):
-    """The result of `Pool.map_async`, `Pool.starmap_async` or `Pool.apply_async`, like `multiprocessing.pool.AsyncResult`.
+    """The result of `Pool.map_async`, `Pool.starmap_async` or `Pool.apply_async`, like
+    `multiprocessing.pool.AsyncResult`.
 
     Example:
         >>> import torch, mpgrad
@@ -125,7 +130,8 @@ class AsyncResult(Listener, Generic[R]):
         self._collect()
         with self._lock:
             if not self._fetched:
-                self._value = self._fetch(self._operation)  # after an interrupt it can be asked for again
+                # after an interrupt it can be asked for again
+                self._value = self._fetch(self._operation)
                 self._fetched = True
             found: R = self._value
             return found
@@ -171,7 +177,9 @@ class AsyncResult(Listener, Generic[R]):
             later(call_back, self._error_callback, failed.error)
         else:
             self._scheduler.uncollected.note(self._number, failed)
-            if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
+            if (
+                self._is_collected
+            ):  # before it was noted: whoever waits may be faster than this thread
                 self._collect()
 
     def _collect(self) -> None:
@@ -191,13 +199,16 @@ def call_back(callback: Callable[[Any], object], make: Callable[[], object]) -> 
 
 
 class ExceptionOfTask(Exception):
-    """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture` gives what it really was."""
+    """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture`
+    gives what it really was."""
 
 
 class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
-    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
+    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks
+    for it.
 
-    It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
+    It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is
+    there.
 
     Example:
         >>> import torch, mpgrad
@@ -241,7 +252,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
 
     @not_compiled
     def _get_snapshot(self) -> tuple[bool, bool, R | None, BaseException | None]:
-        """What asyncio asks for from Python 3.15 on: whether it is done, and cancelled; its result; its exception."""
+        """What asyncio asks for from Python 3.15 on: whether it is done, and cancelled; its result;
+        its exception."""
         if not self.done() or self.cancelled():
             return self.done(), self.cancelled(), None, None
         error = self.exception()
@@ -270,8 +282,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.
 
         Args:
-            force: also if it runs: its worker is killed, and what else that one had is done by others; without retries, the
-                graphs that it had are lost (engine "thread": the call runs to its end, and nobody hears of it).
+            force: also if it runs: its worker is killed, and what else that one had is done by
+                others; without retries, the graphs that it had are lost (engine "thread": the call
+                runs to its end, and nobody hears of it).
 
         Returns:
             Whether it is cancelled. With `force`: whether it was not done.
@@ -280,7 +293,11 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
             >>> import time, mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     future = pool.submit(time.sleep, 60)
-            ...     future.cancel(force=True), mpgrad.wait([future]).done == {future}, future.cancelled()
+            ...     (
+            ...         future.cancel(force=True),
+            ...         mpgrad.wait([future]).done == {future},
+            ...         future.cancelled(),
+            ...     )
             (True, True, True)
         """
         cancelled = super().cancel()
@@ -299,7 +316,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
             raise
 
     def cancelled(self) -> bool:
-        """As in `concurrent.futures`; True also once `cancel(force=True)` or `cancel_after` has ended the call."""
+        """As in `concurrent.futures`; True also once `cancel(force=True)` or `cancel_after` has
+        ended the call."""
         return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
 
     def cancel_after(self, seconds: float) -> None:
@@ -321,9 +339,11 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         self._scheduler.kill_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
-        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
+        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once
+        where it is.
 
-        It runs in a thread of the pool, after the callbacks of futures that were done before. It may wait for other calls.
+        It runs in a thread of the pool, after the callbacks of futures that were done before. It
+        may wait for other calls.
 
         Example:
             >>> import queue, mpgrad
@@ -343,7 +363,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         return self._operation.take()
 
     def _starts(self) -> bool:
-        """That it was cancelled is told once. A call that a dying worker had not begun starts again elsewhere."""
+        """That it was cancelled is told once. A call that a dying worker had not begun starts again
+        elsewhere."""
         if self.running() or self._told:
             return not self._told
         self._told = not self.set_running_or_notify_cancel()
@@ -361,7 +382,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
             else:
                 self._scheduler.uncollected.note(self._number, failed)
                 self.set_exception(ExceptionOfTask())  # and so is the exception
-        except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
+        except (
+            BaseException
+        ):  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
@@ -373,7 +396,8 @@ class LateError(multiprocessing.TimeoutError):
 
 
 class ResultIterator(Listener, Generic[R]):
-    """The results of `Pool.imap` or `Pool.imap_unordered`; takes items from their source only as far as it needs them.
+    """The results of `Pool.imap` or `Pool.imap_unordered`; takes items from their source only as
+    far as it needs them.
 
     Example:
         >>> import mpgrad
@@ -419,8 +443,10 @@ class ResultIterator(Listener, Generic[R]):
 
         Raises:
             StopIteration: all results have been given.
-            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
-            Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
+            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked
+                for again.
+            Exception: what the call raised, or what the source of the items raised; later results
+                can still be asked for.
         """
         timeout = seconds_or_none("timeout", timeout)
         with self._turn:  # several threads may share the iterator
@@ -443,9 +469,13 @@ class ResultIterator(Listener, Generic[R]):
                 return value
             except StopIteration as error:
                 name = self._operation.names.words(index)
-                raise RuntimeError(f"{name} raised StopIteration, which would have ended the results") from error
+                raise RuntimeError(
+                    f"{name} raised StopIteration, which would have ended the results"
+                ) from error
             finally:
-                if index not in self._operation.outcomes:  # unless there was an interrupt: then it can be asked for again
+                if (
+                    index not in self._operation.outcomes
+                ):  # unless there was an interrupt: then it can be asked for again
                     self._next += 1
                     if not self._ordered:
                         self._arrived.popleft()
@@ -453,7 +483,8 @@ class ResultIterator(Listener, Generic[R]):
     __next__ = next
 
     def _is_there(self) -> bool:
-        """The next result, or that it never will be: its call may have been added after all were cancelled."""
+        """The next result, or that it never will be: its call may have been added after all were
+        cancelled."""
         return self._has_come() or self._operation.limit == 0
 
     def _has_come(self) -> bool:
@@ -465,7 +496,8 @@ class ResultIterator(Listener, Generic[R]):
         raise StopIteration if error is None else error
 
     def _fill(self, asked: int = 0) -> None:
-        """Add calls until the window is full or the source is empty. `asked`: results that are about to be given."""
+        """Add calls until the window is full or the source is empty. `asked`: results that are
+        about to be given."""
         try:
             # of a step that has begun, all is as good as given
             steps_given = math.ceil((self._next + asked) / self._step)
@@ -475,7 +507,8 @@ class ResultIterator(Listener, Generic[R]):
             raise
 
     def _add_some(self, given: int) -> None:
-        """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
+        """Have as many calls under way as the window allows; an error of their source is kept until
+        its turn."""
         before = self._operation.added, self._operation.sealed
         wave = 1  # the workers begin with the first; the source may be slow
         while not self._operation.sealed and self._operation.added - given < self._window:
@@ -493,7 +526,8 @@ class ResultIterator(Listener, Generic[R]):
             self._scheduler.admit(self._operation)
 
     def _cancel_rest(self) -> None:
-        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
+        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt
+        there is no `next`."""
         if self._operation.was_interrupted:
             self._scheduler.cancel_with_grace(self._operation)
             return
@@ -524,15 +558,22 @@ def seconds_given(name: str, given: Any, expected: str = "a number of seconds") 
     """`given` as a float.
 
     Raises:
-        TypeError, ValueError: it is no number, or none that a float can hold; names the argument and its value.
+        TypeError, ValueError: it is no number, or none that a float can hold; names the argument
+            and its value.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{name} must be {expected} ({name}: {given!r})")
     try:
         seconds = float(given)
     except OverflowError:
-        shown = "more than 1000 digits" if isinstance(given, int) and abs(given) >= MOST_SHOWN else given
-        raise ValueError(f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})") from None
+        shown = (
+            "more than 1000 digits"
+            if isinstance(given, int) and abs(given) >= MOST_SHOWN
+            else given
+        )
+        raise ValueError(
+            f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})"
+        ) from None
     if math.isnan(seconds):
         raise ValueError(f"{name} must be {expected} ({name}: nan)")
     return seconds

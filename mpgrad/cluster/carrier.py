@@ -1,7 +1,7 @@
 """What carries bytes between the caller and the sites of a cluster, starts sites, and says which
 nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
 
-                       ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
+    ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
 A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
 late, or twice (see `site.Arriving`).
 
@@ -35,7 +35,8 @@ class Node(NamedTuple):
     id: str
     name: str  # for people: of the host, or its address
     slots: int  # for how many workers it has room, those of this pool included
-    free: int | None = None  # for how many it has room now, as far as is known: others may hold a part of it
+    # for how many it has room now, as far as is known: others may hold a part of it
+    free: int | None = None
 
 
 class SiteOptions(NamedTuple):
@@ -57,17 +58,20 @@ class Carrier(Protocol):
         """
 
     def start_site(self, options: SiteOptions) -> Any:
-        """What the other two know the site by; returns at once. What is sent before it has started waits for it.
+        """What the other two know the site by; returns at once. What is sent before it has started
+        waits for it.
 
         Raises:
             OSError: it cannot be started now.
         """
 
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why there will be nothing."""
+        """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why
+        there will be nothing."""
 
     def kill_site(self, site: Any) -> None:
-        """End it and its workers, whatever they do; it may have ended already. Its replies are errors."""
+        """End it and its workers, whatever they do; it may have ended already. Its replies are
+        errors."""
 
     def close(self) -> None:
         """End what the carrier itself has started."""
@@ -89,7 +93,10 @@ class LocalSite:
         self.lock = threading.Lock()
         self.replies: dict[int, Reply] = {}  # of exchanges under way
         self.ended: ConnectionError | None = None
-        self.threads = [threading.Thread(target=each, name="mpgrad-site", daemon=True) for each in (self.write, self.read)]
+        self.threads = [
+            threading.Thread(target=each, name="mpgrad-site", daemon=True)
+            for each in (self.write, self.read)
+        ]
         for thread in self.threads:
             thread.start()
 

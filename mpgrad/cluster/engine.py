@@ -1,12 +1,17 @@
-"""The engine of workers on other machines: places them on sites, one for each node, and notices which are gone. Caller's side.
+"""The engine of workers on other machines: places them on sites, one for each node, and notices
+which are gone. Caller's side.
 
-    start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
-    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
-Where no number of workers was asked for, there are as many as the nodes have room for, and nodes that join or leave change it.
-Two threads of its own ask for the nodes, and keep the sites from taking us for dead.
+    start ──► a site with room, or a new one ──► SiteLink
+    carrier's threads ──► inbox ──► wait ──► links with news
+    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══╗
+                              frames of a SiteLink ◄── take ◄── reply ◄═╝
+Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
+that join or leave change it. Two threads of its own ask for the nodes, and keep the sites from
+taking us for dead.
 
-What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
-workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.frames.Mirror`).
+What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that
+names it, however many workers of the site are lent it. What a worker lends has its bytes in the
+frame, and a mirror here (`wire.frames.Mirror`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
     carrier gives.
@@ -52,9 +57,11 @@ NODES_EVERY = 2.0  # seconds
 IDLE = 2.0  # seconds for which a site without workers stays, where their number is given
 WAITING = 10.0  # seconds for a site to come, until it is said that it does not
 CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
-# for which a node is left alone after its site was lost: one that had worked, and one that never said a word
+# for which a node is left alone after its site was lost: one that had worked, and one that never
+# said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
-SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
+# versions that have to be: pickles and numbers of dtypes depend on them
+SAME = ("Python", "torch", "mpgrad")
 
 
 class ClusterEngine:
@@ -76,7 +83,8 @@ class ClusterEngine:
         self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
-        self._avoided: dict[str, float] = {}  # nodes by id, until when on the clock of time.monotonic
+        # nodes by id, until when on the clock of time.monotonic
+        self._avoided: dict[str, float] = {}
         self._closing = threading.Event()
         self._ask_now = threading.Event()  # for the nodes
         try:
@@ -86,7 +94,10 @@ class ClusterEngine:
                 self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
                 if not any(node.slots for node in self._nodes):
-                    raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+                    raise RuntimeError(
+                        "no node of the cluster has room for a worker; free some CPUs, or ask for "
+                        "`processes`"
+                    )
                 self._follow()
                 self.room = self._room()
             for target in (self._ask_for_nodes, self._beat):
@@ -100,7 +111,8 @@ class ClusterEngine:
     def start(self, number: int) -> SiteLink:
         """
         Raises:
-            OSError: nodes are followed, and those that are there have no room; or one could start no worker a moment ago.
+            OSError: nodes are followed, and those that are there have no room; or one could start
+                no worker a moment ago.
         """
         sites = [site for site in self._sites if site.free > 0]
         if not sites:
@@ -114,7 +126,9 @@ class ClusterEngine:
         started gets a place more, on the node that has the fewest of ours.
         """
         alive = any(not site.lost for site in self._sites)
-        nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
+        nodes = [
+            node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots
+        ]
         if self.room is not None:
             # a site wherever there is room would take that of one which is to have the whole node
             if not nodes:
@@ -145,9 +159,11 @@ class ClusterEngine:
         return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
-        """Nodes, with the room that our sites and others have left there; `avoiding` those whose sites were lost just now.
+        """Nodes, with the room that our sites and others have left there; `avoiding` those whose
+        sites were lost just now.
 
-        Where it is not avoided, what others hold is not counted either: it may be our own, that was lost.
+        Where it is not avoided, what others hold is not counted either: it may be our own, that was
+        lost.
         """
         taken, found = self._taken(), []
         for node in self._nodes:
@@ -177,7 +193,9 @@ class ClusterEngine:
             site.flush()
         self.traffic.system_calls += 1
         patience = self.patience / 4 if seconds is None else min(seconds, self.patience / 4)
-        if patience > 0 and not any(link.frames for site in self._sites for link in site.links.values()):
+        if patience > 0 and not any(
+            link.frames for site in self._sites for link in site.links.values()
+        ):
             with contextlib.suppress(queue.Empty):
                 self._take(*self.inbox.get(timeout=patience))
         self.look()
@@ -186,7 +204,12 @@ class ClusterEngine:
                 self.lose(site, why)
             self._look_after(site)
             site.flush()
-        links = [link for site in self._sites for link in site.links.values() if link.frames or link.ended]
+        links = [
+            link
+            for site in self._sites
+            for link in site.links.values()
+            if link.frames or link.ended
+        ]
         self._sites = [site for site in self._sites if not site.lost or site.links]
         return links
 
@@ -194,12 +217,19 @@ class ClusterEngine:
         now = time.monotonic()
         if self.room is None and now - site.idle_since > IDLE:  # others may need its room
             site.close()
-        elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
+        elif (
+            site.hello is None
+            and not site.lost
+            and not site.is_missed
+            and now - site.opened_at > WAITING
+        ):
             site.is_missed = True
             report(
                 logging.WARNING,
-                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; workers_per_node or "
+                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
+                "that it needs, or an "
+                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; "
+                "workers_per_node or "
                 "cpus_per_worker of mpgrad.Ray)",
                 site.slots,
                 f"on node {site.name}" if site.name else "wherever there is room",
@@ -228,9 +258,16 @@ class ClusterEngine:
     def lose(self, site: SiteHandle, why: str) -> None:
         site.lose(why)
         first_line, _, _ = why.partition("\n")
-        report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
+        report(
+            logging.WARNING,
+            "a site is gone (%s: %s)",
+            site.name or "on a node that was to come",
+            first_line,
+        )
         if site.node is not None:
-            self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
+            self._avoided[site.node.id] = time.monotonic() + (
+                AFTER_FAILURE if site.hello is None else AFTER_LOSS
+            )
         if self.room is not None:  # else the number is the user's by now
             self.room = self._room()
         self._ask_now.set()
@@ -257,7 +294,8 @@ class ClusterEngine:
             self._avoided[site.node.id] = math.inf
 
     def _follow(self) -> None:
-        """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
+        """Nodes have joined or left: have a site on each, and as many workers as they have room
+        for."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
                 self._new_handle(node, node.slots)
@@ -289,7 +327,9 @@ class ClusterEngine:
         for site in self._sites:
             site.ask_to_close()
         deadline = time.monotonic() + CLOSE_PATIENCE
-        while (left := deadline - time.monotonic()) > 0 and any(site.is_closing and not site.lost for site in self._sites):
+        while (left := deadline - time.monotonic()) > 0 and any(
+            site.is_closing and not site.lost for site in self._sites
+        ):
             for site in self._sites:
                 site.flush()
             with contextlib.suppress(queue.Empty):
@@ -301,11 +341,13 @@ class ClusterEngine:
 
 POLLS = 2  # exchanges that wait at the site for news
 MOST_PENDING = 8  # of them, if a site does not answer
-AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0  # seconds for which no worker is started where one, or several in a row, could not be
+# seconds for which no worker is started where one, or several in a row, could not be
+AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0
 
 
 class SiteHandle:
-    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
+    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its
+    workers."""
 
     def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
         self.engine = engine
@@ -331,7 +373,11 @@ class SiteHandle:
 
     @property
     def free(self) -> int:
-        return 0 if self.lost or self.is_refusing else self.slots - sum(not link.is_leaving for link in self.links.values())
+        return (
+            0
+            if self.lost or self.is_refusing
+            else self.slots - sum(not link.is_leaving for link in self.links.values())
+        )
 
     @property
     def is_refusing(self) -> bool:
@@ -380,7 +426,8 @@ class SiteHandle:
             self._exchange(b"")
 
     def beat(self) -> None:
-        """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
+        """Be heard, though the thread that uses the engine may be busy with something else. Any
+        thread."""
         if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
             self._exchange(b"")
 
@@ -504,7 +551,8 @@ class SiteHandle:
 
 
 class SlabThere(NamedTuple):
-    """A slab of the caller's that is mirrored at a site, which can forget it when both are empty."""
+    """A slab of the caller's that is mirrored at a site, which can forget it when both are
+    empty."""
 
     workers: set[int]  # that know it
     lent: Counter[int]  # address -> how often it is lent to workers of the site
@@ -579,7 +627,12 @@ class SiteLink:
                 pause = AFTER_REFUSAL if self.site.refusals == 1 else AFTER_REFUSALS
                 self.site.full_until = time.monotonic() + pause
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         if self.ended:
             raise ConnectionError(self.site.lost or "the worker is gone")
         new = [message.number for message in messages if isinstance(message, NewSlab)]
@@ -593,7 +646,8 @@ class SiteLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.site.mirror(slab)
-            self.send([NewSlab(slab.number, slab.nbytes)])  # alone in its frame, which may have to wait at the site
+            # alone in its frame, which may have to wait at the site
+            self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | Borrowed) -> None:
         self.site.carry(holder)
@@ -646,7 +700,8 @@ class SiteLink:
         self.frames.clear()
 
     def end(self) -> None:
-        """The site says of a worker that it is gone when it knows how it has ended, and sees to the end of others."""
+        """The site says of a worker that it is gone when it knows how it has ended, and sees to the
+        end of others."""
         if not self.ended:
             self.site.tell("end", self.number)
             self.ended = True

@@ -1,10 +1,10 @@
-"""A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says which are dead. Both sides.
-And what a pool is told of the Ray cluster that it is to use. Imports nothing of Ray's before it is
-asked for.
+"""A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says
+which are dead. Both sides. And what a pool is told of the Ray cluster that it is to use. Imports
+nothing of Ray's before it is asked for.
 
-Ray sends what is small within the call of an actor's method, and whatever is larger through its object store, which costs
-more (measured, an echo to another raylet of the same machine: 90 KB 1.6 ms, 110 KB 17 ms). So content goes in pieces up to
-`WITHIN_CALL`, and beyond that as one object.
+Ray sends what is small within the call of an actor's method, and whatever is larger through its
+object store, which costs more (measured, an echo to another raylet of the same machine: 90 KB 1.6
+ms, 110 KB 17 ms). So content goes in pieces up to `WITHIN_CALL`, and beyond that as one object.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ class Ray:
     """Which Ray cluster a pool with ``engine="ray"`` is to use, and how.
 
     Args:
-        address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to start one on this machine,
-            on the loopback interface only, that ends with the pool; or an address such as "10.0.0.1:6379".
+        address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to
+            start one on this machine, on the loopback interface only, that ends with the pool; or
+            an address such as "10.0.0.1:6379".
         workers_per_node: at most so many workers on each node; None for as many as its CPUs allow.
         cpus_per_worker: CPUs that are reserved for each worker.
         memory_per_worker: bytes that are reserved for each worker; None for none.
         resources: custom resources that each worker needs, by name.
-        runtime_env: Ray's description of what the nodes have to have installed; see Ray's documentation.
+        runtime_env: Ray's description of what the nodes have to have installed; see Ray's
+            documentation.
         node_timeout: seconds of silence after which the caller and a node take each other for dead.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
+            value.
 
     Example:
         >>> import mpgrad
@@ -66,7 +69,9 @@ class Ray:
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
-            raise ValueError(f'address must be "auto", "local", or that of a cluster (address: {self.address!r})')
+            raise ValueError(
+                f'address must be "auto", "local", or that of a cluster (address: {self.address!r})'
+            )
         for name in ("workers_per_node", "memory_per_worker"):
             number = getattr(self, name)
             if number is None:
@@ -82,12 +87,16 @@ class Ray:
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be more than 0, and finite ({name}: {number!r})")
         given = self.resources
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) and is_number(given[name]) for name in given):
+        if not isinstance(given, Mapping) or not all(
+            isinstance(name, str) and is_number(given[name]) for name in given
+        ):
             raise TypeError(f"resources must be numbers by name (resources: {given!r})")
         if not all(0 <= number < math.inf for number in given.values()):
             raise ValueError(f"resources must be 0 or more, and finite (resources: {given!r})")
         if not isinstance(self.runtime_env, Mapping | None):
-            raise TypeError(f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})")
+            raise TypeError(
+                f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})"
+            )
 
 
 def is_number(value: object) -> bool:
@@ -105,11 +114,14 @@ def ray_module() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError('engine "ray" needs Ray, which is not installed; pip install ray') from error
+        raise ImportError(
+            'engine "ray" needs Ray, which is not installed; pip install ray'
+        ) from error
 
 
 def stay_on_loopback() -> None:
-    """Have what Ray starts from now on listen on the loopback interface only, as it does where it knows no clusters."""
+    """Have what Ray starts from now on listen on the loopback interface only, as it does where it
+    knows no clusters."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     constants = sys.modules.get("ray._private.ray_constants")
     if constants is not None:  # it had been imported before, and has read that already
@@ -140,13 +152,16 @@ def check_that_it_is_no_client(address: str) -> None:
     """
     if address.startswith("ray://"):
         raise ConnectionError(
-            "Ray Client (ray://) cannot be used; run the script in the cluster (ray job submit), or on a machine that has "
-            f"joined it without workers (ray start --address=HOST:6379 --num-cpus=0) (address: {address!r})"
+            "Ray Client (ray://) cannot be used; run the script in the cluster (ray job submit), "
+            "or on a machine that has "
+            "joined it without workers (ray start --address=HOST:6379 --num-cpus=0) (address: "
+            f"{address!r})"
         )
 
 
 class OwnCluster:
-    """What was started for pools of this process (`address="local"`): it ends with the last of them. Ray allows one at once."""
+    """What was started for pools of this process (`address="local"`): it ends with the last of
+    them. Ray allows one at once."""
 
     lock = threading.Lock()
     current: OwnCluster | None = None
@@ -161,7 +176,8 @@ class RayCarrier:
 
         Raises:
             ImportError: Ray is not installed.
-            ConnectionError: there is no cluster at the address, or none can be started; or it is one of Ray Client.
+            ConnectionError: there is no cluster at the address, or none can be started; or it is
+                one of Ray Client.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         check_that_it_is_no_client(cluster_address(options))
@@ -183,7 +199,11 @@ class RayCarrier:
 
     def _join(self) -> None:
         options = self._options
-        how: dict[str, Any] = {"address": options.address, "log_to_driver": False, "logging_level": "WARNING"}
+        how: dict[str, Any] = {
+            "address": options.address,
+            "log_to_driver": False,
+            "logging_level": "WARNING",
+        }
         if options.runtime_env is not None:
             how["runtime_env"] = dict(options.runtime_env)
         if self._starts_own:
@@ -196,25 +216,40 @@ class RayCarrier:
             remedy = (
                 ""
                 if self._starts_own
-                else '; start one (ray start --head), say its address, or use mpgrad.Ray(address="local")'
+                else (
+                    "; start one (ray start --head), say its address, or use "
+                    'mpgrad.Ray(address="local")'
+                )
             )
-            raise ConnectionError(f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})") from error
+            raise ConnectionError(
+                f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})"
+            ) from error
 
     def nodes(self) -> Sequence[Node]:
         try:
             alive = [each for each in self._ray.nodes() if each["Alive"]]
             free = self._free_resources()
         except Exception as error:  # of many kinds, none of which Ray documents
-            raise ConnectionError(f"the Ray cluster does not answer ({type(error).__name__}: {error})") from error
+            raise ConnectionError(
+                f"the Ray cluster does not answer ({type(error).__name__}: {error})"
+            ) from error
         found = []
         for each in alive:
             number, has_now = each["NodeID"], None if free is None else free.get(each["NodeID"])
             name = each["NodeManagerHostname"] or each["NodeManagerAddress"]
-            found.append(Node(number, name, self._room(each["Resources"]), None if has_now is None else self._room(has_now)))
+            found.append(
+                Node(
+                    number,
+                    name,
+                    self._room(each["Resources"]),
+                    None if has_now is None else self._room(has_now),
+                )
+            )
         return found
 
     def _free_resources(self) -> Mapping[str, Mapping[str, float]] | None:
-        """Of each node, some moments ago; None where this version of Ray does not say, as it has no public name for it."""
+        """Of each node, some moments ago; None where this version of Ray does not say, as it has no
+        public name for it."""
         state = importlib.import_module("ray._private.state")
         ask: Any = getattr(state, "available_resources_per_node", None)
         return None if ask is None else ask()
@@ -233,7 +268,9 @@ class RayCarrier:
         placement: Any = "SPREAD"
         if options.node is not None:
             strategies = importlib.import_module("ray.util.scheduling_strategies")
-            placement = strategies.NodeAffinitySchedulingStrategy(node_id=options.node.id, soft=False)
+            placement = strategies.NodeAffinitySchedulingStrategy(
+                node_id=options.node.id, soft=False
+            )
         how: dict[str, Any] = {
             "num_cpus": ours.cpus_per_worker * options.slots,
             "resources": {name: each * options.slots for name, each in ours.resources.items()},
@@ -254,7 +291,8 @@ class RayCarrier:
         asked.future().add_done_callback(lambda future: self._take(future, reply))
 
     def _take(self, future: Any, reply: Reply) -> None:
-        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in another."""
+        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in
+        another."""
         if future.exception() is None and is_large(future.result()[1:]):
             reply((future.result()[0], None))
             self._fetching.submit(lambda: reply(replied(future, self._ray.get)))
@@ -292,7 +330,9 @@ def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseE
     try:
         number, *pieces = future.result()
         return number, bytes(get(pieces[0][0])) if is_large(pieces) else b"".join(pieces)
-    except BaseException as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
+    except (
+        BaseException
+    ) as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
         return error
 
 

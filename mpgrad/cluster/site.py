@@ -1,29 +1,37 @@
-"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on the node; needs no torch.
-And what both ends of a site share: records as bytes, and their order.
+"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on
+the node; needs no torch. And what both ends of a site share: records as bytes, and their order.
 
     caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
-                                               └─ slabs: the caller's, mirrored here, shared with all workers of the site
-Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the caller's offset, so addresses
-in frames stay valid. What a worker lends the caller travels inside its frames.
+                                               └─ slabs: the caller's, mirrored here, shared with
+                                                         all workers of the site
+Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the
+caller's offset, so addresses in frames stay valid. What a worker lends the caller travels inside
+its frames.
 
-    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
+    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes)
+                   ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
                    ("follow", worker, seconds for which it is said where it is)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
-    site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
-                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed, each second
-                   ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
+    site ► caller: ("hello", Hello) ("frame", worker, header, body)
+                   ("gone", worker, exit code, last words)
+                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed,
+                        each second
+                   ("skipped", worker, place, chunk): written, and all that it had answered by then
+                        has been passed on
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
-An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
-What carries them may do so in any order, late, or twice. So both ends number what they say, and
-`Arriving` puts it into its order, each piece once. Memory stands behind the pickle of the records,
-as it is: it is copied once when it is packed, from where it lies, and not when it is unpacked.
+An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has
+some of them here at a time. What carries them may do so in any order, late, or twice. So both ends
+number what they say, and `Arriving` puts it into its order, each piece once. Memory stands behind
+the pickle of the records, as it is: it is copied once when it is packed, from where it lies, and
+not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
+A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the
+site has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -70,7 +78,9 @@ GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
-AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
+# seconds in which more of a frame has to come that is on its way, or its worker is at a call for
+# too long
+AMID_FRAME = 1.0
 
 
 class Hello(NamedTuple):
@@ -135,7 +145,8 @@ class Arriving:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._coming: set[int] = set()
-        self._since = 0.0  # on the clock of time.monotonic: when the next became the next, or the first came early
+        # on the clock of time.monotonic: when the next became the next, or the first came early
+        self._since = 0.0
         self._heard_at = time.monotonic()
 
     def expect(self, number: int) -> None:
@@ -167,20 +178,26 @@ class Arriving:
     @property
     def missing_for(self) -> float:
         """Seconds for which others have been there before the next, of which nobody knows."""
-        return time.monotonic() - self._since if self._early and self._next not in self._coming else 0.0
+        return (
+            time.monotonic() - self._since
+            if self._early and self._next not in self._coming
+            else 0.0
+        )
 
 
 # --- on the node
 
 
 class MirroredSlab:
-    """Shared memory with the number of one of the caller's slabs, made and taken from the system when it is first written."""
+    """Shared memory with the number of one of the caller's slabs, made and taken from the system
+    when it is first written."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._memory: mmap.mmap | None = None
         self.descriptor = -1  # there is none yet
-        self.awaited: list[tuple[int, memoryview]] = []  # workers, and the frames that are to introduce it to them
+        # workers, and the frames that are to introduce it to them
+        self.awaited: list[tuple[int, memoryview]] = []
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
         """
@@ -375,11 +392,15 @@ class Site:
         self._read(worker)  # it may have answered in this moment
 
     def _keep_time(self, worker: SiteWorker) -> None:
-        """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
+        """Say which call of the worker takes too long, by the clock of this machine, or look again
+        when it will have."""
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
-        if moment == math.inf or worker.overrun == (chunk, position):  # there is nothing to watch, or it has been said
+        if moment == math.inf or worker.overrun == (
+            chunk,
+            position,
+        ):  # there is nothing to watch, or it has been said
             return
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
@@ -431,7 +452,8 @@ class Site:
         burial.add_done_callback(self._buried)
 
     async def _see_end(self, worker: SiteWorker) -> None:
-        """Say how it has ended; of one that has not after a while, and is killed, that nobody knows it."""
+        """Say how it has ended; of one that has not after a while, and is killed, that nobody knows
+        it."""
         since, is_said = time.monotonic(), False
         while (found := self._launcher.exited(worker.number)) is None:
             if time.monotonic() - since > EXIT_PATIENCE and not is_said:
@@ -457,7 +479,9 @@ class Site:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
-        elif not self._gathering:  # more of it comes soon, and an answer costs both sides as much as a small call
+        elif (
+            not self._gathering
+        ):  # more of it comes soon, and an answer costs both sides as much as a small call
             self._gathering = True
             self._loop.call_later(GATHERING - since, self._answer)
 
@@ -470,7 +494,9 @@ class Site:
                 return
 
     def _tell_resident(self) -> None:
-        if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
+        if found := {
+            number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid
+        }:
             self._news.append(("resident", found))  # which can wait for something to ride with
         for worker in self._workers.values():  # should this site be lost, nobody else could say
             self._tell_where(worker)
@@ -490,11 +516,15 @@ def no_room(nbytes: int, error: OSError) -> str:
     elif error.errno == errno.EFBIG:
         remedy = "raise the limit of the size of files there (ulimit -f, before `ray start`)"
     where, why = socket.gethostname(), error.strerror or str(error)
-    return f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; {why}); {remedy}"
+    return (
+        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; "
+        f"{why}); {remedy}"
+    )
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A site that has failed in the middle of something is better lost: the caller notices that, and has all done elsewhere."""
+    """A site that has failed in the middle of something is better lost: the caller notices that,
+    and has all done elsewhere."""
     loop.default_exception_handler(context)
     os._exit(1)
 
@@ -516,9 +546,11 @@ class SiteWorker(Pipe):
         self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
-        self.limits: dict[int, float] = {}  # seconds for each call of a chunk that is not answered, by chunk, in that order
+        # seconds for each call of a chunk that is not answered, by chunk, in that order
+        self.limits: dict[int, float] = {}
         self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
-        self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
+        # chunk and position of a call that takes too long, once that was said
+        self.overrun: tuple[int, int] | None = None
         self.alarm: asyncio.TimerHandle | None = None
         self.bytes_seen = 0  # of a frame on its way, when the alarm was set
         self.followed_until = 0.0  # on the same clock; it is said where it is
@@ -535,11 +567,14 @@ class SiteWorker(Pipe):
             elif isinstance(message, WhereaboutsHere):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))
-                    self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
+                    self.whereabouts = memory[
+                        message.offset : message.offset + message.nbytes
+                    ].cast("q")
                 os.close(descriptor)
 
     def where(self) -> list[int]:
-        """What it has written of where it is; nothing where it goes on in this moment, or nobody could be shown it."""
+        """What it has written of where it is; nothing where it goes on in this moment, or nobody
+        could be shown it."""
         if (numbers := self.whereabouts) is None:
             return []
         at = numbers[Whereabouts.CHUNK]
@@ -549,9 +584,11 @@ class SiteWorker(Pipe):
         return found if at == found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
 
     def next_overrun(self) -> tuple[int, int, float]:
-        """The first chunk with a limit, the call that it is at, and when that will have taken too long.
+        """The first chunk with a limit, the call that it is at, and when that will have taken too
+        long.
 
-        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it has something else to do.
+        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it
+        has something else to do.
         """
         at, position, started = Whereabouts.BETWEEN, -1, 0.0
         if found := self.where():
@@ -560,7 +597,11 @@ class SiteWorker(Pipe):
         for chunk in [chunk for chunk in self.limits if chunk < at]:
             del self.limits[chunk]
         chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
-        return (chunk, position, started + seconds) if chunk == at else (chunk, -1, self.heard_at + seconds)
+        return (
+            (chunk, position, started + seconds)
+            if chunk == at
+            else (chunk, -1, self.heard_at + seconds)
+        )
 
     def take_last_words(self) -> str:
         """Of who is dead."""

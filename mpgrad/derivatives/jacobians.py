@@ -1,15 +1,19 @@
-"""Derivatives of every output: Jacobians, Hessians and products with them, here or on a pool's workers.
+"""Derivatives of every output: Jacobians, Hessians and products with them, here or on a pool's
+workers.
 
-`torch.autograd.functional.jacobian` runs one backward per output; `torch.func.jacrev` and `jacfwd` batch them, for functions
-that suit torch.func, in one process. Here the sizes choose the way, a way that some operation does not go along with gives
-place to the next, and rows or columns are cut into shares that run side by side, as do the items of a ragged list.
-Arguments and outputs are structures of tensors, as in torch.func. Both are flattened at each
-evaluation, so that everything in between computes with lists of tensors.
+`torch.autograd.functional.jacobian` runs one backward per output; `torch.func.jacrev` and `jacfwd`
+batch them, for functions that suit torch.func, in one process. Here the sizes choose the way, a way
+that some operation does not go along with gives place to the next, and rows or columns are cut into
+shares that run side by side, as do the items of a ragged list. Arguments and outputs are structures
+of tensors, as in torch.func. Both are flattened at each evaluation, so that everything in between
+computes with lists of tensors.
 
-    [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns ──► [3] joined, item by item
+    [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
+        ──► [3] joined, item by item
 
 Caller only; workers run the tasks of `tasks/jacobians.py`.
-# Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but for rounding.
+# Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but
+for rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +27,20 @@ import torch
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of
-from mpgrad.tasks.jacobians import WAYS, Argnums, Arguments, Gradient, Hvp, Inputs, Jacobian, Jvp, Share, Task, Vjp, alike
+from mpgrad.tasks.jacobians import (
+    WAYS,
+    Argnums,
+    Arguments,
+    Gradient,
+    Hvp,
+    Inputs,
+    Jacobian,
+    Jvp,
+    Share,
+    Task,
+    Vjp,
+    alike,
+)
 from mpgrad.torch_state.modes import DIFFERENTIATING, kept_random_state
 from mpgrad.torch_state.private import grad_mode, tree_flatten, tree_unflatten
 from mpgrad.tracebacks import warn, without_own_frames
@@ -32,7 +49,9 @@ from mpgrad.transforms import may_be_followed
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "vjp"]
 
 MODES = tuple(WAYS)
-FEW = 8  # calls for each worker, below which they are sent one by one: shares are long, and each worker shall have one
+# calls for each worker, below which they are sent one by one: shares are long, and each worker
+# shall have one
+FEW = 8
 SAID: set[str] = set()  # what this process has been warned of
 
 
@@ -47,47 +66,55 @@ def jacobian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The derivative of every element that `fn` returns with respect to every element of its arguments.
+    """The derivative of every element that `fn` returns with respect to every element of its
+    arguments.
 
     Args:
         fn: takes `args`; returns a floating point tensor, or a structure of them: tuples, lists and
             dicts, nested or not (a pytree, in the words of torch.func). It may write into the
-            arguments that are differentiated, which are copies. All rows and columns of an item meet
+            arguments that are differentiated, which are copies. All rows and columns of an item
+            meet
             the same random numbers, fixed by `torch.manual_seed`: one number is drawn from the
             caller's generator (engine "thread": they depend on timing). What it changes outside of
             itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
-        args: a list has one entry for each item, and `fn` is differentiated for each item by itself;
-            anything else is shared by all items. A differentiated argument is a floating point
-            tensor of any shape, or a structure of them.
-        mode: "reverse": one backward per row, which takes any function. "batched": all rows in one backward under a vmap.
-            "forward": all columns in one evaluation on dual numbers under a vmap, or one by one where that cannot be; not
-            for functions that turn gradients off (`torch.no_grad`), which forward mode would not heed.
-            "auto": forward where there are more than four rows for each column, otherwise batched; where an operation has no
-            forward derivative or no batching rule, the next of forward, batched, reverse, and a warning says so once.
-        pool: its workers share the items, and the rows or columns of large items; each share costs an evaluation.
+        args: a list has one entry for each item, and `fn` is differentiated for each item by
+            itself; anything else is shared by all items. A differentiated argument is a floating
+            point tensor of any shape, or a structure of them.
+        mode: "reverse": one backward per row, which takes any function. "batched": all rows in one
+            backward under a vmap. "forward": all columns in one evaluation on dual numbers under a
+            vmap, or one by one where that cannot be; not for functions that turn gradients off
+            (`torch.no_grad`), which forward mode would not heed. "auto": forward where there are
+            more than four rows for each column, otherwise batched; where an operation has no
+            forward derivative or no batching rule, the next of forward, batched, reverse, and a
+            warning says so once.
+        pool: its workers share the items, and the rows or columns of large items; each share costs
+            an evaluation.
         chunk_size: rows or columns that are batched at a time, to bound the memory; None for all.
         argnums: which arguments to differentiate; None for all.
-        create_graph: let the result be differentiated, with respect to the arguments and to the tensors that `fn` captures,
-            which are constants otherwise. Inside of a transform or another of these functions it always can be.
-        has_aux: `fn` returns a tuple ``(output, aux)``. ``aux`` is a structure of tensors, which is not
-            differentiated.
+        create_graph: let the result be differentiated, with respect to the arguments and to the
+            tensors that `fn` captures, which are constants otherwise. Inside of a transform or
+            another of these functions it always can be.
+        has_aux: `fn` returns a tuple ``(output, aux)``. ``aux`` is a structure of tensors, which is
+            not differentiated.
 
     Returns:
         For each tensor of the output and each tensor of the arguments a tensor of shape
-        ``(*output, *input)`` and the input's dtype, zeros if there is no dependence. They are in the
+        ``(*output, *input)`` and the input's dtype, zeros if there is no dependence. They are in
+        the
         structure that `torch.func.jacrev` gives: that of the output, with the structure of the
-        differentiated argument in place of each tensor. If `argnums` is a tuple, or None with several
-        arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that and ``aux``.
-        If there are lists, a list of all that over the items.
+        differentiated argument in place of each tensor. If `argnums` is a tuple, or None with
+        several arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that
+        and ``aux``. If there are lists, a list of all that over the items.
 
     Raises:
         ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of
             different lengths, or arguments or outputs without any tensor.
-        TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not a
-            real floating point tensor; a leaf of ``aux`` is not a tensor. The path to the leaf is named.
-            PyTorch must know how to take a structure apart: a type of your own counts if its module
-            registers it as a pytree.
-        NotImplementedError: `fn` does not go along with a mode that was asked for by name; says why, and names the remedy.
+        TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not
+            a real floating point tensor; a leaf of ``aux`` is not a tensor. The path to the leaf is
+            named. PyTorch must know how to take a structure apart: a type of your own counts if its
+            module registers it as a pytree.
+        NotImplementedError: `fn` does not go along with a mode that was asked for by name; says
+            why, and names the remedy.
 
     Example:
         >>> import torch, mpgrad
@@ -99,13 +126,18 @@ def jacobian(
         {'y': {'a': tensor([1., 2., 3.]), 'b': tensor([[2., 0., 0.],
                 [0., 2., 0.],
                 [0., 0., 2.]])}}
-        >>> jacobian(lambda x: (x.sum(), {"norm": x.norm()}), torch.tensor([3.0, 4.0]), has_aux=True)
+        >>> jacobian(
+        ...     lambda x: (x.sum(), {"norm": x.norm()}), torch.tensor([3.0, 4.0]), has_aux=True
+        ... )
         (tensor([1., 1.]), {'norm': tensor(5.)})
         >>> with mpgrad.Pool(processes=2) as pool:
-        ...     jacobian(lambda c, x: (c * x).cumsum(0), c, [torch.ones(2), torch.ones(3)], argnums=0, pool=pool)
+        ...     items = [torch.ones(2), torch.ones(3)]
+        ...     jacobian(lambda c, x: (c * x).cumsum(0), c, items, argnums=0, pool=pool)
         [tensor([1., 2.]), tensor([1., 2., 3.])]
     """
-    return differentiated(callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux)
+    return differentiated(
+        callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux
+    )
 
 
 @without_own_frames
@@ -119,7 +151,8 @@ def hessian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """All second derivatives of a function of one value: the Jacobian of its gradient, with the options of `jacobian`.
+    """All second derivatives of a function of one value: the Jacobian of its gradient, with the
+    options of `jacobian`.
 
     Args:
         fn: returns one floating point value: a tensor of any shape with one element, or a structure
@@ -162,8 +195,8 @@ def jvp(
 ) -> Any:
     """The output, and its Jacobian times `tangents`, in one evaluation on dual numbers.
 
-    Where an operation has no forward derivative, two backwards give the product, which a warning says once.
-    Source: J. Townsend, "A new trick for calculating Jacobian vector products", 2017.
+    Where an operation has no forward derivative, two backwards give the product, which a warning
+    says once. Source: J. Townsend, "A new trick for calculating Jacobian vector products", 2017.
 
     Args:
         fn: as in `jacobian`.
@@ -205,18 +238,19 @@ def vjp(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The output, and `cotangents` times its Jacobian: the gradients of the arguments, in one backward.
+    """The output, and `cotangents` times its Jacobian: the gradients of the arguments, in one
+    backward.
 
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
-            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a list
-            of lists.
+            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a
+            list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
-        ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have the
-        structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`. A list
-        of such tuples, if there are lists.
+        ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have
+        the structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`.
+        A list of such tuples, if there are lists.
 
     Raises:
         ValueError: cotangents of another structure, shape or dtype. Otherwise as `jacobian`.
@@ -244,11 +278,12 @@ def hvp(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The value of a function of one value, and its Hessian times `vectors`, at the cost of some two gradients.
+    """The value of a function of one value, and its Hessian times `vectors`, at the cost of some
+    two gradients.
 
-    The derivative of the gradient along the vectors, forward over reverse; where an operation has no forward derivative,
-    reverse over reverse, which a warning says once. Source: B. Pearlmutter, "Fast exact multiplication by the Hessian",
-    Neural Computation 6(1), 1994.
+    The derivative of the gradient along the vectors, forward over reverse; where an operation has
+    no forward derivative, reverse over reverse, which a warning says once. Source: B. Pearlmutter,
+    "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994.
 
     Args:
         fn: returns one floating point value.
@@ -256,8 +291,8 @@ def hvp(
         args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
-        ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and the
-        structure of `vectors`. A list of such tuples, if there are lists.
+        ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and
+        the structure of `vectors`. A list of such tuples, if there are lists.
 
     Raises:
         ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.
@@ -295,7 +330,11 @@ def differentiated(
         positive("chunk_size", chunk_size)
     check_pool(pool)
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
-    calls = [(item, share, shares, *arguments.of(item)) for item, shares in enumerate(cut) for share in range(shares)]
+    calls = [
+        (item, share, shares, *arguments.of(item))
+        for item, shares in enumerate(cut)
+        for share in range(shares)
+    ]
     create_graph = create_graph or is_differentiated()
     task = Jacobian(fn, arguments, create_graph, has_aux, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))
@@ -309,7 +348,8 @@ def differentiated(
 
 
 def is_differentiated() -> bool:
-    """Whether a transform, or another derivative of ours, is taken around this one, and so needs a graph."""
+    """Whether a transform, or another derivative of ours, is taken around this one, and so needs a
+    graph."""
     return may_be_followed() or DIFFERENTIATING.needs_graph()
 
 
@@ -319,7 +359,8 @@ def check_pool(pool: object) -> None:
 
 
 def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
-    """Into how many shares each item is cut: one item into as many as there are workers, small ones not at all."""
+    """Into how many shares each item is cut: one item into as many as there are workers, small ones
+    not at all."""
     total = sum(sizes)
     if len(sizes) == 1:
         return [workers]
@@ -327,11 +368,14 @@ def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
 
 
 def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any]:
-    """The results, under the modes that the task needs, and with the caller's generators as they were."""
+    """The results, under the modes that the task needs, and with the caller's generators as they
+    were."""
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
     with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
-        found = [fn(*each) for each in calls] if pool is None else pool.starmap(fn, calls, chunksize)
+        found = (
+            [fn(*each) for each in calls] if pool is None else pool.starmap(fn, calls, chunksize)
+        )
     for said in dict.fromkeys(each.said for each in found):
         if said and said not in SAID:
             SAID.add(said)
@@ -340,33 +384,50 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
-    """As `run`; all shares of an item are rows, or all are columns, though an operation may go along with some columns only."""
+    """As `run`; all shares of an item are rows, or all are columns, though an operation may go
+    along with some columns only."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
-    mixed = {call[0] for call, share in zip(calls, found, strict=True) if call[0] in by_rows and not share.by_rows}
-    # all shares of such an item: generators that the function captures give each operation other numbers
+    mixed = {
+        call[0]
+        for call, share in zip(calls, found, strict=True)
+        if call[0] in by_rows and not share.by_rows
+    }
+    # all shares of such an item: generators that the function captures give each operation other
+    # numbers
     unlike = [k for k, call in enumerate(calls) if call[0] in mixed]
     if unlike:
-        for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True):
+        for k, share in zip(
+            unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True
+        ):
             found[k] = share
     return found
 
 
 def joined(shares: Sequence[Share], inputs: Inputs) -> Any:
-    """The Jacobian as torch.func has it: the output's structure, with the inputs' for each tensor."""
+    """The Jacobian as torch.func has it: the output's structure, with the inputs' for each
+    tensor."""
     shapes, spec = tree_flatten(shares[0].shapes, is_leaf=lambda each: isinstance(each, torch.Size))
-    whole = [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*(share.tensors for share in shares), strict=True)]
+    whole = [
+        each[0] if len(each) == 1 else torch.cat(each)
+        for each in zip(*(share.tensors for share in shares), strict=True)
+    ]
     if shares[0].by_rows:
         parts = [each.split([shape.numel() for shape in shapes]) for each in whole]
         blocks = [
-            [part[number].view((*shape, *x.shape)) for part, x in zip(parts, inputs.tensors, strict=True)]
+            [
+                part[number].view((*shape, *x.shape))
+                for part, x in zip(parts, inputs.tensors, strict=True)
+            ]
             for number, shape in enumerate(shapes)
         ]
     else:
         blocks = [
             [
                 part.movedim(0, -1).reshape((*shape, *x.shape)).to(x.dtype)
-                for part, x in zip(each.split([x.numel() for x in inputs.tensors]), inputs.tensors, strict=True)
+                for part, x in zip(
+                    each.split([x.numel() for x in inputs.tensors]), inputs.tensors, strict=True
+                )
             ]
             for shape, each in zip(shapes, whole, strict=True)
         ]
@@ -390,7 +451,8 @@ def product(
         argnums = 0 if argnums is None else argnums
     elif argnums is None:
         argnums = tuple(range(len(args)))
-    # the vector of a single argument has that argument's structure, which may be a tuple with lists in it
+    # the vector of a single argument has that argument's structure, which may be a tuple with lists
+    # in it
     in_tuple = type(vectors) is tuple and (kind is Vjp or not isinstance(argnums, int))
     arguments = Arguments(args, argnums, vectors, in_tuple)
     for inputs, tree in [] if kind is Vjp else arguments.each:

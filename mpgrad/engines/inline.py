@@ -1,7 +1,9 @@
-"""The inline engine: one worker in the caller's own thread, for debugging. The same messages; no process, thread or pipe.
+"""The inline engine: one worker in the caller's own thread, for debugging. The same messages; no
+process, thread or pipe.
 
-Guarantees: what the process engine does with a call happens here too (private copies, seeds, pickled functions, capture
-    sums), so that a breakpoint in the function sees what a worker would see; the caller's random generators are put back.
+Guarantees: what the process engine does with a call happens here too (private copies, seeds,
+    pickled functions, capture sums), so that a breakpoint in the function sees what a worker would
+    see; the caller's random generators are put back.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ class Loopback(LocalLink):
         self.frames: deque[Frame] = deque()  # that have come
         self._descriptors: deque[int] = deque()
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         self.other._descriptors.extend(os.dup(descriptor) for descriptor in descriptors)
         self.other.frames.append(Frame(messages, memoryview(bytearray().join(payload))))
 
@@ -83,7 +90,8 @@ class InlineEngine:
         self._ours = Loopback(1)
         self._workers = Loopback(1)
         self._ours.other, self._workers.other = self._workers, self._ours
-        self._worker: Any = None  # the workers' side is named, not imported: it is loaded where it runs
+        # the workers' side is named, not imported: it is loaded where it runs
+        self._worker: Any = None
 
     def start(self, number: int) -> Loopback:
         return self._ours
@@ -97,7 +105,12 @@ class InlineEngine:
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
         # what is the caller's would follow the task
-        with kept_random_state(), outside_transforms(), without_saved_tensor_hooks(), default_settings():
+        with (
+            kept_random_state(),
+            outside_transforms(),
+            without_saved_tensor_hooks(),
+            default_settings(),
+        ):
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
                 self._worker = main.begin(1, self._workers, first)

@@ -1,12 +1,12 @@
 """What an engine is: it starts workers and says when they have answered. And which there are, by
 name. Caller's side.
 
-                         scheduler ── start, wait, wake, close ──► Engine
-    scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
-An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To write one: say its
-`Traits`, start workers that run an entry point of `mpgrad.workers.main` with their end of a pipe
-(`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`. Where the two sides
-share no memory, the links mirror it (see `wire.frames.Mirror`).
+                      scheduler ── start, wait, wake, close ──► Engine
+    scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
+An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
+write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
+their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.
+Where the two sides share no memory, the links mirror it (see `wire.frames.Mirror`).
 
 Nobody outside this package compares the names of engines.
 """
@@ -40,8 +40,10 @@ __all__ = [
 class Traits(NamedTuple):
     """In what engines differ for who uses them."""
 
-    is_process: bool  # a worker is a process of its own: it can be killed, and what it had given to another one
-    own_generators: bool  # a worker draws random numbers of its own, so that an item can have a seed
+    # a worker is a process of its own: it can be killed, and what it had given to another one
+    is_process: bool
+    # a worker draws random numbers of its own, so that an item can have a seed
+    own_generators: bool
     may_resize: bool
     on_cpu: bool
     on_devices: bool
@@ -53,11 +55,14 @@ class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
     number: int  # of the worker
-    keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
+    # which calls take too long is seen on the worker's machine, by its clock; else by ours
+    keeps_time: bool
     exit: Exit | None  # after `end`, once the worker has ended
-    overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    overrun: tuple[int, int] | None
     is_leaving: bool  # it is given no more calls: its place may be another's
-    skipped: dict[int, int]  # what a site has written, by place: all that the worker had answered by then has come
+    # what a site has written, by place: all that the worker had answered by then has come
+    skipped: dict[int, int]
 
     @property
     def whereabouts(self) -> memoryview | None:
@@ -69,7 +74,8 @@ class WorkerLink(Link, Protocol):
 
     @property
     def has_place(self) -> bool:
-        """The worker is there, or will be in a moment; else it waits for room on a cluster, for ever perhaps."""
+        """The worker is there, or will be in a moment; else it waits for room on a cluster, for
+        ever perhaps."""
 
     @property
     def lost(self) -> str:
@@ -77,32 +83,40 @@ class WorkerLink(Link, Protocol):
 
     @property
     def last_words(self) -> str:
-        """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see `asides.LastWords`)."""
+        """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see
+        `asides.LastWords`)."""
 
     @property
     def could_start(self) -> bool:
-        """Its machine was lost, but is known to start workers: that it has ended is no sign that none can be started."""
+        """Its machine was lost, but is known to start workers: that it has ended is no sign that
+        none can be started."""
 
     def resident_bytes(self, pid: int) -> int:
-        """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows yet. Any thread."""
+        """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows
+        yet. Any thread."""
 
     def has_more(self) -> bool:
         """Whether there is something to `receive` at this moment, or the end."""
 
     def skip(self, place: int, chunk: int) -> None:
-        """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where it does."""
+        """Write that into the worker's `Whereabouts`, which it does not share with us; or do
+        nothing, where it does."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `whereabouts` up to date for so long; else it is what it was at an overrun, or at the end."""
+        """Keep the copy of the `whereabouts` up to date for so long; else it is what it was at an
+        overrun, or at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """Each call of the chunk, which is sent next, may take so many seconds; None: it is answered. Where it `keeps_time`."""
+        """Each call of the chunk, which is sent next, may take so many seconds; None: it is
+        answered. Where it `keeps_time`."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
+        """End the worker by a signal, also in the middle of a call; what is no process ends after
+        the call that it is in."""
 
     def end(self) -> None:
-        """The worker has died or was told to stop: close the link. Where its `exit` is still to come, `wait` returns it then.
+        """The worker has died or was told to stop: close the link. Where its `exit` is still to
+        come, `wait` returns it then.
 
         What does not end by itself may be killed meanwhile.
         """
@@ -112,8 +126,10 @@ class Engine(Protocol):
     """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
 
     traffic: Traffic
-    room: int | None  # for so many workers, and that is how many there are to be; None: as many as are asked for
-    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
+    # for so many workers, and that is how many there are to be; None: as many as are asked for
+    room: int | None
+    # a worker begins as what this process is at that moment: nothing else should go on in it
+    copies_caller: bool
 
     def start(self, number: int) -> WorkerLink:
         """Start worker `number`; returns at once. What it is to be is said by the first message.
@@ -124,13 +140,15 @@ class Engine(Protocol):
         """
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
-        """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long.
+        """Sleep until workers have answered or ended, whose links it returns, or somebody calls
+        `wake`; at most so long.
 
         A link that was closed is returned once more, when its worker's `exit` has come.
         """
 
     def wake(self) -> None:
-        """End a `wait`, this one or the next. Any thread, with any lock held; it neither waits nor raises."""
+        """End a `wait`, this one or the next. Any thread, with any lock held; it neither waits nor
+        raises."""
 
     def close(self) -> None: ...
 
@@ -179,19 +197,37 @@ ENGINES = {
         processes,
     ),
     "thread": EngineKind(
-        Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=True, on_devices=False),
+        Traits(
+            is_process=False, own_generators=False, may_resize=True, on_cpu=True, on_devices=False
+        ),
         threads,
     ),
     "inline": EngineKind(
-        Traits(is_process=False, own_generators=True, may_resize=False, on_cpu=True, on_devices=False, in_caller=True),
+        Traits(
+            is_process=False,
+            own_generators=True,
+            may_resize=False,
+            on_cpu=True,
+            on_devices=False,
+            in_caller=True,
+        ),
         inline,
     ),
     "stream": EngineKind(
-        Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True),
+        Traits(
+            is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True
+        ),
         threads,
     ),
     "ray": EngineKind(
-        Traits(is_process=True, own_generators=True, may_resize=True, on_cpu=True, on_devices=False, remote=True),
+        Traits(
+            is_process=True,
+            own_generators=True,
+            may_resize=True,
+            on_cpu=True,
+            on_devices=False,
+            remote=True,
+        ),
         ray_cluster,
     ),
 }

@@ -1,9 +1,10 @@
 """How worker processes and threads come to be, and how one learns that they are gone.
 
-A launcher gives a worker its end of a socket pair and later tells its exit code. `NurseryLauncher` is the default on Linux:
-workers are forked from a process that has imported torch and nothing of the user's. `SpawnLauncher` is the default elsewhere:
-each worker is a program of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
-same loop in threads.
+A launcher gives a worker its end of a socket pair and later tells its exit code. `NurseryLauncher`
+is the default on Linux: workers are forked from a process that has imported torch and nothing of
+the user's. `SpawnLauncher` is the default elsewhere: each worker is a program of its own.
+`ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the same loop in
+threads.
 
 Fresh interpreters are started only where there is one to start. A frozen program, or one that
 embeds Python, is what `sys.executable` names: started in the place of Python it would do what it
@@ -81,7 +82,8 @@ LAST_STANDARD_STREAM = 2
 class Exit(NamedTuple):
     """How a worker has come to its end."""
 
-    code: int | None = None  # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    code: int | None = None
     refusal: OSError | None = None  # why the system would not start it
 
 
@@ -96,7 +98,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, number: int, end: socket.socket) -> None:
-        """Start worker `number` with its `end` of the socket pair, which is the launcher's to close.
+        """Start worker `number` with its `end` of the socket pair, which is the launcher's to
+        close.
 
         Raises:
             OSError: the system refuses; it may be tried again.
@@ -143,12 +146,15 @@ def enter(module: str, function: str, *arguments: Any) -> None:
 
 
 def enter_process(method: str, module: str, function: str, *arguments: Any) -> None:
-    """`enter`, in a process that may be a fork of one in which some thread imported a module: nobody here will go on with that.
+    """`enter`, in a process that may be a fork of one in which some thread imported a module:
+    nobody here will go on with that.
 
-    Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for the end.
+    Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for
+    the end.
     """
     if method != "fork":
-        # multiprocessing has passed its pipes and ours in a way that programs which a call starts would keep open, too
+        # multiprocessing has passed its pipes and ours in a way that programs which a call starts
+        # would keep open, too
         for name in os.listdir("/dev/fd"):
             with contextlib.suppress(OSError):  # the one that lists them is gone
                 os.set_inheritable(int(name), int(name) <= LAST_STANDARD_STREAM)
@@ -160,7 +166,8 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 
 
 class NurseryProcess:
-    """The parent's end of a nursery, shared by all pools of this process for which it is right; it ends with the last."""
+    """The parent's end of a nursery, shared by all pools of this process for which it is right; it
+    ends with the last."""
 
     def __init__(self, begun_as: Inherited, variables: Mapping[str, str]) -> None:
         """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
@@ -172,10 +179,12 @@ class NurseryProcess:
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._exits: dict[int, Exit | None] = {}  # of workers whose launchers are there; None: it is still to come
+        # of workers whose launchers are there; None: it is still to come
+        self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
-        """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
+        """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive`
+        does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         with self._sending:
@@ -183,7 +192,9 @@ class NurseryProcess:
                 return False
             self._exits[name] = None
             try:
-                self._control.sendmsg([pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL)
+                self._control.sendmsg(
+                    [pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL
+                )
             except ConnectionError:
                 return False
         return True
@@ -196,7 +207,8 @@ class NurseryProcess:
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exited(self, name: int) -> Exit | None:
-        """How a worker has ended, or the nursery with all of them; reads what was said of others, too."""
+        """How a worker has ended, or the nursery with all of them; reads what was said of others,
+        too."""
         with self._receiving:
             with contextlib.suppress(BlockingIOError):
                 while report := self._report():
@@ -226,7 +238,8 @@ class NurseryProcess:
     def close(self) -> None:
         """End the nursery, and with it all workers; waits for it."""
         with contextlib.suppress(OSError):
-            # the nursery sees it even where a forked child holds a copy of this end, and so does whoever waits for an exit code
+            # the nursery sees it even where a forked child holds a copy of this end, and so does
+            # whoever waits for an exit code
             self._control.shutdown(socket.SHUT_RDWR)
         with self._sending, self._receiving:
             self._control.close()
@@ -238,9 +251,11 @@ class NurseryProcess:
 
 
 class NurseryLauncher(Launcher):
-    """Workers forked from a nursery, which are what this process is now, and not what it was when the nursery began.
+    """Workers forked from a nursery, which are what this process is now, and not what it was when
+    the nursery began.
 
-    Where they cannot take that over, the workers that a pool has stay with their nursery, and successors come from another one.
+    Where they cannot take that over, the workers that a pool has stay with their nursery, and
+    successors come from another one.
     """
 
     tracker: SharedTracker
@@ -252,7 +267,8 @@ class NurseryLauncher(Launcher):
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
         self._variables = variables
-        # number of a worker in its pool -> the nursery that forked it, and its name there, unique among pools
+        # number of a worker in its pool -> the nursery that forked it, and its name there, unique
+        # among pools
         self._born: dict[int, tuple[NurseryProcess, int]] = {}
         self.tracker = SharedTracker()
         try:
@@ -263,12 +279,17 @@ class NurseryLauncher(Launcher):
 
     @classmethod
     def _join(cls, now: Inherited, variables: Mapping[str, str]) -> NurseryProcess:
-        """A nursery whose forks can be what this process is `now`, a new one where there is none; counts one more user."""
+        """A nursery whose forks can be what this process is `now`, a new one where there is none;
+        counts one more user."""
         with cls._lock:
-            if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nurseries
+            if (
+                cls._owner_pid != os.getpid()
+            ):  # a forked child has the parent's variables, but not its nurseries
                 cls._open, cls._owner_pid = [], os.getpid()
             cls._open = [each for each in cls._open if each.alive]
-            found = next((each for each in cls._open if each.begun_as.changes(now) is not None), None)
+            found = next(
+                (each for each in cls._open if each.begun_as.changes(now) is not None), None
+            )
             if found is None:
                 found = NurseryProcess(now, variables)
                 cls._open.append(found)
@@ -291,9 +312,13 @@ class NurseryLauncher(Launcher):
             now = inherited(self._variables)
             changes = self._nursery.begun_as.changes(now)
             ends = end, self.tracker.theirs
-            if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
+            if changes is None or not (
+                self._nursery.alive and self._nursery.fork(name, number, changes, *ends)
+            ):
                 before = self._nursery
-                if changes is not None:  # else its forks cannot become what we are, but others may still want it
+                if (
+                    changes is not None
+                ):  # else its forks cannot become what we are, but others may still want it
                     before.close()  # it was killed from outside, and its workers with it
                 self._nursery = self._join(now, self._variables)
                 self._leave(before)
@@ -353,8 +378,8 @@ class OwnChildren(Launcher, Generic[P]):
 class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     """Workers that are programs of their own.
 
-    multiprocessing's "spawn" would have each import the parent's main module, lets none have children of its own, and starts
-    none where the parent is a worker of a pool itself.
+    multiprocessing's "spawn" would have each import the parent's main module, lets none have
+    children of its own, and starts none where the parent is a worker of a pool itself.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -365,7 +390,9 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     def launch(self, number: int, end: socket.socket) -> None:
         given = end, number, self.tracker.theirs
         with end:
-            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", *given, variables=self._variables)
+            self._processes[number] = program(
+                "mpgrad.workers.main", "serve_spawned", *given, variables=self._variables
+            )
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
@@ -382,7 +409,8 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
 class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
-    A fork has half of a module that some thread imports in that moment; and while the main module is hidden nobody finds it.
+    A fork has half of a module that some thread imports in that moment; and while the main module
+    is hidden nobody finds it.
     """
 
     copies_caller = True
@@ -398,7 +426,15 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
         with end:
             if self._life is not None:
                 check_fork_server()
-                arguments: tuple[Any, ...] = (self._method, *entry, end, number, None, None, self._life.theirs)
+                arguments: tuple[Any, ...] = (
+                    self._method,
+                    *entry,
+                    end,
+                    number,
+                    None,
+                    None,
+                    self._life.theirs,
+                )
             elif self._method == "fork":
                 arguments = (self._method, *entry, end, number, os.getpid(), self.tracker.theirs)
             else:  # it has multiprocessing's own tracker
@@ -412,7 +448,9 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
         process = self._processes[number]
         if process.exitcode is None:
             assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
     def exited(self, number: int, timeout: float = 0) -> Exit | None:
@@ -435,7 +473,8 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
 
 @contextmanager
 def hidden_main_module() -> Iterator[None]:
-    """multiprocessing has a child import the parent's main module, which would run an unguarded script again."""
+    """multiprocessing has a child import the parent's main module, which would run an unguarded
+    script again."""
     stand_in = types.ModuleType("__main__")
     stand_in.__spec__ = None
     with MAIN_MODULE:  # else one pool could take another's stand-in for the module
@@ -457,7 +496,9 @@ class ThreadLauncher(Launcher):
 
     def launch(self, number: int, end: socket.socket) -> None:
         arguments = ("mpgrad.workers.main", "serve", end, number)
-        thread = threading.Thread(target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True)
+        thread = threading.Thread(
+            target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError as error:
@@ -497,15 +538,22 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
     """
     if context is None:
         python()
-        # a nursery needs message boundaries and the death signal, which only Linux has, and calls that may be refused by now
+        # a nursery needs message boundaries and the death signal, which only Linux has, and calls
+        # that may be refused by now
         variables = thread_variables(threads)
-        return SpawnLauncher(variables) if PORTABLE or not has_calls_of_linux() else NurseryLauncher(variables)
+        return (
+            SpawnLauncher(variables)
+            if PORTABLE or not has_calls_of_linux()
+            else NurseryLauncher(variables)
+        )
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
             raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")
         context = multiprocessing.get_context(context)
     if not isinstance(context, BaseContext):
-        raise TypeError(f"context must be a name or a context of multiprocessing (context: {context!r})")
+        raise TypeError(
+            f"context must be a name or a context of multiprocessing (context: {context!r})"
+        )
     if context.get_start_method() != "fork":
         python()
     if context.get_start_method() == "forkserver":
@@ -529,7 +577,8 @@ def python() -> str:
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if PROBED in os.environ or not is_python(executable):
         raise RuntimeError(
-            f"workers need a Python to start from, and this program's is none (executable: {executable!r}); "
+            "workers need a Python to start from, and this program's is none (executable: "
+            f"{executable!r}); "
             'use context="fork", or name one with multiprocessing.set_executable'
         )
     return executable
@@ -537,11 +586,14 @@ def python() -> str:
 
 @functools.cache
 def is_python(executable: str) -> bool:
-    """Whether it is one; where it could be anything, it is tried, once, with a word to those who would start it again."""
+    """Whether it is one; where it could be anything, it is tried, once, with a word to those who
+    would start it again."""
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         return False
     with contextlib.suppress(OSError):
-        looks_like_one = re.fullmatch(r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable))
+        looks_like_one = re.fullmatch(
+            r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable)
+        )
         if looks_like_one and (PORTABLE or os.path.samefile(PROC / "self/exe", executable)):
             return True
     said = f"a Python for process {os.getpid()}\n"
@@ -559,30 +611,45 @@ def is_python(executable: str) -> bool:
 
 
 def program(
-    module: str, function: str, *given: socket.socket | int, variables: Mapping[str, str] | None = None
+    module: str,
+    function: str,
+    *given: socket.socket | int,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of its ends of pipes."""
+    """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of
+    its ends of pipes."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
-    boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
-    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
-    environment = {**thread_variables(1), **os.environ, **(variables or {}), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    boot = (
+        f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; "
+        f"{function}({arguments})"
+    )
+    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first
+    # message
+    environment = {
+        **thread_variables(1),
+        **os.environ,
+        **(variables or {}),
+        **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {}),
+    }
+    # as multiprocessing does
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],
         pass_fds=[each.fileno() for each in given if not isinstance(each, int)],
         env=environment,
         cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+        # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+        start_new_session=True,
     )
 
 
 class Life:
     """A pair of sockets, whose other end the workers have.
 
-    When the caller ends, this end closes and the workers of a fork server end too. Their parent, the fork server, goes on for
-    as long as anybody has something from it.
+    When the caller ends, this end closes and the workers of a fork server end too. Their parent,
+    the fork server, goes on for as long as anybody has something from it.
     """
 
     def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
@@ -606,16 +673,19 @@ def check_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if server is not None and not PORTABLE and credentials(server) != credentials(os.getpid()):
         raise RuntimeError(
-            f"the fork server of multiprocessing has other rights than this process has now (pid: {server}), and its workers "
+            "the fork server of multiprocessing has other rights than this process has now (pid: "
+            f"{server}), and its workers "
             "would have them, too; leave context out, or give rights up before that server starts"
         )
 
 
 class SharedTracker(Life):
-    """Gives workers the caller's resource tracker, as multiprocessing gives it to its children, but only when one asks for it.
+    """Gives workers the caller's resource tracker, as multiprocessing gives it to its children, but
+    only when one asks for it.
 
-    A tracker of its own would take away what a worker has made for others, as soon as the worker ends. One that is started for
-    all of them stays for as long as the program; most never need it. (See `workers.child`.)
+    A tracker of its own would take away what a worker has made for others, as soon as the worker
+    ends. One that is started for all of them stays for as long as the program; most never need it.
+    (See `workers.child`.)
     """
 
     def __init__(self) -> None:
@@ -626,7 +696,8 @@ class SharedTracker(Life):
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """Hand it to who has asked; who gets none, for want of descriptors or processes, starts one."""
+        """Hand it to who has asked; who gets none, for want of descriptors or processes, starts
+        one."""
         with contextlib.suppress(OSError):
             _, asking = receive_descriptors(self._socket, 1, 1)
             for each in asking:

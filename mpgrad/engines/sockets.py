@@ -1,4 +1,5 @@
-"""The engine of processes and threads: a socket pair to each worker, and one selector for all of them. Caller's side."""
+"""The engine of processes and threads: a socket pair to each worker, and one selector for all of
+them. Caller's side."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ class SocketLink(LocalLink, Channel):
         self.skipped: dict[int, int] = {}
         self._engine = engine
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         try:
             super().send(messages, payload, descriptors)
         finally:
@@ -76,7 +82,8 @@ class SocketLink(LocalLink, Channel):
 
 
 class SocketEngine:
-    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe, its exit soon after."""
+    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its
+    pipe, its exit soon after."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -85,10 +92,13 @@ class SocketEngine:
         self.room: int | None = None
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         self._ending: dict[SocketLink, float] = {}  # since when, on the clock of time.monotonic
-        with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
+        with (
+            contextlib.ExitStack() as undo
+        ):  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)
             read, write = os.pipe()
-            # as objects they know that they are closed, when somebody wakes us late: the numbers may be other files' then
+            # as objects they know that they are closed, when somebody wakes us late: the numbers
+            # may be other files' then
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
             self._kept = Kept(write)
@@ -134,8 +144,12 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        with contextlib.suppress(ValueError, OSError):  # closed, so it has ended; one that is full takes nothing, and wakes it
-            if self._kept.is_ours:  # not so in a process that was forked from this one and has closed all that it had
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # closed, so it has ended; one that is full takes nothing, and wakes it
+            if (
+                self._kept.is_ours
+            ):  # not so in a process that was forked from this one and has closed all that it had
                 self._wake_write.write(b"!")
 
     def close(self) -> None:
@@ -171,4 +185,7 @@ class SocketEngine:
         del self._watched[link.number]
 
     def has_more(self, link: SocketLink) -> bool:
-        return any(key.data is link and mask & selectors.EVENT_READ for key, mask in self._selector.select(0))
+        return any(
+            key.data is link and mask & selectors.EVENT_READ
+            for key, mask in self._selector.select(0)
+        )

@@ -1,19 +1,25 @@
-"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and who waits for whom.
+"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and
+who waits for whom.
 
-PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a process is killed. Here a
-slab of the device's memory is handed over once; from then on a tensor travels as an address, as on the CPU. What is borrowed
-on a device is copied at once, at some TB/s: so no slot waits for the life of a tensor, a task may write into what it got, and
-what a worker gave outlives it.
+PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a
+process is killed. Here a slab of the device's memory is handed over once; from then on a tensor
+travels as an address, as on the CPU. What is borrowed on a device is copied at once, at some TB/s:
+so no slot waits for the life of a tensor, a task may write into what it got, and what a worker gave
+outlives it.
 
-    caller                                                       worker
-    departures: wait for the current stream, copy    slots ──►   current stream: wait for the event, copy
-                into a slot, record the event
-    arrivals:   copy into a slot, record the event   ◄── slots   current stream: copy into a slot; then the worker itself
-                                                                 waits until its stream is done, and answers
-Guarantees: nothing is read before it was written, nor written again before it was read. An event is only ever recorded on one
-    stream, so a later record covers all earlier ones, and whoever waits for it when a message has come never waits too
-    little. Nobody's stream ever waits for a worker's, so the death of a worker leaves no stream waiting.
-Assumes: a task's results are ready on its current stream when it returns, as every caller of PyTorch code assumes.
+    caller                                                   worker
+    departures: wait for the current stream,      slots ──►  current stream: wait for the event,
+                copy into a slot, record the                 copy
+                event
+    arrivals:   copy into a slot, record the      ◄── slots  current stream: copy into a slot; then
+                event                                        the worker itself waits until its
+                                                             stream is done, and answers
+Guarantees: nothing is read before it was written, nor written again before it was read. An event is
+    only ever recorded on one stream, so a later record covers all earlier ones, and whoever waits
+    for it when a message has come never waits too little. Nobody's stream ever waits for a
+    worker's, so the death of a worker leaves no stream waiting.
+Assumes: a task's results are ready on its current stream when it returns, as every caller of
+PyTorch code assumes.
 """
 
 from __future__ import annotations
@@ -77,7 +83,8 @@ class Cuda:
         return CUDA.device_count() if CUDA.is_available() else 0
 
     def current(self) -> int:
-        """The device that this thread makes tensors on where it names none; asking starts nothing."""
+        """The device that this thread makes tensors on where it names none; asking starts
+        nothing."""
         return CUDA.current_device() if CUDA.is_initialized() else 0
 
     def enter(self, index: int) -> None:
@@ -98,7 +105,8 @@ class Cuda:
     def event(self, index: int) -> Any:
         """One that other processes can wait for."""
         event: Any = CUDA.Event(interprocess=True)
-        CUDA.current_stream(index).record_event(event)  # an event is its device's from its first record on
+        # an event is its device's from its first record on
+        CUDA.current_stream(index).record_event(event)
         return event
 
     def export_event(self, event: Any) -> bytes:
@@ -114,13 +122,21 @@ class Cuda:
         with in_context(index):
             if libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
                 CUDA.empty_cache()  # what PyTorch keeps for later is no use to us
-                checked(libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+                checked(
+                    libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)),
+                    "cuMemAlloc",
+                )
         return bytes_at(pointer.value, nbytes, index, "cuMemFree_v2")
 
     def export(self, memory: torch.Tensor) -> bytes:
         handle = IpcHandle()
         with in_context(memory.device.index):
-            checked(libcuda().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr())), "cuIpcGetMemHandle")
+            checked(
+                libcuda().cuIpcGetMemHandle(
+                    ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr())
+                ),
+                "cuIpcGetMemHandle",
+            )
         return bytes(handle)
 
     def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
@@ -128,7 +144,9 @@ class Cuda:
         pointer = ctypes.c_uint64()
         handle = IpcHandle.from_buffer_copy(raw)
         with in_context(index):
-            code = libcuda().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, ctypes.c_uint(LAZY_PEER_ACCESS))
+            code = libcuda().cuIpcOpenMemHandle_v2(
+                ctypes.byref(pointer), handle, ctypes.c_uint(LAZY_PEER_ACCESS)
+            )
             checked(code, "cuIpcOpenMemHandle")
         return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
 
@@ -151,7 +169,8 @@ class IpcHandle(ctypes.Structure):
 
 @functools.cache
 def libcuda() -> Any:
-    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch was built with."""
+    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch
+    was built with."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, IpcHandle, ctypes.c_uint]
     return library
@@ -167,10 +186,14 @@ def checked(code: int, what: str) -> None:
 @functools.cache
 def primary_context(index: int) -> ctypes.c_void_p:
     """The context in which PyTorch works on a device; held until the process ends."""
-    torch.cuda.synchronize(index)  # from here on the driver is initialised; it numbers devices as PyTorch does
+    # from here on the driver is initialised; it numbers devices as PyTorch does
+    torch.cuda.synchronize(index)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     checked(libcuda().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    checked(libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    checked(
+        libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        "cuDevicePrimaryCtxRetain",
+    )
     return context
 
 
@@ -184,10 +207,16 @@ def in_context(index: int) -> Iterator[None]:
 
 
 class Bytes:
-    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it dies."""
+    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it
+    dies."""
 
     def __init__(self, pointer: int, nbytes: int, index: int, give_back: str) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
         end = weakref.finalize(self, given_back, pointer, index, give_back)
         end.atexit = False  # the process's memory goes with it
 
@@ -198,7 +227,9 @@ def given_back(pointer: int, index: int, how: str) -> None:
 
 
 def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Tensor:
-    return torch.as_tensor(Bytes(pointer, nbytes, index, give_back), device=torch.device("cuda", index))
+    return torch.as_tensor(
+        Bytes(pointer, nbytes, index, give_back), device=torch.device("cuda", index)
+    )
 
 
 class Installed:
@@ -212,7 +243,8 @@ INSTALLED = Installed()
 
 
 class Handle(NamedTuple):
-    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's handles cannot be opened."""
+    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's
+    handles cannot be opened."""
 
     pid: int
     key: int
@@ -273,7 +305,9 @@ class DeviceSlab:
 
     @functools.cached_property
     def handle(self) -> Handle:
-        return handle_of(self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes))
+        return handle_of(
+            self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes)
+        )
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
         """It is all there."""
@@ -284,9 +318,11 @@ class DeviceSlab:
 
 
 class Lane:
-    """A way between this process and one of its devices: an arena there, and the stream on which its slots are copied.
+    """A way between this process and one of its devices: an arena there, and the stream on which
+    its slots are copied.
 
-    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each thread's current one.
+    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each
+    thread's current one.
     """
 
     def __init__(
@@ -301,7 +337,8 @@ class Lane:
         self.accelerator = accelerator
         self.index = index
         self.in_process = in_process  # those at its other end
-        self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)  # CUDA's rule: not freed while others look
+        # CUDA's rule: not freed while others look
+        self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)
         self._stream: Any = accelerator.stream(index) if streamed else None
         self._event: Any = accelerator.event(index) if streamed else None
 
@@ -309,7 +346,9 @@ class Lane:
         return DeviceSlab(number, self, self.accelerator.allocate(size, self.index))
 
     def event_handle(self) -> Handle:
-        return handle_of(self._event, b"" if self.in_process else self.accelerator.export_event(self._event))
+        return handle_of(
+            self._event, b"" if self.in_process else self.accelerator.export_event(self._event)
+        )
 
     def open(self, number: int, nbytes: int, handle: Handle) -> DeviceSlab:
         """A slab of another process, to be read by this lane."""
@@ -341,19 +380,22 @@ class Lane:
         return slot
 
     def fetch(self, region: Region) -> torch.Tensor:
-        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else for the current one."""
+        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else
+        for the current one."""
         if self._stream is None:
             return region.bytes.clone()
         with self.accelerator.on(self._stream):
             found = region.bytes.clone()
-        # Complete for every stream and every thread of autograd's, not only for the current one. The copy waits for nothing
-        # but other such copies, so this takes microseconds.
+        # Complete for every stream and every thread of autograd's, not only for the current one.
+        # The copy waits for nothing but other such copies, so this takes microseconds.
         self._stream.synchronize()
         self.accelerator.used_on(found, self.accelerator.current_stream(self.index))
         return found
 
     def finish(self) -> None:
-        stream = self.accelerator.current_stream(self.index) if self._stream is None else self._stream
+        stream = (
+            self.accelerator.current_stream(self.index) if self._stream is None else self._stream
+        )
         stream.synchronize()
 
 

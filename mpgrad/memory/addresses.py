@@ -1,4 +1,5 @@
-"""Addresses of shared memory, the same in all processes: which slab, where in it, and whose. Needs no torch."""
+"""Addresses of shared memory, the same in all processes: which slab, where in it, and whose. Needs
+no torch."""
 
 from __future__ import annotations
 

@@ -1,16 +1,21 @@
-"""Shared memory: one arena of slabs per process, cut into slots; other processes borrow slots and give them back.
+"""Shared memory: one arena of slabs per process, cut into slots; other processes borrow slots and
+give them back.
 
-torch.multiprocessing hands over one file descriptor a tensor, which costs about 1,000 us each whatever the size. Here a slab
-is handed over once; from then on a tensor travels as an address, which takes a microsecond to make and to view.
+torch.multiprocessing hands over one file descriptor a tensor, which costs about 1,000 us each
+whatever the size. Here a slab is handed over once; from then on a tensor travels as an address,
+which takes a microsecond to make and to view.
 
     owner                                                borrower
     arena.allocate(nbytes) -> Slot   1. [w] written
-    lend the slot's address ────────────────────────►    2. [r] borrow(address) -> memory, for any number of tensors
-                                                         3. the last tensor dies; its address joins `returns`
+    lend the slot's address ────────────────────────►    2. [r] borrow(address) -> memory, for any
+                                                            number of tensors
+                                                         3. the last tensor dies; its address
+                                                            joins `returns`
     4. [x] slot dropped, reusable    ◄──── returns ───
-Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again before every borrower gave
-    it back, whatever the borrower's code did with the tensor meanwhile. Finalizers run anywhere, also in a thread that holds
-    a lock, so they take none: they append to a deque, which `tidy` and `collect` work off.
+Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again
+    before every borrower gave it back, whatever the borrower's code did with the tensor meanwhile.
+    Finalizers run anywhere, also in a thread that holds a lock, so they take none: they append to a
+    deque, which `tidy` and `collect` work off.
 Assumes: the fork that makes a worker happens before the worker makes its arena.
 """
 
@@ -47,11 +52,13 @@ PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
 IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
-COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
+# up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
+COPY_BYTES = 1 << 20
 
 
 class Slab:
-    """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the mapping."""
+    """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the
+    mapping."""
 
     elsewhere = False  # than in the CPU's memory: see `accelerator.DeviceSlab`
 
@@ -59,26 +66,31 @@ class Slab:
         self.number = number
         self.nbytes = storage.nbytes()
         self._kept = Kept(descriptor_of(storage))
-        os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
+        # it is a duplicate that torch has made for itself
+        os.set_inheritable(self.descriptor, False)
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
-        array.storage = storage  # every memoryview made from the array holds the array, and so the mapping
+        # every memoryview made from the array holds the array, and so the mapping
+        array.storage = storage
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
-        # torch closes the number with the memory: that may be a file of other code's; where it is none, the process is aborted
+        # torch closes the number with the memory: that may be a file of other code's; where it is
+        # none, the process is aborted
         if not self._kept.is_ours:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))  # for ever
 
     @property
     def descriptor(self) -> int:
-        """To be used at once. Raises OSError where other code has closed it: the number may be another file's."""
+        """To be used at once. Raises OSError where other code has closed it: the number may be
+        another file's."""
         return self._kept.number
 
     @property
     def can_grow(self) -> bool:
-        """Whether we still have the descriptor; without it the memory that is reserved can be used as before."""
+        """Whether we still have the descriptor; without it the memory that is reserved can be used
+        as before."""
         return self._kept.is_ours
 
     @classmethod
@@ -86,7 +98,8 @@ class Slab:
         return cls(number, shared_storage(size))
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
-        """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
+        """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in
+        the middle of a copy."""
         if nbytes > free_memory():
             raise no_room(nbytes)
         try:
@@ -95,15 +108,19 @@ class Slab:
             raise no_room(nbytes, error) from error
 
     def hollow_out(self, offset: int, size: int) -> None:
-        """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
+        """Give the pages back to the system and keep the addresses. Where the system cannot, the
+        slot just keeps its pages."""
         if not PORTABLE and self.can_grow:
             LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
-        """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
+        """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first
+        written."""
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
-        mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
+        mapping = PrivateMapping(
+            self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start
+        )
         mapping.borrowed = borrowed
         return memoryview(mapping)[start:]
 
@@ -113,7 +130,8 @@ class PrivateMapping(mmap.mmap):
 
 
 class Slot:
-    """One allocation in the arena of this process; dropping the last reference makes it reusable."""
+    """One allocation in the arena of this process; dropping the last reference makes it
+    reusable."""
 
     __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
 
@@ -122,7 +140,8 @@ class Slot:
         self._capacity = capacity
         self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
         self.address: int = slab.number << OFFSET_BITS | offset
-        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `accelerator.Region`
+        # a memoryview, or a `accelerator.Region`
+        self.memory: Any = slab.memory[offset : offset + nbytes]
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
@@ -137,10 +156,12 @@ class Borrowed(NamedTuple):
 
 
 class Arena:
-    """The shared memory that this process owns: of the CPU, or of a device, where `make_slab` says so.
+    """The shared memory that this process owns: of the CPU, or of a device, where `make_slab` says
+    so.
 
-    Slots come from large slabs, and those above half a slab from one of their own. Free memory is kept for reuse up to
-    `idle_bytes`; what is freed beyond goes back to the system, the address range of a small slot staying as a hollow one.
+    Slots come from large slabs, and those above half a slab from one of their own. Free memory is
+    kept for reuse up to `idle_bytes`; what is freed beyond goes back to the system, the address
+    range of a small slot staying as a hollow one.
     """
 
     def __init__(
@@ -153,13 +174,15 @@ class Arena:
         self._next_number = owner << OWNER_BITS | kind << KIND_BITS
         self._make_slab = make_slab  # of its number and size
         self._most_idle = idle_bytes
-        self._free: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, with memory; never empty
+        # capacity -> slots, with memory; never empty
+        self._free: dict[int, list[tuple[Slab, int]]] = {}
         self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
         self._idle_bytes = 0  # in free slots
         self.bytes_in_use = 0  # in slots that live
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
-        self._dead: deque[tuple[Slab, int, int]] = deque()  # slots whose last reference has gone: slab, offset, capacity
+        # slots whose last reference has gone: slab, offset, capacity
+        self._dead: deque[tuple[Slab, int, int]] = deque()
         self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
@@ -202,7 +225,9 @@ class Arena:
 
     def tell_again(self, numbers: Iterable[int]) -> None:
         """A borrower does not know these slabs: where there still is one, it counts as made."""
-        self.made.extend(slab for number in numbers if (slab := self._slabs.get(number)) is not None)
+        self.made.extend(
+            slab for number in numbers if (slab := self._slabs.get(number)) is not None
+        )
 
     def _take_in_the_dead(self) -> None:
         """Assumes: the lock is held."""
@@ -212,7 +237,8 @@ class Arena:
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            self._free[capacity] = free  # the size used last stands last, and memory of the first is dropped first
+            # the size used last stands last, and memory of the first is dropped first
+            self._free[capacity] = free
             while self._idle_bytes > self._most_idle:
                 self._drop(next(iter(self._free)))
 
@@ -250,7 +276,8 @@ class Arena:
             self._dead.clear()
 
     def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
-        """Room for a slot where none is free: a slab, which may be a new one, and the offset there. Its pages are reserved."""
+        """Room for a slot where none is free: a slab, which may be a new one, and the offset there.
+        Its pages are reserved."""
         if capacity > SLAB_BYTES // 2:
             slab = self._new_slab(capacity, nbytes)
             slab.reserve(0, capacity, nbytes)
@@ -263,7 +290,11 @@ class Arena:
             slab, offset = hollow[-1]
             slab.reserve(offset, capacity, nbytes)
             return hollow.pop()
-        if self._open is None or self._used + capacity > self._open.nbytes or not self._open.can_grow:
+        if (
+            self._open is None
+            or self._used + capacity > self._open.nbytes
+            or not self._open.can_grow
+        ):
             self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
             self.made.append(self._open)
         self._open.reserve(self._used, capacity, nbytes)
@@ -284,8 +315,8 @@ class Arena:
 class Lenders:
     """The slabs of other processes, and what this process has borrowed of them.
 
-    What is given back is told with how often its address was received: the owner counts how often it was sent, so a slot
-    that is on its way once more is not taken for returned.
+    What is given back is told with how often its address was received: the owner counts how often
+    it was sent, so a slot that is on its way once more is not taken for returned.
     Assumes: one thread borrows and collects; `find` may be called from any.
     """
 
@@ -296,20 +327,27 @@ class Lenders:
         """
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
-        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
-        self._unmapped: dict[int, tuple[Kept, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
-        # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
+        # by number: how to open one that nothing was borrowed of yet
+        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}
+        # descriptor and size of slabs that nothing was borrowed of yet
+        self._unmapped: dict[int, tuple[Kept, int]] = {}
+        # given back at once, because the slab could not be mapped; or on a device, where what is
+        # borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
-        self.lacking: Sequence[tuple[int, int, str]] = ()  # pieces that could not be had here: address, bytes, why
+        # pieces that could not be had here: address, bytes, why
+        self.lacking: Sequence[tuple[int, int, str]] = ()
         self.closed = False
         self.notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
-        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}  # of storages -> address, slab, view
+        # of storages -> address, slab, view
+        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}
         # key, pointer, view, and whether it was made private
-        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = deque()
+        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = (
+            deque()
+        )
 
     @property
     def bytes_in_use(self) -> int:
@@ -317,7 +355,8 @@ class Lenders:
         return sum(nbytes for _, nbytes in list(self._views))
 
     def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """A slab that may be borrowed from; without a descriptor, if this process had none free to receive it with."""
+        """A slab that may be borrowed from; without a descriptor, if this process had none free to
+        receive it with."""
         if descriptor is None:
             return
         if number in self.slabs or number in self._unmapped:  # it was asked for twice
@@ -330,7 +369,8 @@ class Lenders:
         self._elsewhere[number] = open_slab
 
     def detach(self, number: int) -> None:
-        """A slab that its owner dropped, or that died with it. What is borrowed of it stays mapped."""
+        """A slab that its owner dropped, or that died with it. What is borrowed of it stays
+        mapped."""
         slab = self.slabs.pop(number, None)
         if slab is not None and slab.elsewhere:
             slab.finish()
@@ -351,11 +391,14 @@ class Lenders:
             SharedMemoryError: the system refuses, now; it can be tried again.
         """
         if number in self._unmapped and not self._unmapped[number][0].is_ours:
-            del self._unmapped[number]  # other code has closed it: it is missing, and asked for again
+            # other code has closed it: it is missing, and asked for again
+            del self._unmapped[number]
         if number in self._unmapped:
             kept, nbytes = self._unmapped[number]
             try:
-                self.slabs[number] = Slab(number, storage_from_descriptor(os.dup(kept.number), nbytes))
+                self.slabs[number] = Slab(
+                    number, storage_from_descriptor(os.dup(kept.number), nbytes)
+                )
             except (OSError, RuntimeError, MemoryError) as error:
                 raise no_mapping(f"{nbytes:,} bytes of them") from error
             del self._unmapped[number]
@@ -371,8 +414,11 @@ class Lenders:
             raise no_mapping("no file descriptor was free to receive it with")
         return self.slabs[number]
 
-    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
-        """The memory at `address`; `private` where others use it too, so that writing to it must not show.
+    def borrow(
+        self, address: int, nbytes: int, private: bool = False, findable: bool = True
+    ) -> Any:
+        """The memory at `address`; `private` where others use it too, so that writing to it must
+        not show.
 
         `findable`: what looks at it may be lent on, see `find`.
 
@@ -388,7 +434,8 @@ class Lenders:
             self._given_back.append((address, 1))
             raise
         if slab.elsewhere:
-            self._given_back.append((address, 1))  # the copy is made right after this, and told of after that
+            # the copy is made right after this, and told of after that
+            self._given_back.append((address, 1))
             return slab.memory[offset : offset + nbytes]
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
@@ -427,8 +474,8 @@ class Lenders:
     def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
         """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here.
 
-        A call whose graph is made again reads it once more, so writes to it have to be counted until
-        then. Those to inference tensors are not. In inference mode calls leave no graphs.
+        A call whose graph is made again reads it once more, so writes to it have to be counted
+        until then. Those to inference tensors are not. In inference mode calls leave no graphs.
         """
         if core.is_inference() and not torch.is_inference_mode_enabled():
             return None
@@ -455,11 +502,19 @@ class Lenders:
         let_go(self)
         for number in list(self._unmapped):
             self.detach(number)
-        for table in (self.slabs, self._elsewhere, self._views, self._received, self._pointers, self._dead):
+        for table in (
+            self.slabs,
+            self._elsewhere,
+            self._views,
+            self._received,
+            self._pointers,
+            self._dead,
+        ):
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
-        """What is not needed here any more, since the last time: addresses, and how often each was received."""
+        """What is not needed here any more, since the last time: addresses, and how often each was
+        received."""
         if WITHHELD:
             let_go()
         returned, self._given_back = self._given_back, []
@@ -468,7 +523,9 @@ class Lenders:
             if private is not None and not remap(private, mmap.MAP_SHARED):
                 continue  # what its owner writes would not be seen here: it is not to be used again
             self.hide(view, pointer)
-            if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both
+            if (
+                self._views.get(key) is view
+            ):  # else it was borrowed again; that view's end will tell for both
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
         return returned
@@ -483,7 +540,8 @@ def size_class(nbytes: int) -> int:
 
 def no_mapping(why: str) -> SharedMemoryError:
     return SharedMemoryError(
-        f"the system refuses to map shared memory of another process here ({why}); drop results that are no longer needed, or "
+        f"the system refuses to map shared memory of another process here ({why}); drop results "
+        "that are no longer needed, or "
         "raise the limits of the process (ulimit -v, ulimit -n)"
     )
 
@@ -492,38 +550,49 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return SharedMemoryError(
-            f"no shared memory ({nbytes:,} bytes asked for): the limit on the size of files holds for "
-            f"it, too ({limit:,} bytes; pieces of {SLAB_BYTES:,} bytes or more are needed); raise it (ulimit -f unlimited)"
+            f"no shared memory ({nbytes:,} bytes asked for): the limit on the size of files holds "
+            "for "
+            f"it, too ({limit:,} bytes; pieces of {SLAB_BYTES:,} bytes or more are needed); raise "
+            "it (ulimit -f unlimited)"
         )
     return SharedMemoryError(
-        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} bytes of memory free); "
+        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} "
+        "bytes of memory free); "
         "drop results that are no longer needed, or cut the item into smaller ones"
     )
 
 
-# --- what a forked child sees of memory that is borrowed here: what was there at the fork, as of all
-# its other memory
+# --- what a forked child sees of memory that is borrowed here: what was there at the fork, as of
+# all its other memory
 #
-# A shared mapping stays shared after a fork. A child would see what the owner of a slot, or we, write
-# there later, and we would see what it writes. So what is borrowed at an `os.fork` becomes the
-# child's own. There are two ways:
+# A shared mapping stays shared after a fork. A child would see what the owner of a slot, or we,
+# write there later, and we would see what it writes. So what is borrowed at an `os.fork` becomes
+# the child's own. There are two ways:
 #
 #     mapped    [1] before the fork we map its pages anew, privately, so that writes of ours and of
 #               the child stay apart, page by page, when they are made [2] we do not give it back
-#               before the child has ended (`Token`), since pages that nobody has written to are still
-#               the owner's [3] once it is dead, and before it is given back, it is shared again
-#     copied    the child copies it, and we wait for that: where memory cannot be mapped so, where no
-#               descriptor is left to map it by, and in workers, whose end gives all back, whatever
-#               they have forked
+#               before the child has ended (`Token`), since pages that nobody has written to are
+#               still the owner's [3] once it is dead, and before it is given back, it is shared
+#               again
+#     copied    the child copies it, and we wait for that: where memory cannot be mapped so, where
+#               no descriptor is left to map it by, and in workers, whose end gives all back,
+#               whatever they have forked
 #
-# Guarantees: what is borrowed by another thread during a fork is treated as what was borrowed before
-#     it.
-# Assumes: children are forked by Python (`os.fork`, multiprocessing, `preexec_fn` of subprocess), or
-#     run another program at once. What shares pages with something borrowed is nowhere written to in
-#     this process: workers have private copies of it.
+# Guarantees: what is borrowed by another thread during a fork is treated as what was borrowed
+#     before it.
+# Assumes: children are forked by Python (`os.fork`, multiprocessing, `preexec_fn` of subprocess),
+#     or run another program at once. What shares pages with something borrowed is nowhere written
+#     to in this process: workers have private copies of it.
 
 LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PIECE = 1 << 20  # bytes copied at once
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -532,17 +601,20 @@ FAILED = ctypes.c_void_p(-1).value
 ADD_SEALS, SEAL_WRITE = 1033, 0x08  # F_ADD_SEALS, F_SEAL_WRITE
 
 
-# Borrowed memory that something looks at, where it is mapped, its size, of which slab it is (None where it is mapped privately
-# from the beginning) and who gives it back. A plain tuple, since each result has one: others take 0.1 us more.
+# Borrowed memory that something looks at, where it is mapped, its size, of which slab it is (None
+# where it is mapped privately from the beginning) and who gives it back. A plain tuple, since each
+# result has one: others take 0.1 us more.
 View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders]
 
 # all views of this process, by the id of the weak reference
 SHARED: dict[int, View] = {}
-PRIVATE: dict[int, View] = {}  # mapped privately, or copied, for the sake of a child or of its parent
+# mapped privately, or copied, for the sake of a child or of its parent
+PRIVATE: dict[int, View] = {}
 FORKS: list[Fork] = []  # under way
 # for whose children something is not given back yet; without a token, before the end of the pool
 WITHHELD: list[Fork] = []
-MAPPING = threading.RLock()  # of who makes shared views private: each only once, or what was written since would be lost
+# of who makes shared views private: each only once, or what was written since would be lost
+MAPPING = threading.RLock()
 
 
 def watch(view: View) -> None:
@@ -601,13 +673,15 @@ def copy_here(view: View) -> None:
             ctypes.memmove(piece, content, nbytes)
     except (OSError, MemoryError) as error:
         raise SharedMemoryError(
-            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), and sees what becomes of "
+            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), "
+            "and sees what becomes of "
             "them there; drop results before you fork"
         ) from error
 
 
 class Token:
-    """Whether a child lives, or one of its own: they inherit a mapping, which no closing of descriptors takes from them."""
+    """Whether a child lives, or one of its own: they inherit a mapping, which no closing of
+    descriptors takes from them."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -637,7 +711,8 @@ class Token:
 
 
 def let_go(closed: Lenders | None = None) -> None:
-    """Of what was kept for children that have ended; `closed` gives nothing back any more, and so need not keep anything."""
+    """Of what was kept for children that have ended; `closed` gives nothing back any more, and so
+    need not keep anything."""
     for fork in list(WITHHELD):
         if closed is not None:
             fork.kept.pop(closed, None)
@@ -647,15 +722,19 @@ def let_go(closed: Lenders | None = None) -> None:
 
 
 def seen(memories: list[memoryview | None]) -> list[bool]:
-    """Which something looks at, so that a new child will see it; others are here for the sake of earlier children alone.
+    """Which something looks at, so that a new child will see it; others are here for the sake of
+    earlier children alone.
 
-    Assumes: `MAPPING` is held, so no fork withholds more between the two counts; what is let go of meanwhile counts as seen.
+    Assumes: `MAPPING` is held, so no fork withholds more between the two counts; what is let go of
+    meanwhile counts as seen.
     """
     memories.append(memoryview(b""))  # only this list has it
     *counts, ours = [sys.getrefcount(memory) for memory in memories]
     kept = [some for fork in list(WITHHELD) for some in list(fork.kept.values())]
     withheld = Counter(id(each) for some in kept for each in some)
-    return [count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)]
+    return [
+        count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)
+    ]
 
 
 class Fork:
@@ -679,7 +758,9 @@ class Fork:
         let_go()
         with MAPPING:
             views = [*PRIVATE.items(), *SHARED.items()]
-            for (key, view), is_seen in zip(views, seen([view[0]() for _, view in views]), strict=True):
+            for (key, view), is_seen in zip(
+                views, seen([view[0]() for _, view in views]), strict=True
+            ):
                 memory = self.keep(view) if is_seen else None  # so that it stays mapped
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)

@@ -43,7 +43,16 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import AS_IMPORTED, PLACED, at_path, attribute_here, is_own, name_of, own_import, pickle_finds
+from mpgrad.pickling.modules import (
+    AS_IMPORTED,
+    PLACED,
+    at_path,
+    attribute_here,
+    is_own,
+    name_of,
+    own_import,
+    pickle_finds,
+)
 
 __all__ = [
     "SETS_CLASS",
@@ -57,9 +66,11 @@ __all__ = [
     "reduce_c_type",
 ]
 
-COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
+# of our classes, for tasks in this process
+COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
-# all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
+# all that they consist of could be carried: but whoever waits for a copy, or gives it something,
+# waits in vain
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
@@ -75,7 +86,8 @@ def loads(pickled: bytes) -> Any:
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Classes by value as cloudpickle has them, with their slots; those that came from the other side by their name there."""
+    """Classes by value as cloudpickle has them, with their slots; those that came from the other
+    side by their name there."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type) and value in COPIES:
@@ -85,13 +97,16 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             and value in TRACKER_ID_OF
             and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
         ):
-            return with_slots(value, dynamic_class_reduce(value))  # the caller has it under its number
+            # the caller has it under its number
+            return with_slots(value, dynamic_class_reduce(value))
         if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
             return reduced
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
-        if not isinstance(value, type) or (reduced is NotImplemented and pickle_finds(value.__module__)):
+        if not isinstance(value, type) or (
+            reduced is NotImplemented and pickle_finds(value.__module__)
+        ):
             return reduced
         if reduced is NotImplemented:
             return attribute_here, (value.__module__, value.__qualname__)
@@ -102,7 +117,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def other_name(value: type) -> str | None:
-    """Under which a library has a class that says that its name is another one, such as an enumeration of pybind11's."""
+    """Under which a library has a class that says that its name is another one, such as an
+    enumeration of pybind11's."""
     module = sys.modules.get(value.__module__)
     if module is None or module.__name__ in ("__main__", "builtins") or is_own(module.__name__):
         return None
@@ -116,10 +132,15 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The slots belong to the arguments with which the class is made: later it is too late. The name, too."""
+    """The slots belong to the arguments with which the class is made: later it is too late. The
+    name, too."""
     if reduced[0] is make_class:
         make, (*first, given, tracker_id, extra), *rest = reduced
-        reduced = make, (*first, {**given, "__qualname__": value.__qualname__}, tracker_id, extra), *rest
+        reduced = (
+            make,
+            (*first, {**given, "__qualname__": value.__qualname__}, tracker_id, extra),
+            *rest,
+        )
     slots = slots_in(value)
     if reduced[0] is not make_class or slots is None:
         return reduced
@@ -130,7 +151,14 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     return make_slotted, (slots, *arguments), (state, more), *rest
 
 
-def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple[type, ...], given: Any, *others: Any) -> type:
+def make_slotted(
+    slots: Sequence[str],
+    kind: type[type],
+    name: str,
+    bases: tuple[type, ...],
+    given: Any,
+    *others: Any,
+) -> type:
     """A class with `__slots__`, which cloudpickle would leave out."""
     made: type
     try:
@@ -140,8 +168,11 @@ def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple
     return made
 
 
-def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    """The class; where the worker has imported it too, and it is of the same kind, that one takes the role.
+def made_like_own(
+    module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]
+) -> type:
+    """The class; where the worker has imported it too, and it is of the same kind, that one takes
+    the role.
 
     So what the import did with it holds: registered with a library, the base of another class.
     """
@@ -161,7 +192,11 @@ def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...])
     """Whether the class `found` is what `make(*arguments)` would give."""
     if make is make_enum:
         bases, _, _, members, *_ = arguments
-        return issubclass(found, enum.Enum) and found.__bases__ == bases and {e.name: e.value for e in found} == members
+        return (
+            issubclass(found, enum.Enum)
+            and found.__bases__ == bases
+            and {e.name: e.value for e in found} == members
+        )
     slots, kind, _, bases, *_ = arguments if make is make_slotted else (None, *arguments)
     return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots
 
@@ -175,7 +210,10 @@ def slots_in(value: type) -> list[str] | None:
 
 def is_slot(owner: type, name: str, member: object) -> bool:
     """Under its own name: further ones are attributes like all others."""
-    return isinstance(member, types.MemberDescriptorType) and (member.__objclass__, member.__name__) == (owner, name)
+    return isinstance(member, types.MemberDescriptorType) and (
+        member.__objclass__,
+        member.__name__,
+    ) == (owner, name)
 
 
 def leave_ours(made: type, state: Any) -> None:
@@ -195,7 +233,8 @@ class ClassUnpickler(pickle.Unpickler):
     set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
 
     def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
-        """`copies`: classes by value are to be others than the caller's, which are here: these, by tracker id."""
+        """`copies`: classes by value are to be others than the caller's, which are here: these, by
+        tracker id."""
         super().__init__(*arguments, **more)
         self._copies = copies
 
@@ -203,7 +242,11 @@ class ClassUnpickler(pickle.Unpickler):
         if (module, name) == SETS_CLASS:
             return self.set_class if self._copies is None else set_copy
         found = super().find_class(module, name)
-        return functools.partial(copied, found, self._copies) if self._copies is not None and found in MAKERS else found
+        return (
+            functools.partial(copied, found, self._copies)
+            if self._copies is not None and found in MAKERS
+            else found
+        )
 
 
 def set_copy(made: type, state: Any) -> None:
@@ -257,7 +300,8 @@ def reduce_c_type(value: type) -> Reduced | None:
     """None for other types, and for those of libraries.
 
     Raises:
-        TypeError: nobody can make it again: a script derived it, or it is the type of an open library's functions.
+        TypeError: nobody can make it again: a script derived it, or it is the type of an open
+            library's functions.
     """
     kind: Any = type(value)
     if not any(each.__module__ == "_ctypes" for each in kind.__mro__):
@@ -266,11 +310,16 @@ def reduce_c_type(value: type) -> Reduced | None:
         return attribute_here, (value.__module__, value.__qualname__)
     for make, arguments in origins(value):
         with contextlib.suppress(TypeError):
-            if make(*arguments) is value or value.__qualname__ == OF_PYTHON:  # ctypes makes each of the others once
+            if (
+                make(*arguments) is value or value.__qualname__ == OF_PYTHON
+            ):  # ctypes makes each of the others once
                 return make, arguments
     if importable_as(value) is not None:
         return None
-    raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from one")
+    raise TypeError(
+        f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from "
+        "one"
+    )
 
 
 def origins(value: Any) -> Iterator[Reduced]:
@@ -288,4 +337,7 @@ def origins(value: Any) -> Iterator[Reduced]:
         make = functools.partial(ctypes.CFUNCTYPE, use_errno=bool(value._flags_ & USES_ERRNO))
         yield make, (value._restype_, *value._argtypes_)
     if hasattr(value, "_ndim_"):
-        yield sys.modules["numpy"].ctypeslib.ndpointer, (value._dtype_, value._ndim_, value._shape_, value._flags_)
+        yield (
+            sys.modules["numpy"].ctypeslib.ndpointer,
+            (value._dtype_, value._ndim_, value._shape_, value._flags_),
+        )

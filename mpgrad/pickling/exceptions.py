@@ -1,10 +1,12 @@
-"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot be pickled.
+"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot
+be pickled.
 
-pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
-failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
+pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is
+searched once more after the failure: of what an object is made of, one part fails by itself, and of
+that one part of it, down to what has no such part.
 
-Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or an object's own code fails
-    when it is asked, the path ends early. The error stays the first one.
+Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or
+    an object's own code fails when it is asked, the path ends early. The error stays the first one.
 """
 
 from __future__ import annotations
@@ -71,13 +73,16 @@ def carried(error: BaseException) -> bytes:
             pickled = form()
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
-        except BaseException:  # its own code runs here, and may do anything; the next form has less of it
+        except (
+            BaseException
+        ):  # its own code runs here, and may do anything; the next form has less of it
             continue
     raise InternalError("a RemoteError could not be pickled")
 
 
 class ExceptionPickler(classes.ClassPickler):
-    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take gradients without a word."""
+    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take
+    gradients without a word."""
 
     rebuilds_all = False
 
@@ -97,7 +102,8 @@ class RebuildingPickler(ExceptionPickler):
 
 
 def one_more(error: BaseException) -> BaseException:
-    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
+    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows
+    them to all others."""
     copied: BaseException | None = None
     with contextlib.suppress(Exception):  # of its class's code, which may want other arguments
         if not is_rebuilt(type(error)):
@@ -111,17 +117,31 @@ def one_more(error: BaseException) -> BaseException:
     return copied
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = "") -> BaseException:
-    """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
+def raised_again(
+    pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = ""
+) -> BaseException:
+    """The exception of a task as it is to be raised in the parent: its type, the remote traceback
+    as cause, a note."""
     try:
         error = classes.loads(pickled)
-    except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
+    except (
+        BaseException
+    ) as reason:  # its class cannot be imported here, and the text is worth more than the class
         last = traceback.rstrip().rpartition("\n")[2]  # it names the class, unless there are notes
-        error = RemoteError(f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})")
-    note = f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
+        error = RemoteError(
+            f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})"
+        )
+    note = (
+        f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: "
+        f"{phase}{f' ({given})' if given else ''}"
+    )
     if not issubclass(type(error), BaseException):
-        error = RemoteError(f"an exception that is none when it is loaded here ({type(error).__qualname__})")
-    elif issubclass(type(error), SystemExit):  # the program ends with it, without a word of where it was raised
+        error = RemoteError(
+            f"an exception that is none when it is loaded here ({type(error).__qualname__})"
+        )
+    elif issubclass(
+        type(error), SystemExit
+    ):  # the program ends with it, without a word of where it was raised
         log.warning("a task called sys.exit: %s", note)
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
@@ -135,30 +155,41 @@ SECONDS = 5.0
 
 
 def not_carried(error: Exception, subject: str, value: object, may_wait: bool = False) -> NoReturn:
-    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled: same type, named subject.
+    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled:
+    same type, named subject.
 
-    What an object's own code raised stays the object that it is, and the subject is a note. `may_wait`: futures may be in it.
+    What an object's own code raised stays the object that it is, and the subject is a note.
+    `may_wait`: futures may be in it.
     """
     if isinstance(error, UnsupportedTorchError):
         raise error
     if type(error) in (TypeError, pickle.PicklingError):
         raise type(error)(why_not(error, subject, value, may_wait)) from error
-    if isinstance(error, StopIteration):  # the loop that takes items from their source would take it for its end
+    if isinstance(
+        error, StopIteration
+    ):  # the loop that takes items from their source would take it for its end
         raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
     add_note(error, why_not(error, subject, value, may_wait, ""))
     raise error
 
 
-def why_not(error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None) -> str:
+def why_not(
+    error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None
+) -> str:
     """By which path the culprit is reached, and what to do. `words`: the error's."""
     words = str(error) if words is None else words
     path, culprit = find(value, functools.partial(fails, may_wait))
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
     colon, where = ": " if words else "", f" ({path})" if path else ""
-    return f"{subject} cannot be carried to or from a worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
+    return (
+        f"{subject} cannot be carried to or from a "
+        f"worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
+    )
 
 
-def item_not_carried(error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
+def item_not_carried(
+    error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]
+) -> NoReturn:
     """Raise what `not_carried` says of an item."""
     named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
     value = args[0] if len(args) == 1 and not kwargs else named
@@ -185,14 +216,19 @@ class Part(NamedTuple):
 
 
 def find(value: object, fails: Callable[[object], bool]) -> Found:
-    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries one."""
+    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries
+    one."""
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
         tried = () if remedy_for(value) else parts(value)
         inner = None
-        with contextlib.suppress(Exception):  # of the user's objects, and another one is about to be raised
-            inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
+        with contextlib.suppress(
+            Exception
+        ):  # of the user's objects, and another one is about to be raised
+            inner = next(
+                (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
+            )
         if inner is None:
             return Found(path, value)
         seen.add(id(inner.value))
@@ -203,7 +239,9 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
         value = inner.value
 
 
-def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], deadline: float) -> bool:
+def is_culprit(
+    part: object, seen: set[int], fails: Callable[[object], bool], deadline: float
+) -> bool:
     """Whether it is worth looking into: not seen yet, in time, and it fails too."""
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
@@ -214,7 +252,8 @@ shown = SHORT.repr  # also of what fails to show itself
 
 
 def parts(value: object) -> Iterator[Part]:
-    """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
+    """What pickle would carry along with `value`, by the names that somebody would write who looks
+    for it."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
     elif isinstance(value, torch.Tensor):
@@ -225,7 +264,9 @@ def parts(value: object) -> Iterator[Part]:
     elif isinstance(value, functools.partial):
         yield Part(".func", value.func)
         yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
-        yield from (Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items())
+        yield from (
+            Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items()
+        )
     elif isinstance(value, Mapping):
         yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
         yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
@@ -279,7 +320,11 @@ def parts_of_state(value: object) -> Iterator[Part]:
     if isinstance(reduced, str):  # it goes by name
         return
     own = type(value)
-    yield from (Part(f" (made from a {type(each).__name__})", each) for each in reduced[1] if each is not own)
+    yield from (
+        Part(f" (made from a {type(each).__name__})", each)
+        for each in reduced[1]
+        if each is not own
+    )
     state = reduced[2] if len(reduced) > 2 else None
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, dict):
@@ -289,7 +334,8 @@ def parts_of_state(value: object) -> Iterator[Part]:
 
 
 def remedy_for(culprit: object) -> str:
-    """What to do about something that means nothing outside of the caller's process; "" where no more is known of it."""
+    """What to do about something that means nothing outside of the caller's process; "" where no
+    more is known of it."""
     names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
     return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
 
@@ -301,16 +347,35 @@ PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
 REMEDIES = {
     ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
     ("ctypes.CDLL", "_ctypes.CFuncPtr"): f"load the library in the function, {ONCE}",
-    ("_socket.socket", "ssl.SSLContext", "_ssl._SSLContext", "sqlite3.Connection"): f"connect in the function, {ONCE}",
-    ("builtins.generator", "builtins.coroutine", "builtins.async_generator"): "make a list of what it gives, or call in the "
-    "function what gave it",
+    (
+        "_socket.socket",
+        "ssl.SSLContext",
+        "_ssl._SSLContext",
+        "sqlite3.Connection",
+    ): f"connect in the function, {ONCE}",
+    (
+        "builtins.generator",
+        "builtins.coroutine",
+        "builtins.async_generator",
+    ): "make a list of what it gives, or call in the function what gave it",
     ("threading.Thread",): "start it in the function, or have the function not reach it",
-    ("subprocess.Popen", "multiprocessing.process.BaseProcess"): "it is the caller's child: pass what it gave, or start it in "
-    "the function",
-    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: use "
+    (
+        "subprocess.Popen",
+        "multiprocessing.process.BaseProcess",
+    ): "it is the caller's child: pass what it gave, or start it in the function",
+    (
+        "multiprocessing.synchronize.SemLock",
+        "_multiprocessing.SemLock",
+    ): "workers are no children of multiprocessing's: use "
     "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
-    ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
-    "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
+    (
+        "queue.Queue",
+        "_queue.SimpleQueue",
+        "multiprocessing.queues.Queue",
+        "multiprocessing.queues.SimpleQueue",
+    ): "return what "
+    "was to be put into it, and pass what was to be taken out; or use a queue of a "
+    "multiprocessing.Manager()",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("torch.jit.Future",): "pass what it gives (wait())",

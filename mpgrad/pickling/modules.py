@@ -1,4 +1,5 @@
-"""The user's own modules: what code uses of them, and how they are put together again where they arrive.
+"""The user's own modules: what code uses of them, and how they are put together again where they
+arrive.
 
 A worker could import them, but would have them as they are on disk: without what the caller has set
 or reloaded since. So what a function uses of them travels by value (`state` makes the pickle). Here
@@ -98,12 +99,14 @@ __all__ = [
 
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
-KNOWN = LIBRARIES | sys.stdlib_module_names  # packages whose code does as we know, and keeps nothing of the user's
+# packages whose code does as we know, and keeps nothing of the user's
+KNOWN = LIBRARIES | sys.stdlib_module_names
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
 def is_own(name: str | None) -> bool:
-    """Whether the module is the user's own: imported from a file of theirs, or made by them, and not the main script.
+    """Whether the module is the user's own: imported from a file of theirs, or made by them, and
+    not the main script.
 
     An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
     """
@@ -114,21 +117,31 @@ def is_own(name: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def stands_outside_libraries(name: str) -> bool:
-    """Whether it was neither installed nor belongs to Python, by its file; an extension module cannot be carried."""
+    """Whether it was neither installed nor belongs to Python, by its file; an extension module
+    cannot be carried."""
     root = name.partition(".")[0]
-    files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    files = [
+        file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])
+    ]
     if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
         return False
     if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
         return False
     if not files:  # made by hand, unless it belongs to the interpreter
         return getattr(sys.modules[name], "__spec__", None) is None
-    return not any(file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file for file in files)
+    return not any(
+        file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file
+        for file in files
+    )
 
 
 def files_of(module: types.ModuleType) -> list[str]:
     file = getattr(module, "__file__", None)
-    return [file] if isinstance(file, str) else [str(path) + "/" for path in getattr(module, "__path__", ())]
+    return (
+        [file]
+        if isinstance(file, str)
+        else [str(path) + "/" for path in getattr(module, "__path__", ())]
+    )
 
 
 @functools.cache
@@ -179,7 +192,8 @@ class Uses(NamedTuple):
 
     names: frozenset[str]
     loose: frozenset[str]  # names of which not only attributes are used
-    imports: frozenset[tuple[str, int, bool]]  # modules, the dots before them, and whether under another name
+    # modules, the dots before them, and whether under another name
+    imports: frozenset[tuple[str, int, bool]]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,9 +210,12 @@ def uses_in(code: types.CodeType) -> Uses:
         elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
             loose.add(step.argval)
         elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
-            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at a time, from Python 3.13 on
+            # two at a time, from Python 3.13 on
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             loose |= {name for name in loaded if isinstance(name, str)}
-    inner = [uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     return Uses(
         frozenset(code.co_names).union(*(each.names for each in inner)),
         frozenset(loose).union(*(each.loose for each in inner)),
@@ -207,7 +224,8 @@ def uses_in(code: types.CodeType) -> Uses:
 
 
 def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
-    """What it uses as attributes of modules of the user's own; `given` are the values of its globals."""
+    """What it uses as attributes of modules of the user's own; `given` are the values of its
+    globals."""
     uses = uses_in(function.__code__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
@@ -216,10 +234,18 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
     for name, level, renamed in uses.imports:
-        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__") or "") if level else name
+        full = (
+            importlib.util.resolve_name(
+                "." * level + name, function.__globals__.get("__package__") or ""
+            )
+            if level
+            else name
+        )
         for each in itertools.accumulate(full.split("."), "{}.{}".format):
             if is_own(each):
-                found[each] = found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+                found[each] = (
+                    found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+                )
     waiting = list(found)
     while waiting:
         module = waiting.pop()
@@ -233,7 +259,11 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         for name in uses.names & contents.keys():
             yield Wanted(module, name)
             inner = contents[name]
-            if isinstance(inner, types.ModuleType) and is_own(inner.__name__) and inner.__name__ not in found:
+            if (
+                isinstance(inner, types.ModuleType)
+                and is_own(inner.__name__)
+                and inner.__name__ not in found
+            ):
                 found[inner.__name__] = name in uses.loose
                 waiting.append(inner.__name__)
 
@@ -252,9 +282,17 @@ def contents_of(cell: types.CellType) -> list[Any]:
 UNCARRIED = "_mpgrad_uncarried"
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
 BUILTINS = {"eval", "exec", "globals", "__import__"}
-ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
+ATTRIBUTES = {
+    "__globals__",
+    "f_globals",
+    "get_type_hints",
+    "import_module",
+    "getmodule",
+    "resolve_name",
+}
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
-LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}  # of whose attributes only these lead to names
+# of whose attributes only these lead to names
+LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}
 WORDS = re.compile(r"[^\W\d]\w*")
 
 
@@ -273,7 +311,9 @@ def ways_in(code: types.CodeType) -> frozenset[str]:
     for module, names in LEADING.items():
         if names.isdisjoint(spelled_in(code)):
             found.discard(module)
-    return frozenset(found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType))))
+    return frozenset(
+        found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -283,7 +323,8 @@ def spelled_in(code: types.CodeType) -> set[str]:
 
 
 def looks_up(function: types.FunctionType) -> bool:
-    """Whether it finds names at run time: by a builtin, and not by a method or a function of the script that is called so."""
+    """Whether it finds names at run time: by a builtin, and not by a method or a function of the
+    script that is called so."""
     ways = ways_in(function.__code__)
     if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
         return True
@@ -323,7 +364,8 @@ def mentioned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def stands_alone(namespace: Mapping[str, Any]) -> bool:
-    """Whether the script has it, or `exec` made it: those of other modules are the worker's own, too."""
+    """Whether the script has it, or `exec` made it: those of other modules are the worker's own,
+    too."""
     module = sys.modules.get(str(namespace.get("__name__")))
     return module is None or module is sys.modules["__main__"] or vars(module) is not namespace
 
@@ -332,7 +374,8 @@ class Lookups:
     """The names of one namespace, for the functions in a pickle that may look them up."""
 
     def __init__(self, contents: Mapping[str, Any], size: Callable[[Any, int | None], int]) -> None:
-        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit, or what pickle says."""
+        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit,
+        or what pickle says."""
         self._contents = contents
         self._size = size
         self._left = UNASKED_BYTES
@@ -346,9 +389,16 @@ class Lookups:
             if name in mentioned:
                 self._try(name, contents[name], None)
         for name, value in contents.items():
-            if name not in self._carried and name not in self.uncarried and name not in given and name != "__builtins__":
+            if (
+                name not in self._carried
+                and name not in self.uncarried
+                and name not in given
+                and name != "__builtins__"
+            ):
                 self._try(name, value, self._left)
-        return {name: contents[name] for name in contents if name in self._carried and name not in given}
+        return {
+            name: contents[name] for name in contents if name in self._carried and name not in given
+        }
 
     def _try(self, name: str, value: Any, limit: int | None) -> None:
         is_module = issubclass(type(value), types.ModuleType)
@@ -358,7 +408,10 @@ class Lookups:
         try:
             size = self._size(value, limit)
         except OverflowError:
-            self.uncarried[name] = f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
+            self.uncarried[name] = (
+                f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it "
+                "has more"
+            )
         except Exception as error:
             self.uncarried[name] = f"{type(error).__name__}: {error}"
         else:
@@ -419,7 +472,8 @@ class CarriedMain(types.ModuleType):
         object.__getattribute__(self, "_contents")[name] = value
 
 
-# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the same
+# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the
+# same
 MAINS: weakref.WeakValueDictionary[int, CarriedMain] = weakref.WeakValueDictionary()
 
 
@@ -435,7 +489,11 @@ class CarriedSys(types.ModuleType):
         object.__setattr__(self, "_contents", contents)
 
     def __getattribute__(self, name: str) -> Any:
-        return Modules(object.__getattribute__(self, "_contents")) if name == "modules" else getattr(sys, name)
+        return (
+            Modules(object.__getattribute__(self, "_contents"))
+            if name == "modules"
+            else getattr(sys, name)
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(sys, name, value)
@@ -469,8 +527,11 @@ def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -
     add_uncarried(vars(main), vars(main), uncarried)
 
 
-def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]) -> None:
-    """Add what stands for names that came neither by themselves nor with a function that uses them."""
+def add_uncarried(
+    given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]
+) -> None:
+    """Add what stands for names that came neither by themselves nor with a function that uses
+    them."""
     for name, reason in uncarried.items():
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
@@ -484,7 +545,8 @@ def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Ma
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
-AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()  # classes that travel, too
+# classes that travel, too
+AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # --- on their way
 
@@ -526,14 +588,16 @@ class Namespaces:
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look names up
         self.main: dict[str, Any] | None = None
-        self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
+        # the functions and classes of the main script that came along, by name
+        self.script: dict[str, Any] = {}
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
         return {**vars(builtins), "__import__": self._import}
 
     def begin_again(self, script: Mapping[str, Any]) -> None:
-        """As when a function was loaded, with this `script`: items may have brought more since, and builtins have changed."""
+        """As when a function was loaded, with this `script`: items may have brought more since, and
+        builtins have changed."""
         self.script = dict(script)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)
@@ -549,14 +613,21 @@ class Namespaces:
         """What the `import` of a function finds."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else CarriedSys(self.main)
-        full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
+        full = (
+            importlib.util.resolve_name(
+                "." * level + name, (globals or {}).get("__package__") or ""
+            )
+            if level
+            else name
+        )
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules:
             return self.modules[found]
         return __import__(name, globals, locals, fromlist or (), level)
 
     def __enter__(self) -> None:
-        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees them too."""
+        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees
+        them too."""
         PLACED.enter(self)
         if self.placement is not None:
             self.placement.__enter__()
@@ -593,7 +664,9 @@ def find_in(names: Namespaces, module: str, path: str) -> Any:
     return names.find(module, path)
 
 
-def make_function(names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+def make_function(
+    names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any
+) -> types.FunctionType:
     """cloudpickle would give it the builtins of this process."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
@@ -602,14 +675,21 @@ def make_function(names: Namespaces, code: types.CodeType, own_globals: dict[str
 
 
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
-    """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
+    """As cloudpickle does, but with the builtins that it has; what an initializer has set here
+    stays."""
     *own_state, names = state
     uncarried = state[1].pop(UNCARRIED, None)
     if state[1]["__module__"] == "__main__":
         names.script[state[1]["__qualname__"]] = made
         if uncarried is not None:
             names.main = made.__globals__
-        names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
+        names.script.update(
+            {
+                name: each
+                for name, each in state[1]["__globals__"].items()
+                if isinstance(each, BY_NAME)
+            }
+        )
     add_uncarried(state[1]["__globals__"], made.__globals__, uncarried or {})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
@@ -621,11 +701,13 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
 
 
-BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper  # pickle takes these for what stands under their names
+# pickle takes these for what stands under their names
+BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
-    """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
+    """A function on its way back to the caller, who has it; None for one that is not of a module
+    that came from there."""
     module = value.__globals__.get(CARRIED)
     if module is None or at_path(module, value.__qualname__) is not value:
         return None
@@ -639,7 +721,8 @@ def named(module: str, path: str) -> Any:
 class CarriedModule(types.ModuleType):
     """What travelled of a module; what did not is looked for in the worker's own import."""
 
-    __spec__ = __loader__ = None  # of the class: Python 3.15 warns of globals that have them without a loader
+    # of the class: Python 3.15 warns of globals that have them without a loader
+    __spec__ = __loader__ = None
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
@@ -654,7 +737,8 @@ class CarriedModule(types.ModuleType):
             return getattr(own_import(self.__name__), name)
         except ImportError as error:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker cannot import the module"
+                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker "
+                "cannot import the module"
             ) from error
 
 
@@ -664,18 +748,25 @@ def left_here(mark: LeftOf) -> Any:
     try:
         value = getattr(own_import(mark.module), mark.name)
     except (ImportError, AttributeError) as error:
-        message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
+        message = (
+            f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when "
+            "it is needed"
+        )
         raise TypeError(message) from error
-    if value is not None and type(value).__qualname__ != mark.type_name:  # None: it is to be made when it is needed
+    if (
+        value is not None and type(value).__qualname__ != mark.type_name
+    ):  # None: it is to be made when it is needed
         raise TypeError(
-            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
+            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the "
+            "worker imports a "
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
         )
     return value
 
 
 def left_in_class(mark: LeftOf) -> Any:
-    """The attribute that a class has as the worker imported it: the caller may have set another one since."""
+    """The attribute that a class has as the worker imported it: the caller may have set another one
+    since."""
     path, _, name = mark.name.rpartition(".")
     try:
         kind = attribute_here(mark.module, path)
@@ -685,10 +776,14 @@ def left_in_class(mark: LeftOf) -> Any:
 
 
 class NotHere:
-    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it is told."""
+    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it
+    is told."""
 
     def __init__(self, path: str, reason: str) -> None:
-        self._words = f"{path} cannot be carried to or from a worker, and the worker's own import has none ({reason})"
+        self._words = (
+            f"{path} cannot be carried to or from a worker, and the worker's own import has none "
+            f"({reason})"
+        )
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise TypeError(f"{self._words}; make it where its module defines the class")
@@ -698,22 +793,27 @@ class NotHere:
 
 
 class PlacedModules:
-    """What pickle and the like find in this process's modules while a call runs: what its functions find.
+    """What pickle and the like find in this process's modules while a call runs: what its functions
+    find.
 
-    Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses what is not the same object
-    under its name there. So a module that this process has imported holds for a while what travelled. One that it cannot import
-    is the carried one, and the main module gives what it is asked for of the script. Calls of one operation follow each other:
-    all stays until another operation's begin, or the imports are wanted.
+    Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses
+    what is not the same object under its name there. So a module that this process has imported
+    holds for a while what travelled. One that it cannot import is the carried one, and the main
+    module gives what it is asked for of the script. Calls of one operation follow each other: all
+    stays until another operation's begin, or the imports are wanted.
 
-    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules are the caller's.
+    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules
+    are the caller's.
     """
 
     def __init__(self) -> None:
         self._running: list[Namespaces] = []  # one within another
         self._current: Namespaces | None = None
-        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module what it holds by itself
+        # of each module what it holds by itself
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._added: list[str] = []
-        self._thread = 0  # that runs the calls of a worker's process; a task may have a pool of threads
+        # that runs the calls of a worker's process; a task may have a pool of threads
+        self._thread = 0
 
     def begin(self) -> None:
         """This process, and this thread of it, is a worker's."""
@@ -732,7 +832,8 @@ class PlacedModules:
                 self._place(self._running[-1])
 
     def take_back(self, names: Namespaces | None = None) -> None:
-        """Have the modules as this process has imported them; `names`: only where these are placed."""
+        """Have the modules as this process has imported them; `names`: only where these are
+        placed."""
         if names is not None and names is not self._current:
             return
         for contents, values in self._replaced:
@@ -773,11 +874,20 @@ class PlacedModules:
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind
-        if name == "__file__" and current is not None:  # programs of multiprocessing that a task starts run it once more
-            files = {each.__code__.co_filename for each in current.script.values() if isinstance(each, types.FunctionType)}
+        if (
+            name == "__file__" and current is not None
+        ):  # programs of multiprocessing that a task starts run it once more
+            files = {
+                each.__code__.co_filename
+                for each in current.script.values()
+                if isinstance(each, types.FunctionType)
+            }
             if len(files) == 1 and os.path.isfile(file := files.pop()):
                 return file
-        raise AttributeError(f"module '__main__' has no attribute {name!r} (a call has what its functions use of the script)")
+        raise AttributeError(
+            f"module '__main__' has no attribute {name!r} (a call has what its functions use of "
+            "the script)"
+        )
 
     def _place(self, names: Namespaces) -> None:
         if names is self._current:
@@ -787,8 +897,12 @@ class PlacedModules:
         for name, carried in names.modules.items():
             if name in sys.modules:
                 contents = vars(sys.modules[name])
-                given = {each: value for each, value in vars(carried).items() if each not in OF_MODULES}
-                self._replaced.append((contents, {each: contents.get(each, ABSENT) for each in given}))
+                given = {
+                    each: value for each, value in vars(carried).items() if each not in OF_MODULES
+                }
+                self._replaced.append(
+                    (contents, {each: contents.get(each, ABSENT) for each in given})
+                )
                 contents.update(given)
             elif name in FAILED:
                 sys.modules[name] = carried
@@ -807,14 +921,17 @@ INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
 
 
 def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Globals that it sets in a worker process stay as they are there: it was for that, most of the time, that it was given."""
+    """Globals that it sets in a worker process stay as they are there: it was for that, most of the
+    time, that it was given."""
     if not PLACE.in_worker:  # they are the caller's
         initializer(*arguments)
         return
     inner = initializer
     while isinstance(inner, functools.partial | types.MethodType):
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    for name, level, _ in uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ():
+    for name, level, _ in (
+        uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ()
+    ):
         if not level:
             with contextlib.suppress(ImportError):  # the initializer will find out
                 imported(name)
@@ -826,7 +943,11 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
     for name, contents in places.items():
         values, insides = before[name]
         now = inside(contents)
-        changed = [each for each in contents if contents[each] is not values.get(each, before) or now[each] != insides[each]]
+        changed = [
+            each
+            for each in contents
+            if contents[each] is not values.get(each, before) or now[each] != insides[each]
+        ]
         if changed := [each for each in changed if not each.startswith("__")]:
             INITIALIZED[name] = {each: contents[each] for each in changed}
 
@@ -855,14 +976,16 @@ def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 def imported(name: str) -> types.ModuleType:
-    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the module at a worker's fork."""
+    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the
+    module at a worker's fork."""
     if pickle_finds(name) or name not in sys.modules:
         __import__(name)
     return sys.modules[name]
 
 
 def pickle_finds(module: str) -> bool:
-    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no parent, or `x.py`."""
+    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no
+    parent, or `x.py`."""
     return module.partition(".")[0] in sys.modules and module != ""
 
 
@@ -873,18 +996,27 @@ def own_import(name: str) -> types.ModuleType:
         ImportError: it cannot.
     """
     from mpgrad.torch_state.private import (
-        outside_transforms,  # late: it imports errors, which are carried like classes, which import us
+        # late: it imports errors, which are carried like classes, which import us
+        outside_transforms,
     )
 
     if name in FAILED:
         raise FAILED[name]
-    if name in sys.modules and not PLACE.in_worker:  # perhaps it is being imported, by whoever waits for us
+    if (
+        name in sys.modules and not PLACE.in_worker
+    ):  # perhaps it is being imported, by whoever waits for us
         return sys.modules[name]
     try:
-        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
+        with (
+            outside_transforms(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):  # a task may be running
             return imported(name)
     except Exception as error:
-        FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
+        FAILED[name] = failed = ImportError(
+            f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name
+        )
         raise failed from error
 
 
@@ -893,7 +1025,8 @@ def attribute_here(module: str, path: str) -> Any:
 
 
 def own_imports(names: Iterable[str]) -> None:
-    """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
+    """For what modules do when they are imported, such as to register something; functions that
+    need none of it go without."""
     for name in names:
         # the error is kept, and raised as soon as something of the import is wanted
         with contextlib.suppress(ImportError):

@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import itertools
 import sys
 import threading
@@ -50,7 +51,12 @@ from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
-from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
+from mpgrad.torch_state.private import (
+    compiled_in_place,
+    load_archive,
+    load_script,
+    parametrize_again,
+)
 
 __all__ = [
     "INHERITED",
@@ -122,19 +128,25 @@ class OfLibrary:
 
 
 def reduce_code(value: types.CodeType) -> Reduced:
-    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from 3.1.3 on."""
+    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from
+    3.1.3 on."""
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](value)
-    return make, tuple(value.co_filename if isinstance(part, str) and part == NO_FILE else part for part in parts)
+    return make, tuple(
+        value.co_filename if isinstance(part, str) and part == NO_FILE else part for part in parts
+    )
 
 
 def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
     """What cloudpickle sets at a function that it has made again: its attributes, and the rest.
 
-    cloudpickle's own looks through all modules of the process for those that the function may need, which takes as long as a
-    whole operation; and for names not into the bodies of classes.
+    cloudpickle's own looks through all modules of the process for those that the function may need,
+    which takes as long as a whole operation; and for names not into the bodies of classes.
     """
     code, given = function.__code__, globals_used(function)
-    values = (*given.values(), *(contents for cell in function.__closure__ or () for contents in contents_of(cell)))
+    values = (
+        *given.values(),
+        *(contents for cell in function.__closure__ or () for contents in contents_of(cell)),
+    )
     rest = {
         "__name__": function.__name__,
         "__qualname__": function.__qualname__,
@@ -166,13 +178,22 @@ def annotations_of(function: types.FunctionType) -> dict[str, Any]:
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
     """Those that its code has by their names, as they are now."""
     code, known = function.__code__, function.__globals__
-    return {name: known[name] for name in (*code_globals(code), *names_in_classes(code)) if name in known}
+    return {
+        name: known[name]
+        for name in (*code_globals(code), *names_in_classes(code))
+        if name in known
+    }
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """What is below the packages among `values` and has names that `code` uses: they are to be imported with the function."""
+    """What is below the packages among `values` and has names that `code` uses: they are to be
+    imported with the function."""
     names = uses_in(code).names
-    packages = [value for value in values if isinstance(value, types.ModuleType) and value.__dict__.get("__package__")]
+    packages = [
+        value
+        for value in values
+        if isinstance(value, types.ModuleType) and value.__dict__.get("__package__")
+    ]
     found: list[types.ModuleType] = []
     while packages:
         inside = packages.pop().__name__ + "."
@@ -197,7 +218,8 @@ LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def reduce_cached(value: Any) -> Any:
-    """By its name, where a worker can import it. (cloudpickle asks that of functions and classes only.)"""
+    """By its name, where a worker can import it. (cloudpickle asks that of functions and classes
+    only.)"""
     if importable_as(value) is not None:
         return value.__qualname__
     return reduce_by_value(value)
@@ -207,7 +229,8 @@ def reduce_cached(value: Any) -> Any:
 
 
 def reduce_memoryview(value: memoryview) -> Reduced:
-    """A view of all that an object has, with that object, whose memory it shares there too; any other one with a copy."""
+    """A view of all that an object has, with that object, whose memory it shares there too; any
+    other one with a copy."""
     try:
         seen = value.obj
     except ValueError:
@@ -219,13 +242,20 @@ def reduce_memoryview(value: memoryview) -> Reduced:
         memoryview_again(*parts)
     except (TypeError, ValueError):
         what = f"the format {value.format!r} and the shape {value.shape}"
-        raise TypeError(f"cannot pickle a memoryview with {what}; pass the object that it looks at") from None
+        raise TypeError(
+            f"cannot pickle a memoryview with {what}; pass the object that it looks at"
+        ) from None
     return memoryview_again, parts
 
 
 def is_pickled_whole(seen: object) -> bool:
     """Whether its pickle has all that a view of it may see."""
-    return type(seen) in (bytes, bytearray, array.array, getattr(sys.modules.get("numpy"), "ndarray", None))
+    return type(seen) in (
+        bytes,
+        bytearray,
+        array.array,
+        getattr(sys.modules.get("numpy"), "ndarray", None),
+    )
 
 
 def is_whole(view: memoryview, whole: memoryview) -> bool:
@@ -236,7 +266,8 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
     view: Any = memoryview(seen)
     if (view.format, view.shape) != (form, shape):
         flat = view.cast("B")
-        view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)  # an empty one takes no shape
+        # an empty one takes no shape
+        view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)
     return view.toreadonly() if is_readonly else view
 
 
@@ -244,19 +275,24 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
 
 
 def is_rebuilt(kind: type[BaseException]) -> bool:
-    """Whether its class would not get back what it has: pickle calls it with `args`, of which its `__init__` may know nothing.
+    """Whether its class would not get back what it has: pickle calls it with `args`, of which its
+    `__init__` may know nothing.
 
-    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that is sound.
+    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that
+    is sound.
     """
     if not has_sound_pickle(kind):
         return True
     has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
-    says_how = kind in copyreg.dispatch_table or not are_pythons(kind, "__reduce_ex__", "__reduce__", "__setstate__")
+    says_how = kind in copyreg.dispatch_table or not are_pythons(
+        kind, "__reduce_ex__", "__reduce__", "__setstate__"
+    )
     return not says_how and (has_slots or not are_pythons(kind, "__new__", "__init__"))
 
 
 def are_pythons(kind: type, *names: str) -> bool:
-    """Whether the class has the methods of these names from Python's own classes, which are written in C."""
+    """Whether the class has the methods of these names from Python's own classes, which are written
+    in C."""
     return all(isinstance(getattr(kind, name), IN_C) for name in names)
 
 
@@ -264,9 +300,11 @@ IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFun
 
 
 def has_sound_pickle(kind: type[BaseException]) -> bool:
-    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the `__dict__`, asks no `__getstate__`.
+    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the
+    `__dict__`, asks no `__getstate__`.
 
-    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as `__notes__`, for a field's value.
+    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as
+    `__notes__`, for a field's value.
     """
     gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
     return not gives_state or kind.__reduce__ is not BaseException.__reduce__
@@ -291,14 +329,21 @@ def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
 
 
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want other arguments."""
-    new = next(each for owner in kind.__mro__ if isinstance(each := vars(owner).get("__new__"), types.BuiltinFunctionType))
+    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want
+    other arguments."""
+    new = next(
+        each
+        for owner in kind.__mro__
+        if isinstance(each := vars(owner).get("__new__"), types.BuiltinFunctionType)
+    )
     error: BaseException = new(kind, *args)
     write(error, "args", args)
     return error
 
 
-def fill_exception(error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]) -> None:
+def fill_exception(
+    error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]
+) -> None:
     """Put into it what it had. It may be frozen."""
     attributes, fields = state
     read(error, "__dict__").update(attributes)
@@ -311,14 +356,16 @@ def fill_exception(error: BaseException, state: tuple[dict[str, Any], Sequence[t
 
 
 def reduce_condition(value: threading.Condition) -> Reduced:
-    return threading.Condition, (value._lock,)  # type: ignore[attr-defined]  # which others may hold, too
+    # which others may hold, too
+    return threading.Condition, (value._lock,)  # type: ignore[attr-defined]
 
 
 def reduce_local(value: threading.local) -> Any:
     """A new one, made as this one was; what threads keep in it stays theirs."""
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
-    _, args, names, *_ = *gc.get_referents(value), {}  # with which each thread has it made; then what threads keep in it
+    # with which each thread has it made; then what threads keep in it
+    _, args, names, *_ = *gc.get_referents(value), {}
     kwargs = names if all(isinstance(name, str) for name in names) else {}
     return functools.partial(type(value), *args, **kwargs), ()
 
@@ -337,7 +384,8 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 
 def reduce_attribute(value: object) -> Reduced | None:
-    """How what belongs to an imported module is found there, by the functions of that module too; None for the script's."""
+    """How what belongs to an imported module is found there, by the functions of that module too;
+    None for the script's."""
     known, modules = NOWHERE.get(id(value), (None, 0))
     if known is not None and known() is value and modules == len(sys.modules):
         return None
@@ -368,7 +416,8 @@ def weakly(value: Any) -> Callable[[], Any]:
 
 
 MOST_NOWHERE = 64
-NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}  # by id, with so many modules; to search them all takes milliseconds
+# by id, with so many modules; to search them all takes milliseconds
+NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}
 
 
 # --- weak references
@@ -383,7 +432,8 @@ def reference_again(kind: Any, target: Any) -> Any:
 
 
 def let_go(target: Any, reference: Any) -> None:
-    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else may hold it."""
+    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else
+    may hold it."""
 
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
@@ -403,7 +453,8 @@ class Dead:
 
 
 class Referent(NamedTuple):
-    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes a proxy for that, too."""
+    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes
+    a proxy for that, too."""
 
     value: Any
     is_alive: bool = True
@@ -427,7 +478,10 @@ def reduce_weak(value: Any) -> Reduced:
     """A WeakKeyDictionary, WeakValueDictionary or WeakSet; what it leads to hangs on it."""
     if type(value) not in WEAK:  # its own attributes and methods are not known
         base = next(each.__name__ for each in WEAK if isinstance(value, each))
-        raise TypeError(f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a {base}")
+        raise TypeError(
+            f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a "
+            f"{base}"
+        )
     contents = list(value if type(value) is weakref.WeakSet else value.items())
     return type(value), (), contents, None, None, fill_weak
 
@@ -444,7 +498,11 @@ def reduce_subclass(value: object) -> Any:
         return None
     if not DESCRIPTORS.isdisjoint(kinds):
         return reduce_descriptor(value)
-    base = next(each for each in kinds if each in INHERITED or vars(each).keys() & {"__reduce__", "__reduce_ex__"})
+    base = next(
+        each
+        for each in kinds
+        if each in INHERITED or vars(each).keys() & {"__reduce__", "__reduce_ex__"}
+    )
     return REDUCERS[base](value) if base in INHERITED else None
 
 
@@ -453,13 +511,18 @@ def reduce_subclass(value: object) -> Any:
 
 def reduce_method(value: types.MethodType) -> Any:
     owner = value.__self__
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and value.__func__ is FUNCTION_APPLY:
+    if (
+        isinstance(owner, type)
+        and issubclass(owner, torch.autograd.Function)
+        and value.__func__ is FUNCTION_APPLY
+    ):
         return getattr, (owner, "apply")  # the worker's own, not a copy of torch's code
     return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
 
 
 def reduce_descriptor(value: Any) -> Reduced:
-    """A property, class method or static method of a subclass, such as those of `torch.distributions`."""
+    """A property, class method or static method of a subclass, such as those of
+    `torch.distributions`."""
     kind = type(value)
     base = next(each for each in kind.__mro__ if each in DESCRIPTORS)
     _, arguments = OWN_MAP[base](value)
@@ -467,7 +530,8 @@ def reduce_descriptor(value: Any) -> Reduced:
 
 
 def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
-    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle does not give."""
+    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle
+    does not give."""
     return object.__new__, (functools.partialmethod,), vars(value)
 
 
@@ -506,7 +570,11 @@ def reduce_handle(value: RemovableHandle) -> Reduced:
 
 def reduce_generator(value: torch.Generator) -> Any:
     # of the default generator the worker's own is meant, which has the seed of the item
-    return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
+    return (
+        (getattr, (torch, "default_generator"))
+        if value is torch.default_generator
+        else value.__reduce_ex__(5)
+    )
 
 
 def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
@@ -529,44 +597,69 @@ def operator_again(path: str) -> object:
 # --- modules, and TorchScript
 
 
-REGISTER = "register operators in a module that workers import, or in each worker, with Pool(initializer=...)"
+REGISTER = (
+    "register operators in a module that workers import, or in each worker, with "
+    "Pool(initializer=...)"
+)
 
 
 def reduce_imported(value: types.ModuleType) -> Any:
-    """A module, of any class, by its name; also one like torch._C._functions: an attribute of another, not imported."""
+    """A module, of any class, by its name; also one like torch._C._functions: an attribute of
+    another, not imported."""
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
         return getattr, (sys.modules[parent], name)
     if type(value) is types.ModuleType and not is_found(value):
-        return dynamic_subimport, (value.__name__, {name: each for name, each in vars(value).items() if name != "__builtins__"})
+        return dynamic_subimport, (
+            value.__name__,
+            {name: each for name, each in vars(value).items() if name != "__builtins__"},
+        )
     return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
 
 
 def is_found(module: types.ModuleType) -> bool:
-    """Whether this is the module of that name, or was before it was imported again: one made by hand may share its name."""
+    """Whether this is the module of that name, or was before it was imported again: one made by
+    hand may share its name."""
     there, file = sys.modules.get(module.__name__, module), getattr(module, "__file__", None)
     return there is module or (file is not None and file == getattr(there, "__file__", None))
 
 
 def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; others without what is empty. None for any other."""
+    """How the modules that refuse to be pickled are, all the same; others without what is empty.
+    None for any other."""
     if isinstance(value, torch.jit.ScriptModule):
-        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
+        tensors = {
+            **dict(value.named_parameters(remove_duplicate=False)),
+            **dict(value.named_buffers(remove_duplicate=False)),
+        }
         hollow = copy.deepcopy(value)
         put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0, device="cpu")))
         return script_again, (hollow.save_to_buffer(), tensors)
     if (reduced := reduce_compiled(value)) is not None:
         return reduced
-    if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
-        reduced = object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
+    if is_parametrized(
+        value
+    ):  # its class was made for it, and refuses; what that was made from does not
+        reduced = (
+            object.__new__,
+            (type(value).__base__,),
+            vars(value),
+            None,
+            None,
+            parametrize_again,
+        )
     elif is_plain(type(value)):
         reduced = without_empty_hooks(value.__reduce_ex__(5))
     elif all(getattr(type(value), name) is getattr(Module, name) for name in PLAIN[:2]):
         create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
-        is_of_all = isinstance(state, dict) and "_modules" in state  # that of a quantized one has nothing of what all have
+        # that of a quantized one has nothing of what all have
+        is_of_all = isinstance(state, dict) and "_modules" in state
         reduced = create if is_of_all else bare_module, arguments, state, *rest
     elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
-        raise TypeError(f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); {UNEXPORTED}")
+        raise TypeError(
+            f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); "
+            f"{UNEXPORTED}"
+        )
     compiled = compiled_in_place(value)
     if compiled is None:
         return reduced
@@ -574,11 +667,14 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
     return with_compiled_call(own, compiled)
 
 
-UNEXPORTED = "carry the module that was exported, or load the program in the function (torch.export.load)"
+UNEXPORTED = (
+    "carry the module that was exported, or load the program in the function (torch.export.load)"
+)
 
 
 def is_exported(graph: torch.fx.GraphModule) -> bool:
-    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a graph, does not know which."""
+    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a
+    graph, does not know which."""
     tracer = vars(graph).get("_tracer_cls")
     try:
         inspect.signature(tracer or object).bind()
@@ -597,7 +693,8 @@ def is_plain(kind: type[Module]) -> bool:
 
 
 def without_empty_hooks(reduced: Any) -> tuple[Any, ...]:
-    """As `reduced`, but for a module's dictionaries that have no hook: nine of ten objects that it consists of."""
+    """As `reduced`, but for a module's dictionaries that have no hook: nine of ten objects that it
+    consists of."""
     create, arguments, state, *_ = reduced
     if type(state) is not dict:
         return tuple(reduced)  # it has slots
@@ -607,7 +704,10 @@ def without_empty_hooks(reduced: Any) -> tuple[Any, ...]:
 
 def set_with_hooks(module: Module, state: dict[str, Any]) -> None:
     """The state of a module, with dictionaries for the hooks that it does not have."""
-    made = {name: OrderedDict[Any, Any]() if each is None and name in HOOKS else each for name, each in state.items()}
+    made = {
+        name: OrderedDict[Any, Any]() if each is None and name in HOOKS else each
+        for name, each in state.items()
+    }
     module.__setstate__(made)  # type: ignore[no-untyped-call]
 
 
@@ -627,14 +727,31 @@ def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.Scr
 # copies have that in common.
 load_once = functools.lru_cache(maxsize=128)(load_script)
 MOST_SCRIPT_BYTES = 1 << 20
-TENSOR_CONSTANTS = b"/constants/"  # where an archive has them: a frozen module's, or what was traced with
+# where an archive has them: a frozen module's, or what was traced with
+TENSOR_CONSTANTS = b"/constants/"
 
 
 def loaded_script(code: bytes) -> torch.jit.ScriptModule:
-    """A module of its own, but for the tensors that are constants of the code: where there are some, it is loaded anew."""
+    """A module of its own, but for the tensors that are constants of the code: where there are
+    some, it is loaded anew."""
     if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
         return load_script(code)
     return copy.deepcopy(load_once(code))
+
+
+def share_loaded_scripts() -> None:
+    """Make `torch.jit.load`, in a worker process, load what was saved in memory only once.
+
+    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, thus in each map.
+    """
+
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(f) is io.BytesIO and not (args or kwargs):
+            return loaded_script(f.read())
+        return load_archive(f, *args, **kwargs)
+
+    torch.jit.load = functools.update_wrapper(load, load_archive)
+    load.__module__ = "torch.jit"  # where pickle finds this one
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
@@ -653,7 +770,11 @@ class ScriptedFunction:
         self._module = loaded_script(code)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}
+        rest = {
+            name: self._defaults[name]
+            for name in self._names[len(args) :]
+            if name in self._defaults
+        }
         return self._module(*args, **{**rest, **kwargs})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -669,7 +790,8 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
 # --- all of them
 
 
-# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name
+# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its
+# class and name
 FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS: dict[type, Callable[[Any], Any]] = {
@@ -705,7 +827,8 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
 INHERITED = {*WEAK, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
-ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
+# no deeper: every object is looked up here
+ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 
 MOST_LOOKED_AT = 10_000  # objects of one cache: a millisecond
@@ -724,7 +847,8 @@ def entries(cached: Any) -> list[Entry]:
     """What is in the cache; what was used last comes last, where the cache is bounded."""
     inside = gc.get_referents(cached)  # all at once, whatever other threads do
     if cached.cache_parameters()["maxsize"] is None:
-        cache = next(each for each in inside if type(each) is dict)  # the other one has the attributes
+        # the other one has the attributes
+        cache = next(each for each in inside if type(each) is dict)
         return [Entry(*pair) for pair in list(cache.items())]
     found = []  # its type, then a key, its result and the type of the link between the two for each
     for place in range(1, len(inside), 3):
@@ -735,7 +859,8 @@ def entries(cached: Any) -> list[Entry]:
 
 
 def marks() -> tuple[Any, Any]:
-    """What stands in a key between arguments and keywords; and the type of the links in a bounded cache."""
+    """What stands in a key between arguments and keywords; and the type of the links in a bounded
+    cache."""
     cached = functools.lru_cache(maxsize=1)(lambda **names: None)
     cached(name=None)
     _, key, _, link, *_ = gc.get_referents(cached)
@@ -760,11 +885,16 @@ def arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def entries_with_tensors(cached: Any) -> list[Entry]:
     learn()
     looked_at = iter(range(MOST_LOOKED_AT))
-    return [each for each in entries(cached) if type(each.result) not in NO_TENSORS and holds_tensors(each.result, looked_at)]
+    return [
+        each
+        for each in entries(cached)
+        if type(each.result) not in NO_TENSORS and holds_tensors(each.result, looked_at)
+    ]
 
 
 def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
-    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked at; near ones first."""
+    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked
+    at; near ones first."""
     waiting, seen = [value], {id(value)}
     for each in waiting:
         if next(looked_at, None) is None:
@@ -773,11 +903,20 @@ def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
         if issubclass(kind, torch.Tensor | torch.nn.Module) or is_generator(each):
             return True
         if kind is types.FunctionType:
-            inside: list[Any] = [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
+            inside: list[Any] = [
+                each.__closure__,
+                each.__defaults__,
+                each.__kwdefaults__,
+                each.__dict__,
+            ]
         else:
             inside = gc.get_referents(each)
         for part in inside:
-            if type(part) not in NO_TENSORS and not isinstance(part, type | types.ModuleType) and id(part) not in seen:
+            if (
+                type(part) not in NO_TENSORS
+                and not isinstance(part, type | types.ModuleType)
+                and id(part) not in seen
+            ):
                 seen.add(id(part))
                 waiting.append(part)
     return False
@@ -793,7 +932,11 @@ def attributes_of_cache(cached: Any) -> dict[str, Any]:
     """Those that it was given, beside what it has from the function and `functools`."""
     function = cached.__wrapped__
     copied = getattr(function, "__dict__", {})
-    own = {name: each for name, each in vars(cached).items() if name not in ("__wrapped__", "cache_parameters")}
+    own = {
+        name: each
+        for name, each in vars(cached).items()
+        if name not in ("__wrapped__", "cache_parameters")
+    }
     return {
         name: each
         for name, each in own.items()
@@ -806,12 +949,23 @@ def attributes_of_cache(cached: Any) -> dict[str, Any]:
 
 def reduce_by_value(cached: Any) -> tuple[Any, ...]:
     parameters = cached.cache_parameters()
-    kept = [(*arguments(key, parameters["typed"]), result) for key, result in entries_with_tensors(cached)]
-    return cached_again, (cached.__wrapped__, parameters), (attributes_of_cache(cached), kept), None, None, fill
+    kept = [
+        (*arguments(key, parameters["typed"]), result)
+        for key, result in entries_with_tensors(cached)
+    ]
+    return (
+        cached_again,
+        (cached.__wrapped__, parameters),
+        (attributes_of_cache(cached), kept),
+        None,
+        None,
+        fill,
+    )
 
 
 class StandIn(functools.partial[Any]):
-    """What a cached function calls: first to be given what is known already, then the function, with no frame in between."""
+    """What a cached function calls: first to be given what is known already, then the function,
+    with no frame in between."""
 
     def turn_to(self, function: Any, *first: Any) -> None:
         set_state: Any = super().__setstate__  # type: ignore[misc]  # typeshed leaves it out
@@ -823,7 +977,9 @@ def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.update_wrapper(made, function)
 
 
-def fill(cached: Any, state: tuple[dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], Any]]]) -> None:
+def fill(
+    cached: Any, state: tuple[dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], Any]]]
+) -> None:
     """Put the entries in by calling it with a function that gives their results."""
     own, kept = state
     vars(cached).update(own)

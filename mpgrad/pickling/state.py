@@ -1,14 +1,19 @@
-"""What the caller's functions use of the user's own modules, as one pickle, made again only when something changed.
+"""What the caller's functions use of the user's own modules, as one pickle, made again only when
+something changed.
 
     the function's pickle        names what it wants: simmod.f
-    the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses; and what these use, and so on
-cloudpickle would pickle all of it with each function and each item. Here functions and items go by name, and an operation has
-one state beside its function, which workers keep. While nothing has been written (`ContentWatch`), nothing is pickled or sent.
+    the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses;
+                                 and what these use, and so on
+cloudpickle would pickle all of it with each function and each item. Here functions and items go by
+name, and an operation has one state beside its function, which workers keep. While nothing has been
+written (`ContentWatch`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle is still true. What the
-caller may write to is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object.
+The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle
+is still true. What the caller may write to is compared by what it holds, or by the bytes that it
+gives; a large pickle by the identity of its object.
 
-Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever and whenever they run.
+Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever
+and whenever they run.
 """
 
 from __future__ import annotations
@@ -53,7 +58,15 @@ from mpgrad.pickling.modules import (
     uses_in,
 )
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
-from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
+from mpgrad.pickling.streams import (
+    Root,
+    Streams,
+    Travel,
+    as_it_is,
+    captured,
+    plain,
+    reduce_generator,
+)
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
 from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
 from mpgrad.torch_state.generators import Kind
@@ -71,13 +84,29 @@ __all__ = [
 ]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
-CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+CONTAINERS = {
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+    collections.deque,
+}
 OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 STEADY = (
     *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
-    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, types.MappingProxyType, types.ModuleType),
-    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.CodeType,
+        types.MappingProxyType,
+        types.ModuleType,
+    ),
+    *(
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    ),
     *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
@@ -88,7 +117,8 @@ OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__"
 MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 
 Content = Sequence[Any]
-Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
+# kept alive, so that no other object gets its address
+Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]
 MOST_STATES = 128  # kept for the next operation
 T = TypeVar("T")
 HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
@@ -102,12 +132,14 @@ ELEMENTS = {list, tuple, dict, set, frozenset}
 
 
 class ContentWatch:
-    """What was met while a pickle was made, with what it held: whether that is still so, in microseconds.
+    """What was met while a pickle was made, with what it held: whether that is still so, in
+    microseconds.
 
-    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in it that may be written to is
-    noted here, with the objects that it then held; it is unchanged as long as it holds the same ones. What does not show what
-    it holds (numpy arrays, objects of other libraries) is pickled again and compared. Of tensors only attributes are: their
-    values travel with each operation, whatever they are.
+    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in
+    it that may be written to is noted here, with the objects that it then held; it is unchanged as
+    long as it holds the same ones. What does not show what it holds (numpy arrays, objects of other
+    libraries) is pickled again and compared. Of tensors only attributes are: their values travel
+    with each operation, whatever they are.
     """
 
     def __init__(self) -> None:
@@ -136,7 +168,8 @@ class ContentWatch:
         return len(self._contents), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
+        """Containers, and where there are very many, objects; but neither classes, functions nor
+        modules."""
         kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
         if len(kept) > MOST_OBJECTS:
             kept = [each for each in kept if each[0] in OF_CODE]
@@ -147,7 +180,9 @@ class ContentWatch:
 def is_same(now: Opaque, before: Opaque) -> bool:
     """Whether two pickles of one object say the same."""
     count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
-    tensors = len(now[1]) == len(before[1]) and all(map(operator.is_, now[1][:count], before[1][:count]))
+    tensors = len(now[1]) == len(before[1]) and all(
+        map(operator.is_, now[1][:count], before[1][:count])
+    )
     return tensors and now[0] == before[0] and now[2] == before[2]
 
 
@@ -181,7 +216,10 @@ def contents_of_function(value: types.FunctionType) -> Content:
 
 def contents_of_class(value: type) -> Content:
     """Its bases, and what stands in its body."""
-    return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
+    return (
+        *value.__bases__,
+        *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
+    )
 
 
 OF_CODE = contents_of_class, contents_of_function, values_of
@@ -192,7 +230,8 @@ MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as
 
 
 class StatePickler(CallerPickler):
-    """Functions and classes of the user's own modules by value, and what their code wants after them."""
+    """Functions and classes of the user's own modules by value, and what their code wants after
+    them."""
 
     def __init__(self, left: dict[Wanted, LeftOf]) -> None:
         self.buffer = io.BytesIO()
@@ -200,8 +239,10 @@ class StatePickler(CallerPickler):
         self.covered: set[Wanted] = set()
         self.watch = ContentWatch()
         self._left = left
-        self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
-        self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
+        # that may run while the state is loaded, and use globals then
+        self._hastened: dict[int, types.FunctionType] = {}
+        # what reducers made for the pickle, which nobody can write to
+        self._made: dict[int, Any] = {}
 
     def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
         """None; or what cannot be carried, by itself, so that all is in vain."""
@@ -210,7 +251,9 @@ class StatePickler(CallerPickler):
         self.dump(sorted(own))
         while self.wanted:
             some, self.wanted = self.wanted, {}
-            if (culprit := self._dump_some([each for each in some if each not in self.covered])) is not None:
+            if (
+                culprit := self._dump_some([each for each in some if each not in self.covered])
+            ) is not None:
                 return culprit
         return None
 
@@ -239,7 +282,8 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
-        """Whether it could be carried; raises where it could not, and the worker's own will not do."""
+        """Whether it could be carried; raises where it could not, and the worker's own will not
+        do."""
         mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
@@ -288,7 +332,11 @@ class StatePickler(CallerPickler):
         return super(CallerPickler, self).reducer_override(value)
 
     def _noted_function(self, value: types.FunctionType) -> Any:
-        reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
+        reduced = (
+            self.reduce_function(value)
+            if name_of(value) is None
+            else self.reduce_function(value, by_value=True)
+        )
         if reduced is NotImplemented:
             return reduced
         self.watch.content(contents_of_function, value)
@@ -305,7 +353,11 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
-        reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        reduced = (
+            dynamic(value)
+            if is_own(value.__module__)
+            else super(CallerPickler, self).reducer_override(value)
+        )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
@@ -326,14 +378,19 @@ class StatePickler(CallerPickler):
     def _hasten(self, value: Any) -> None:
         """A function, and those that it calls."""
         function = getattr(value, "__func__", value)
-        if not isinstance(function, types.FunctionType) or id(function) in self._hastened or module_of(function) is None:
+        if (
+            not isinstance(function, types.FunctionType)
+            or id(function) in self._hastened
+            or module_of(function) is None
+        ):
             return
         self._hastened[id(function)] = function
         for name in uses_in(function.__code__).names:
             self._hasten(function.__globals__.get(name))
 
     def _hasten_methods(self, kind: type) -> None:
-        """Those that Python calls by itself: when a subclass is made, an object is put into a set, and so on."""
+        """Those that Python calls by itself: when a subclass is made, an object is put into a set,
+        and so on."""
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
@@ -351,7 +408,8 @@ class StatePickler(CallerPickler):
                 self._note_made(*each)
 
     def _note(self, value: Any) -> None:
-        """Have the watch compare what the object holds or, where it does not show that, its pickle."""
+        """Have the watch compare what the object holds or, where it does not show that, its
+        pickle."""
         kind = type(value)
         if reduces_as_usual(kind):
             if isinstance(value, dict):
@@ -380,17 +438,24 @@ def held_by(value: Any) -> Sequence[Any]:
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
         return items_of(value)
-    return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
+    return (
+        attributes_of(value)
+        if is_own(type(value).__module__) and hasattr(value, "__dict__")
+        else ()
+    )
 
 
 def attributes_beside_state(generator: Any) -> Sequence[Any]:
     """Of a generator of random numbers, whose state is none of the pickle's."""
-    return pairs_of({name: value for name, value in vars(generator).items() if name != "gauss_next"})
+    return pairs_of(
+        {name: value for name, value in vars(generator).items() if name != "gauss_next"}
+    )
 
 
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
-        raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+        # cloudpickle would send what is in it
+        raise TypeError(f"cannot pickle an open file ({value!r})")
 
 
 class WithoutFiles(CallerPickler):
@@ -402,8 +467,13 @@ class WithoutFiles(CallerPickler):
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
-    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be carried, such as a file."""
-    if name.startswith(("__", "_abc_")) or type(member) in PLAIN or issubclass(type(member), (*CODE, *STEADY)):
+    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be
+    carried, such as a file."""
+    if (
+        name.startswith(("__", "_abc_"))
+        or type(member) in PLAIN
+        or issubclass(type(member), (*CODE, *STEADY))
+    ):
         return member
     try:
         WithoutFiles(io.BytesIO()).dump(member)
@@ -420,7 +490,9 @@ def is_defined_there(wanted: Wanted) -> bool:
 
 def reduces_as_usual(kind: type) -> bool:
     """Whether pickle takes an object's attributes, slots and items, and nothing else."""
-    if any("__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]):
+    if any(
+        "__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]
+    ):
         return False
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     own = getattr(kind, "__getstate__", usual)
@@ -429,7 +501,9 @@ def reduces_as_usual(kind: type) -> bool:
 
 
 def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    return [member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)]
+    return [
+        member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)
+    ]
 
 
 def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
@@ -448,7 +522,11 @@ def pickled_alone(value: Any) -> Opaque:
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(value)
     tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
-    return buffer.getvalue(), [*tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]
+    return (
+        buffer.getvalue(),
+        [*tensors, *pickler.buffers],
+        [(each.data_ptr(), each.nbytes) for each in pickler.buffers],
+    )
 
 
 # --- what the modules hold, as it is now
@@ -460,7 +538,12 @@ class State:
     _numbers = itertools.count(1)
 
     def __init__(
-        self, pickled: bytes, mark: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: ContentWatch
+        self,
+        pickled: bytes,
+        mark: bytes,
+        tensors: list[torch.Tensor],
+        covered: set[Wanted],
+        watch: ContentWatch,
     ) -> None:
         self.number = next(self._numbers)
         self.pickled = pickled
@@ -477,7 +560,8 @@ class State:
 
 
 class Recent(collections.OrderedDict[Hashable, T]):
-    """The values that were put here last. Two of these that see the same keys in the same order keep the same ones."""
+    """The values that were put here last. Two of these that see the same keys in the same order
+    keep the same ones."""
 
     def put(self, key: Hashable, value: T) -> None:
         self[key] = value
@@ -490,13 +574,16 @@ class States:
     """Those that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is pickled has methods of its own, which may come here again
+        # what is pickled has methods of its own, which may come here again
+        self._lock = threading.RLock()
         self._known: Recent[State] = Recent()  # by what was wanted
-        # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
+        # what cannot be carried, as it was met first since the module was loaded; ABSENT where
+        # something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[Wanted]) -> State | None:
-        """The state with all that is wanted, as it is now; the same one while nothing changes. None: nothing is wanted."""
+        """The state with all that is wanted, as it is now; the same one while nothing changes.
+        None: nothing is wanted."""
         key = tuple(wanted)
         if not key:
             return None
@@ -515,17 +602,30 @@ class States:
                 break
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():
-            self._note_kind(each, None if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None else ABSENT)
-        return State(pickler.buffer.getvalue(), pickler.mark, pickler.taken_out, pickler.covered, pickler.watch)
+            self._note_kind(
+                each,
+                None
+                if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None
+                else ABSENT,
+            )
+        return State(
+            pickler.buffer.getvalue(),
+            pickler.mark,
+            pickler.taken_out,
+            pickler.covered,
+            pickler.watch,
+        )
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
-        """In the place of what cannot be carried: the worker's own. Raises TypeError where the caller's was replaced."""
+        """In the place of what cannot be carried: the worker's own. Raises TypeError where the
+        caller's was replaced."""
         assert wanted.name is not None
         value = vars(sys.modules[wanted.module])[wanted.name]
         known = self._note_kind(wanted, value)
         if known is not value and known is not None:  # None: what is made when it is needed
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was replaced by what cannot be carried ({type(value).__name__}), and workers "
+                f"{wanted.module}.{wanted.name} was replaced by what cannot be carried "
+                f"({type(value).__name__}), and workers "
                 "would have another one; make it when it is needed, or in the pool's initializer"
             )
         return LeftOf(wanted.module, wanted.name, type(value).__qualname__)
@@ -538,9 +638,12 @@ class States:
         if known is None or known[0] is not load:
             known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
-        if known[1]() is value and not (len(now) == len(known[2]) and all(map(operator.is_, known[2], now))):
+        if known[1]() is value and not (
+            len(now) == len(known[2]) and all(map(operator.is_, known[2], now))
+        ):
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was written to, and cannot be carried ({type(value).__name__}): workers have "
+                f"{wanted.module}.{wanted.name} was written to, and cannot be carried "
+                f"({type(value).__name__}): workers have "
                 "it as they import it; keep what cannot be carried apart from what changes"
             )
         return known[1]()
@@ -557,7 +660,8 @@ LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
 ) -> tuple[bytes, list[torch.Tensor], State | None]:
-    """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors come after them.
+    """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors
+    come after them.
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
@@ -568,13 +672,20 @@ def dumps_function(
     else:
         pickler = CallerPickler(buffer := io.BytesIO())
         pickler.dump(function)
-        pickled, mark, wanted, tensors = buffer.getvalue(), pickler.mark, pickler.wanted, pickler.taken_out
+        pickled, mark, wanted, tensors = (
+            buffer.getvalue(),
+            pickler.mark,
+            pickler.wanted,
+            pickler.taken_out,
+        )
         if sight is not None:
             keep_pickle(function, sight, pickler, pickled)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
-        with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
+        with contextlib.suppress(
+            Exception
+        ):  # whoever packs the call will find it again, and name the item
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)
@@ -582,7 +693,8 @@ def dumps_function(
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
-    """Whether there are functions, classes, or objects of the user's own classes in `value`; not looked at in every corner."""
+    """Whether there are functions, classes, or objects of the user's own classes in `value`; not
+    looked at in every corner."""
     kind = type(value)
     if kind in ELEMENTS:
         inside = list(itertools.islice(value.values() if kind is dict else value, MOST_LOOKED_AT))
@@ -595,7 +707,8 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: State | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order in which pickle meets them.
+    """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order
+    in which pickle meets them.
 
     What the state `known` has is left to it.
     """
@@ -604,9 +717,13 @@ def dumps_arguments(
 
 
 def dumps_whole(
-    value: object, travel: Travel = captured, known: State | None = None, claims: list[Any] | None = None
+    value: object,
+    travel: Travel = captured,
+    known: State | None = None,
+    claims: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
+    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both.
+    `loads_whole` reads them."""
     pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
@@ -627,7 +744,8 @@ def loads_whole(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then.
+    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known
+    then.
 
     `streams`: gets those of the generators that it captures.
     """
@@ -636,7 +754,9 @@ def loads_whole(
     number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
     start = len(WHOLE) + HEADER.size
     state = pickled[start : start + size]
-    return loads_with_state(pickled[start + size :], tensors, number, state, in_state, claimed, names, streams)[0]
+    return loads_with_state(
+        pickled[start + size :], tensors, number, state, in_state, claimed, names, streams
+    )[0]
 
 
 def loads_with_state(
@@ -651,12 +771,15 @@ def loads_with_state(
 ) -> tuple[Any, Namespaces, Streams]:
     """A function, the modules that it sees, and the generators that it captures.
 
-    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names` are the modules.
+    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names`
+    are the modules.
     """
     own = len(captures) - tensors
     seen = names or Namespaces()
     found = Streams() if streams is None else streams
-    placement = Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    placement = (
+        Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    )
     if placement is not None:
         seen = Namespaces(placement)
 
@@ -674,11 +797,14 @@ def loaded(
     placement: Placement | None = None,
     streams: Streams | None = None,
 ) -> Namespaces:
-    """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
+    """The modules as the state has them; those that were loaded before, where it has no tensors,
+    which are others each time."""
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
     # states share classes: the one that was loaded since has set their attributes
-    has_old_classes = number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS)
+    has_old_classes = number != LAST[0] and any(
+        each.__name__.encode() in pickled for each in MAKERS
+    )
     LAST[0] = 0
     if found is None or has_old_classes:
         again = Namespaces(placement)
@@ -699,7 +825,8 @@ def loaded(
 # --- generators of random numbers that items hold
 
 
-SHARED: collections.deque[Any] = collections.deque(maxlen=64)  # generators; numpy's have no weak references
+# generators; numpy's have no weak references
+SHARED: collections.deque[Any] = collections.deque(maxlen=64)
 
 
 Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
@@ -714,15 +841,17 @@ class Met(NamedTuple):
 
 
 class ItemStreams:
-    """How the generators travel that the items of one operation hold. An item may be packed more than once.
+    """How the generators travel that the items of one operation hold. An item may be packed more
+    than once.
 
-    They travel as they are; but one that several items have gives each a stream of its own. Where the items are not all there
-    yet (an iterator's), the first one that has a generator gets it as it is, the others a stream each; from then on it is known
-    that several items have it.
+    They travel as they are; but one that several items have gives each a stream of its own. Where
+    the items are not all there yet (an iterator's), the first one that has a generator gets it as
+    it is, the others a stream each; from then on it is known that several items have it.
     """
 
     def __init__(self, items: Iterable[Any] | None, captures: Sequence[torch.Tensor] = ()) -> None:
-        """`items`: where they are all there. `captures`: of the function, before they are `drawn`."""
+        """`items`: where they are all there. `captures`: of the function, before they are
+        `drawn`."""
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
         self._first = 0  # the number of the operation's first item
@@ -731,7 +860,8 @@ class ItemStreams:
         self._roots_of_code: Roots = {}
 
     def onwards(self, first: int) -> ItemStreams:
-        """For items that come later, in an operation of their own: these are numbered from `first` on."""
+        """For items that come later, in an operation of their own: these are numbered from `first`
+        on."""
         later = ItemStreams(self._items)
         later._first, later._met, later._roots = first, self._met, self._roots
         return later
@@ -753,9 +883,13 @@ class ItemStreams:
         return itself, (own,)
 
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of an item; generators that code captures which it brings, in a module of the user's, are everybody's."""
+        """The tensors of an item; generators that code captures which it brings, in a module of the
+        user's, are everybody's."""
         roots = self._roots_of_code
-        return [plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each for each in tensors]
+        return [
+            plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each
+            for each in tensors
+        ]
 
     def _is_shared(self, generator: Any) -> bool:
         """Whether the function has it, or several items."""

@@ -1,8 +1,11 @@
-"""Generators of random numbers that a function captures, on their way. (Those of items: `ItemStreams`.)
+"""Generators of random numbers that a function captures, on their way. (Those of items:
+`ItemStreams`.)
 
-    [1] `captured`: a `Root` in the place of its state ─► [2] `drawn`, for one operation, a capture like others
+    [1] `captured`: a `Root` in the place of its state
+        ─► [2] `drawn`, for one operation, a capture like others
         ─► [3] `kept`, in a worker: a `Stream`, which begins anew before each item
-A root is a tensor, so that the pickle of a function stays the same, and its cost known, while its generators move on.
+A root is a tensor, so that the pickle of a function stays the same, and its cost known, while its
+generators move on.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ Travel = Callable[[Kind, Any], Any]  # how a generator is reduced; NotImplemente
 
 
 class Root(torch.Tensor):
-    """[1] Stands among a function's captures for what is still to be drawn from a generator of the caller's."""
+    """[1] Stands among a function's captures for what is still to be drawn from a generator of the
+    caller's."""
 
     __slots__ = ("generator", "kind")  # not attributes, which would travel
 
@@ -63,7 +67,8 @@ class Stream:
 
 
 class Streams(list[Stream]):
-    """Those of a function, which come into being as it is loaded: in a pickle, an empty one stands for these."""
+    """Those of a function, which come into being as it is loaded: in a pickle, an empty one stands
+    for these."""
 
     def begin(self, item: int) -> None:
         # what was made last may be held by what was made before, and be drawn from as that begins
@@ -85,7 +90,14 @@ def reduce_generator(value: Any, travel: Travel) -> Any:
         return type(value), ()  # it has no state
     if (bits := bits_of(value)) is None:
         return None
-    return generator_again, (type(value), bits), getattr(value, "__dict__", None), None, None, set_attributes
+    return (
+        generator_again,
+        (type(value), bits),
+        getattr(value, "__dict__", None),
+        None,
+        None,
+        set_attributes,
+    )
 
 
 def generator_again(kind: Any, bits: Any) -> Any:
@@ -96,7 +108,8 @@ def generator_again(kind: Any, bits: Any) -> Any:
 
 
 def set_attributes(made: Any, attributes: Any) -> None:
-    """Set an object's attributes in Python. (`__setstate__` of numpy's takes a dictionary for the state of the bits.)"""
+    """Set an object's attributes in Python. (`__setstate__` of numpy's takes a dictionary for the
+    state of the bits.)"""
     own = vars(made)
     for name, value in attributes.items():
         own[sys.intern(name) if type(name) is str else name] = value  # as pickle does
@@ -120,7 +133,9 @@ def captured(kind: Kind, generator: Any) -> Any:
 
 def drawn(captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """[2] The captures with what the caller's generators give: no other operation gets the same."""
-    return [plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures]
+    return [
+        plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures
+    ]
 
 
 def plain(root: Any) -> torch.Tensor:
@@ -128,7 +143,9 @@ def plain(root: Any) -> torch.Tensor:
         return torch.tensor(list(pickle.dumps(root)), dtype=torch.uint8)
 
 
-def kept(streams: Streams, root: torch.Tensor, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def kept(
+    streams: Streams, root: torch.Tensor, make: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     """[3]"""
     made = make(*arguments)
     kind = kind_of_class(type(made))

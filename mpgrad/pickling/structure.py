@@ -1,16 +1,19 @@
-"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it reaches.
+"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it
+reaches.
 
-cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
-that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
-decided elsewhere. The tensors that a *function* reaches in this way are its captures. Attributes
-that somebody set on a tensor are in the bytes, and so is a class of its own: what comes in its
-place is given both.
+cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by
+value and fails on those that need gradients. Here each tensor leaves its number in the bytes; what
+the tensors are, and who owns their memory, is decided elsewhere. The tensors that a *function*
+reaches in this way are its captures. Attributes that somebody set on a tensor are in the bytes, and
+so is a class of its own: what comes in its place is given both.
 
-Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
-order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
-something else, goes as `mpgrad.pickling.reducers` has it.
+Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes:
+pickle asks for them in the order in which it met them, so they stand at the end of the list, the
+first one last. What pickle refuses, or carries as something else, goes as
+`mpgrad.pickling.reducers` has it.
 
-A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
+A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it
+will be.
 """
 
 from __future__ import annotations
@@ -74,7 +77,14 @@ from mpgrad.pickling.reducers import (
     referent,
     with_class,
 )
-from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
+from mpgrad.pickling.streams import (
+    Root,
+    Streams,
+    Travel,
+    captured,
+    reduce_generator,
+    set_attributes,
+)
 from mpgrad.torch_state.generators import learn
 from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
@@ -100,10 +110,12 @@ __all__ = [
 
 
 class Deferred:
-    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it is one.)"""
+    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it
+    is one.)"""
 
     def _claim(self) -> object | None:
-        """What will lead to the value; None where it has been taken, so that it is here, and may have been changed since."""
+        """What will lead to the value; None where it has been taken, so that it is here, and may
+        have been changed since."""
         raise NotImplementedError
 
     def _taken(self) -> Any:
@@ -112,7 +124,8 @@ class Deferred:
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them;
+    then its buffers."""
     buffer = io.BytesIO()
     pickler = TensorPickler(buffer)
     pickler.dump(value)
@@ -135,9 +148,11 @@ def loads(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
+    """The value again, with `tensors` in the places of those that `dumps` took out, and what was
+    claimed in its own.
 
-    `names`: the modules of the user's own that it refers to. `streams`: gets those of the generators that it captures.
+    `names`: the modules of the user's own that it refers to. `streams`: gets those of the
+    generators that it captures.
     """
     return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
 
@@ -153,13 +168,17 @@ def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class TensorPickler(ClassPickler):
-    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was taken out."""
+    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was
+    taken out."""
 
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
-        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
-        super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
+        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them,
+        # wait for the collector
+        super().__init__(
+            buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
+        )
         self.claims = claims
         self.runs_code = False  # see `RUNS_CODE`
         self._number: dict[int, int] = {}
@@ -189,7 +208,8 @@ class TensorPickler(ClassPickler):
         """Below 0; None where the caller has the result already, and it is pickled as it is."""
         if self.claims is None:
             raise TypeError(
-                "a future can be an argument of a call, but neither part of a function or result, nor within a torch.func "
+                "a future can be an argument of a call, but neither part of a function or result, "
+                "nor within a torch.func "
                 "transform; pass it as an argument, or pass its result()"
             )
         if id(value) not in self._number:
@@ -229,9 +249,21 @@ class TensorPickler(ClassPickler):
         try:
             state = function_state(function)
         except ReferenceError:  # cloudpickle each global is asked whether it is a module
-            uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
-            raise pickle.PicklingError(f"{uses_gone}; let go of the proxy, or keep the object") from None
-        return make_dynamic, self._function_getnewargs(function), state, None, None, function_setstate
+            uses_gone = (
+                f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is "
+                "gone"
+            )
+            raise pickle.PicklingError(
+                f"{uses_gone}; let go of the proxy, or keep the object"
+            ) from None
+        return (
+            make_dynamic,
+            self._function_getnewargs(function),
+            state,
+            None,
+            None,
+            function_setstate,
+        )
 
 
 class Bare(NamedTuple):
@@ -250,7 +282,8 @@ def reduce_tensor(value: torch.Tensor) -> Any:
 
 
 def has_own_way(kind: Any) -> bool:
-    """Whether its objects are pickled by code of their own, which may leave tensors out and make others in their place."""
+    """Whether its objects are pickled by code of their own, which may leave tensors out and make
+    others in their place."""
     reducer = copyreg.dispatch_table.get(kind)
     return has_methods_for_pickle(kind) if reducer is None else not is_known(reducer)
 
@@ -265,7 +298,11 @@ def has_methods_for_pickle(kind: Any) -> bool:
 
 def makes_own(new: Any) -> bool:
     """A named tuple's was made by Python."""
-    return isinstance(new, types.FunctionType) and not is_known(new) and not new.__module__.startswith("namedtuple_")
+    return (
+        isinstance(new, types.FunctionType)
+        and not is_known(new)
+        and not new.__module__.startswith("namedtuple_")
+    )
 
 
 def is_known(value: Any) -> bool:
@@ -273,17 +310,28 @@ def is_known(value: Any) -> bool:
     return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
-RUNS_CODE = b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
-OF_PICKLE = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
+# behind a pickle, which ends before it, where loading runs code of objects
+RUNS_CODE = b"runs code"
+OF_PICKLE = (
+    "__reduce_ex__",
+    "__reduce__",
+    "__getstate__",
+    "__setstate__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+)
 OF_ITEMS = "__setitem__", "append", "extend"
 
 
 class CallerPickler(TensorPickler):
-    """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
+    """The caller's side: functions and classes of the user's modules go by name, and what is
+    `wanted` of these is noted."""
 
     follows_lookups = True  # gives functions the names that they may find at run time
 
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured
+    ) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
         learn()
@@ -300,7 +348,11 @@ class CallerPickler(TensorPickler):
             return None
         if kind in HERE:
             return HERE[kind]
-        if issubclass(kind, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
+        if (
+            issubclass(kind, types.ModuleType)
+            and is_own(value.__name__)
+            and sys.modules[value.__name__] is value
+        ):
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
             return value.__name__
@@ -320,23 +372,35 @@ class CallerPickler(TensorPickler):
                 )
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
-        if type(value) is types.ModuleType and value is sys.modules["__main__"] and self.follows_lookups:
+        if (
+            type(value) is types.ModuleType
+            and value is sys.modules["__main__"]
+            and self.follows_lookups
+        ):
             return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
+        """Those of its globals that stand beside it in the pickle; it finds the others in its
+        module."""
         return {}
 
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
-        """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
-        reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
-        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:  # by name, or made by the compiler
+        """By value, if it is none of a library; its globals, where they are a module's, as that
+        module's."""
+        reduced = (
+            self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
+        )
+        if (
+            reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS
+        ):  # by name, or made by the compiler
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
         self.given[id(value)] = dict(given)
-        rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
+        rest["_cloudpickle_submodules"] = [
+            each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)
+        ]
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
@@ -347,17 +411,27 @@ class CallerPickler(TensorPickler):
             found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned, given)
             given.update(found)
             if own_globals.get("__name__") == "__main__":
-                given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
+                given.update(
+                    {name: SysOf(own_globals) for name, each in given.items() if each is sys}
+                )
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
         here = NamesHere()
-        return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
+        return (
+            make_function,
+            (here, code, own_globals, *others),
+            (attributes, rest, here),
+            items,
+            pairs,
+            set_function,
+        )
 
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """What functions of a script may find at run time, beside the `given`; why the rest stays."""
+        """What functions of a script may find at run time, beside the `given`; why the rest
+        stays."""
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
         return lookups.names(mentioned, given), lookups.uncarried
 
@@ -377,7 +451,8 @@ class Trial(CallerPickler):
 
 
 class TrialPickler(CallerPickler):
-    """To see what a value takes; raises OverflowError above the limit, and TypeError for what nobody carries unasked."""
+    """To see what a value takes; raises OverflowError above the limit, and TypeError for what
+    nobody carries unasked."""
 
     follows_lookups = False
     is_asked = False
@@ -389,7 +464,9 @@ class TrialPickler(CallerPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
-        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)):
+        if not self.is_asked and (
+            is_made_by_own_code(kind) if kind is value else has_own_way(kind)
+        ):
             refuse_users(kind)
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and not self.is_asked and is_called(value):
@@ -410,16 +487,20 @@ def is_users(kind: type) -> bool:
 
 def is_made_by_own_code(kind: type) -> bool:
     begins = kind.__init_subclass__
-    return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
+    return not is_known(type(kind)) or (
+        isinstance(begins, types.MethodType) and not is_known(begins)
+    )
 
 
 def is_called(value: object) -> bool:
-    """Whether pickle calls the class to make the object again, and so code of its own: as it does for sets."""
+    """Whether pickle calls the class to make the object again, and so code of its own: as it does
+    for sets."""
     kind = type(value)
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
     is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__  # an enumeration's finds its members
+    # an enumeration's finds its members
+    calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
@@ -453,18 +534,25 @@ MARKS = GlobalsOf, LeftOf
 STREAMS_HERE = "*"
 HERE: dict[type, str] = {NamesHere: NAMES_HERE, Streams: STREAMS_HERE}
 # asked of everything in a pickle, most of which is such
-NEVER_TAKEN_OUT = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type})
+NEVER_TAKEN_OUT = frozenset(
+    {str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type}
+)
 NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType}
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in `taken_out`."""
+    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in
+    `taken_out`."""
     memory = buffer.raw()
-    if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
+    if (
+        memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules
+    ):  # numpy makes buffers of tensors again
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer
         # of memory that may not be written torch makes no tensors
-        taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+        taken_out.append(
+            torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
+        )
     return False
 
 
@@ -504,7 +592,11 @@ class TensorUnpickler(ClassUnpickler):
         if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
         found = super().find_class(module, name)
-        if (module, name) == SETS_CLASS and self._names is not None and self._names.placement is not None:
+        if (
+            (module, name) == SETS_CLASS
+            and self._names is not None
+            and self._names.placement is not None
+        ):
             return functools.partial(self._names.placement.set_class, found)
         return found
 
@@ -512,8 +604,10 @@ class TensorUnpickler(ClassUnpickler):
 # --- whether a pickle leads to installed packages
 
 MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
-MOST_READ_AGAIN = 256 << 10  # of a function's that comes again: a network that it captures has its layers there
-NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
+# of a function's that comes again: a network that it captures has its layers there
+MOST_READ_AGAIN = 256 << 10
+# a short string begins with an opcode and its length
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)
 
 
 def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:

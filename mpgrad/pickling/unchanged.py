@@ -3,8 +3,8 @@ worker, as they were loaded, and are not loaded again. Both sides.
 
 A lambda in a loop is a new function each time, with the same code; the tensors that it captures may
 be others. Neither is in its pickle, which has numbers in the places of tensors. So a pickle is kept
-by the code of the function, with all that it depends on (`Sight`), and looking at that again takes a
-tenth of the time.
+by the code of the function, with all that it depends on (`Sight`), and looking at that again takes
+a tenth of the time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Sight:
         self.wanted: dict[Wanted, None] = {}
         self.functions: list[Function] = []
         self.tensors: list[torch.Tensor] = []
-        self.given: dict[int, dict[str, Any]] = {}  # the globals of each function that it uses, by its id
+        # the globals of each function that it uses, by its id
+        self.given: dict[int, dict[str, Any]] = {}
         self._places: dict[int, Numbered] = {}
 
     @classmethod
@@ -91,7 +92,12 @@ class Sight:
         names, cells = function.__globals__, function.__closure__ or ()
         defaults, annotations = function.__defaults__ or (), annotations_of(function)
         self.given[id(function)] = given = globals_used(function)
-        values = [*defaults, *annotations.values(), *[names.get(each, ABSENT) for each in OF_ITS_MODULE], *given.values()]
+        values = [
+            *defaults,
+            *annotations.values(),
+            *[names.get(each, ABSENT) for each in OF_ITS_MODULE],
+            *given.values(),
+        ]
         for cell in cells:
             values += contents_of(cell) or [ABSENT]
         shared = self._place(names), *map(self._place, cells)
@@ -140,8 +146,11 @@ class Sight:
         )
 
     def settle(self) -> bool:
-        """Hold no tensor and no function any more. False where a function finds names at run time."""
-        finds_names = any(looks_up(each) for each in self.functions if isinstance(each, types.FunctionType))
+        """Hold no tensor and no function any more. False where a function finds names at run
+        time."""
+        finds_names = any(
+            looks_up(each) for each in self.functions if isinstance(each, types.FunctionType)
+        )
         self.functions, self.tensors, self.given = [], [], {}
         return not finds_names
 
@@ -171,7 +180,11 @@ def goes_by_itself(value: Any) -> bool:
     kind = type(value)
     if kind is types.BuiltinFunctionType:
         holder = value.__self__
-        return holder is None or isinstance(holder, types.ModuleType) or (isinstance(holder, type) and goes_by_itself(holder))
+        return (
+            holder is None
+            or isinstance(holder, types.ModuleType)
+            or (isinstance(holder, type) and goes_by_itself(holder))
+        )
     if kind is types.ModuleType:
         name = value.__name__
         return value is sys.modules.get(name) and name != "__main__" and not is_own(name)
@@ -182,7 +195,11 @@ def goes_by_itself(value: Any) -> bool:
 
 def is_same_dict(one: dict[str, Any], other: dict[str, Any] | None) -> bool:
     """Whether the values are the same objects."""
-    return other is not None and one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+    return (
+        other is not None
+        and one.keys() == other.keys()
+        and all(value is other[name] for name, value in one.items())
+    )
 
 
 # --- pickles
@@ -198,7 +215,8 @@ class KeptPickle(NamedTuple):
     modules: object  # that were loaded
 
 
-# a function's code, or one that is written in C; with the type of partial functions where one calls it
+# a function's code, or one that is written in C; with the type of partial functions where one calls
+# it
 Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
 PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
 
@@ -210,13 +228,16 @@ def key_of(function: Any) -> Key | None:
     key: Any = None
     if type(called) is types.FunctionType:
         key = called.__code__
-    elif type(called) is types.BuiltinFunctionType and goes_by_itself(called):  # the method of an object would keep that
+    elif type(called) is types.BuiltinFunctionType and goes_by_itself(
+        called
+    ):  # the method of an object would keep that
         key = called
     return (functools.partial, key) if is_partial and key is not None else key
 
 
 def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:
-    """The pickle of the function, where that is known without pickling it; and how it was seen, if it may be kept."""
+    """The pickle of the function, where that is known without pickling it; and how it was seen, if
+    it may be kept."""
     key = key_of(function)
     if key is None or (known := PICKLES.get(key, ABSENT)) is None:
         return None, None
@@ -230,10 +251,13 @@ def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:
 
 
 def keep_pickle(function: Any, sight: Sight, pickler: CallerPickler, pickled: bytes) -> None:
-    """`sight`: before it was pickled. Meanwhile other threads may have written to it, and have put back what was there."""
+    """`sight`: before it was pickled. Meanwhile other threads may have written to it, and have put
+    back what was there."""
     key, now = key_of(function), Sight.of(function)
     assert key is not None
-    had_the_same = [is_same_dict(given, pickler.given.get(number)) for number, given in sight.given.items()]
+    had_the_same = [
+        is_same_dict(given, pickler.given.get(number)) for number, given in sight.given.items()
+    ]
     if now is None or not now.is_like(sight) or not all(had_the_same):
         return
     places = {id(tensor): place for place, tensor in enumerate(sight.tensors)}
@@ -241,7 +265,9 @@ def keep_pickle(function: Any, sight: Sight, pickler: CallerPickler, pickled: by
         return
     order = [places[id(tensor)] for tensor in pickler.tensors]
     is_whole = sight.settle() and sight.wanted.keys() == pickler.wanted.keys()
-    note(key, KeptPickle(pickled, list(pickler.wanted), sight, order, loaded()) if is_whole else None)
+    note(
+        key, KeptPickle(pickled, list(pickler.wanted), sight, order, loaded()) if is_whole else None
+    )
 
 
 def note(key: Key, kept: KeptPickle | None) -> None:

@@ -1,8 +1,10 @@
-"""Operations from when callers hand them in until they have ended; calls and backwards that wait for others. Caller's side.
+"""Operations from when callers hand them in until they have ended; calls and backwards that wait
+for others. Caller's side.
 
-    submit(g, a)      a's outcome is put into g's call when it has come      ──► the queue
-    a's backward      its gradients are those that g's backward gives        ──► the worker of a's graph
-Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long a chain is.
+    submit(g, a)    a's outcome is put into g's call when it has come    ──► the queue
+    a's backward    its gradients are those that g's backward gives      ──► the worker of a's graph
+Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long
+a chain is.
 Assumes: called by the scheduling thread.
 """
 
@@ -23,13 +25,22 @@ from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    REQUIRES_GRAD,
+    Packer,
+    Placed,
+    Together,
+    placed_again,
+    staged_again,
+)
 
 __all__ = ["Admissions"]
 
 
 class Admissions:
-    """The operations that have not ended. Looks at those that wait, again and again, until nothing is missing."""
+    """The operations that have not ended. Looks at those that wait, again and again, until nothing
+    is missing."""
 
     def __init__(
         self,
@@ -56,8 +67,12 @@ class Admissions:
             self._driver.tell_waiters()
             return
         self.unfinished[operation] = None
-        while operation.waiting:
-            self._look_at_call(operation, operation.waiting.popleft())
+        while operation.packed:
+            call = operation.packed.popleft()
+            if call.claims:
+                self._look_at_call(operation, call)
+            else:
+                operation.queue.append(call)
         if operation.queue:
             operation.unsorted = operation.options.at_rest and operation.sealed
             self._line.join(operation)
@@ -74,7 +89,8 @@ class Admissions:
     # --- those that wait
 
     def _look_at_call(self, operation: Operation, call: PackedCall) -> None:
-        """Put into a call what other calls give it; or come back when the first that is missing has come."""
+        """Put into a call what other calls give it; or come back when the first that is missing has
+        come."""
         if call.index in operation.outcomes or call.index >= operation.limit:
             return
         for claim in call.claims:
@@ -84,14 +100,17 @@ class Admissions:
                 return
             if isinstance(claim.outcome, Failed):
                 self._uncollected.collected(claim.outcome)  # it is this operation's now
-                operation.deliver(call.index, Failed.because_of(claim.outcome, operation.names.words(call.item)))
+                operation.deliver(
+                    call.index, Failed.because_of(claim.outcome, operation.names.words(call.item))
+                )
                 self.cancel_rest(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]
         request = operation.options.request
         for claim, outcome in zip(call.claims, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
-            operation.warned.extend(taken(claim.source.warned))  # perhaps nobody ever asks for the value itself
+            # perhaps nobody ever asks for the value itself
+            operation.warned.extend(taken(claim.source.warned))
         if request is not None:
             try:
                 request.look_again(call)
@@ -101,10 +120,12 @@ class Admissions:
                 return
         operation.queue.append(call)
         operation.unsorted = operation.options.at_rest and operation.sealed
-        self._line.join(operation, first=True)  # what has begun is finished first, and its memory given back
+        # what has begun is finished first, and its memory given back
+        self._line.join(operation, first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
-            self._deliveries.give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
+            # who has a part of the input goes on with it, rather than whoever is looked at first
+            self._deliveries.give(giver)
 
     def look_at_backward(self, backward: Backward) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
@@ -112,7 +133,10 @@ class Admissions:
         for other in promises:
             if not other.arrived:
                 again = functools.partial(self.look_at_backward, backward)
-                other.dependents = (*other.dependents, functools.partial(self._driver.inbox.append, again))
+                other.dependents = (
+                    *other.dependents,
+                    functools.partial(self._driver.inbox.append, again),
+                )
                 return
             if other.has_failed:
                 backward.settle(other.outcome)
@@ -125,24 +149,40 @@ class Admissions:
         assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None
         rest = iter(backward.grads)
-        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in backward.parts]
+        kept = [
+            kept_promises(list(itertools.islice(rest, count)), staged_by)
+            for count in backward.parts
+        ]
         backward.grads, backward.parts = list(itertools.chain(*kept)), list(map(len, kept))
         self._gradients.leave(backward.worker, backward)
 
 
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
-    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
+    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come
+    there."""
     refs = outcome.result.tensors
     assert not isinstance(call.placed, Together)
     if outcome.graph is None:  # then only leaves need gradients
-        refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
+        refs = [
+            ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD)
+            for ref in refs
+        ]
     if packer is None:
         call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
-        call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
+        call.placed += [
+            staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs
+        ]
     call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
 
 
-def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
-    there = (part.backward.outcome.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
+def kept_promises(
+    parts: Sequence[Placed | Promise], staged_by: Packer | None
+) -> list[Placed | Promise]:
+    there = (
+        part.backward.outcome.passed_on(part.place, staged_by)
+        if isinstance(part, Promise)
+        else part
+        for part in parts
+    )
     return [part for part in there if part is not None]

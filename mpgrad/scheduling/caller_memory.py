@@ -36,13 +36,19 @@ __all__ = [
 
 
 class CallerMemory:
-    """`packer` sends former results from where they lie, for callers who wait; `copying_packer` copies all."""
+    """`packer` sends former results from where they lie, for callers who wait; `copying_packer`
+    copies all."""
 
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
-        """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
+        """`nudge`: something borrowed has died, which its owner may be told with the next message.
+        Called from finalizers."""
         self.arena = Arena(0)
         self.lenders = Lenders(nudge)
-        self.crossing = Crossing(settings.devices, settings.in_process) if settings.devices is not None else None
+        self.crossing = (
+            Crossing(settings.devices, settings.in_process)
+            if settings.devices is not None
+            else None
+        )
         self.packer = Packer(self.arena, self.lenders.find, settings.recoverable, self.crossing)
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.crossing)
 
@@ -76,7 +82,8 @@ MARK_BYTES = 64
 
 
 class Crossing:
-    """The caller's lanes to each device of its pool, two of them: what comes never waits in line behind what leaves."""
+    """The caller's lanes to each device of its pool, two of them: what comes never waits in line
+    behind what leaves."""
 
     def __init__(self, codes: Sequence[int], in_process: bool) -> None:
         self._accelerator = INSTALLED.accelerator
@@ -87,7 +94,14 @@ class Crossing:
         self._arrivals: dict[int, Lane] = {}
         for code in sorted(self._codes - {0}):
             for kind, lanes in enumerate((self._departures, self._arrivals)):
-                lanes[code] = Lane(self._accelerator, code - 1, 0, 2 * code + kind, streamed=True, in_process=in_process)
+                lanes[code] = Lane(
+                    self._accelerator,
+                    code - 1,
+                    0,
+                    2 * code + kind,
+                    streamed=True,
+                    in_process=in_process,
+                )
         self._is_direct = False
         self._is_refused = False
 
@@ -96,7 +110,8 @@ class Crossing:
         return [lane.arena for lane in (*self._departures.values(), *self._arrivals.values())]
 
     def way_to(self, code: int) -> Lane | None:
-        """A tensor of a device that no worker has goes to one that some worker has, and back to its own on the way back."""
+        """A tensor of a device that no worker has goes to one that some worker has, and back to its
+        own on the way back."""
         if not self._is_direct:
             return None
         return self._departures.get(code) or next(iter(self._departures.values()))
@@ -114,7 +129,9 @@ class Crossing:
         lane = self._arrivals[code]  # where nothing has to be waited for
         mark = secrets.token_bytes(MARK_BYTES)
         try:
-            slot = lane.write_bytes(torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True)
+            slot = lane.write_bytes(
+                torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True
+            )
             lane.finish()
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
         except (OSError, RuntimeError, MemoryError) as error:
@@ -122,13 +139,20 @@ class Crossing:
             return None
         return slot, Try(slot.address, MARK_BYTES, mark)
 
-    def tried(self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]) -> list[Message]:
-        """What `worker` says of our slot; if it could read that, try its own. Returns what there is to tell it."""
+    def tried(
+        self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]
+    ) -> list[Message]:
+        """What `worker` says of our slot; if it could read that, try its own. Returns what there is
+        to tell it."""
         refusal, back = message.refusal, message.back
         if back is not None:
             try:
                 found = lenders.borrow(back.address, back.nbytes).copied()
-                refusal = "" if bytes(found.tolist()) == back.mark else "other bytes came back than the worker wrote"
+                refusal = (
+                    ""
+                    if bytes(found.tolist()) == back.mark
+                    else "other bytes came back than the worker wrote"
+                )
             except (OSError, RuntimeError, MemoryError) as error:
                 refusal = str(error)
         if refusal:
@@ -145,7 +169,8 @@ class Crossing:
             self._is_refused = True
             report(
                 logging.WARNING,
-                "tensors go to and from workers on %s through the CPU's memory: processes cannot share that device's (%s)",
+                "tensors go to and from workers on %s through the CPU's memory: processes cannot "
+                "share that device's (%s)",
                 name_of(code),
                 reason,
             )
@@ -156,18 +181,23 @@ class Crossing:
         """A slab that `worker` has made.
 
         Raises:
-            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said to lie there is lost.
+            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said
+                to lie there is lost.
         """
         assert message.handle is not None
         lane = self._arrivals[message.code]
-        lenders.attach_elsewhere(message.number, functools.partial(lane.open, message.number, message.nbytes, message.handle))
+        lenders.attach_elsewhere(
+            message.number,
+            functools.partial(lane.open, message.number, message.nbytes, message.handle),
+        )
         if worker.direct:  # else it is only being tried
             lenders.slab(message.number)
 
     def tidy(self) -> None:
         for arena in self._arenas:
             arena.tidy()
-            arena.made.clear()  # each worker is told of a slab when it is first lent something there
+            # each worker is told of a slab when it is first lent something there
+            arena.made.clear()
 
     def close(self) -> None:
         for arena in self._arenas:

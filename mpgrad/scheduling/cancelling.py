@@ -36,7 +36,8 @@ __all__ = [
     "overdue_at",
 ]
 
-FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
+# seconds for a worker whose call takes too long, to leave its stack and end
+FAREWELL_PATIENCE = 0.5
 
 
 class Cancelling:
@@ -75,8 +76,8 @@ class Cancelling:
 
     def cancel_queued(self, operation: Operation) -> None:
         """Calls that no worker has been given."""
-        while operation.queue or operation.waiting:
-            call = (operation.queue or operation.waiting).popleft()
+        while operation.queue or operation.packed:
+            call = (operation.queue or operation.packed).popleft()
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
@@ -152,7 +153,9 @@ class Cancelling:
     def _end_grace(self, worker: WorkerHandle) -> None:
         """What it is at has had its grace period."""
         under_way = worker.under_way
-        if under_way.skip_unbegun():  # what it has not begun can be had for certain when it has seen that
+        if (
+            under_way.skip_unbegun()
+        ):  # what it has not begun can be had for certain when it has seen that
             under_way.grace_ends = time.monotonic() + SEEN
             return
         self._drain(worker)  # we may have been late, and it not
@@ -169,7 +172,8 @@ class Cancelling:
         else:  # what others want of it could not be had again
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
-                under_way.give_grace()  # for its site, perhaps, which has yet to say that they are skipped
+                # for its site, perhaps, which has yet to say that they are skipped
+                under_way.give_grace()
             worker.send_home()
             self._staff.fill()
 
@@ -178,7 +182,8 @@ class Cancelling:
         while worker.gone is None and worker.link.has_more():
             self._receiver.serve(worker)
             self._driver.tell_waiters()
-        self._driver.wake()  # what came may be followed by more work: look again before going to sleep
+        # what came may be followed by more work: look again before going to sleep
+        self._driver.wake()
 
 
 # --- the clock
@@ -188,7 +193,8 @@ SOME = 100  # entries that may be of operations that are gone
 
 
 class Deadlines:
-    """Operations by the moment, on the clock of time.monotonic, at which they have to have ended."""
+    """Operations by the moment, on the clock of time.monotonic, at which they have to have
+    ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
@@ -217,7 +223,8 @@ class Deadlines:
 
 
 def overdue_at(worker: WorkerHandle) -> float:
-    """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
+    """When the call that it is at will have taken too long; where it has, when the worker must have
+    ended."""
     if worker.doomed is not None and worker.gone is None:
         return worker.doomed.moment
     chunk = next(iter(worker.under_way.chunks.values()), None)

@@ -1,6 +1,6 @@
-"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; and what it
-has then, as the caller knows it: graphs, parts of the sums of captures' gradients, and memory that
-has to live until the worker has given it back. Caller's side.
+"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; and what
+it has then, as the caller knows it: graphs, parts of the sums of captures' gradients, and memory
+that has to live until the worker has given it back. Caller's side.
 
 What the worker knows is left out of a message, what it lacks goes before:
 
@@ -10,9 +10,10 @@ What the worker knows is left out of a message, what it lacks goes before:
 The states of a graph:
 
     forward, or a differentiable backward ──► HERE ──► a backward not to keep it ──► FREED ──┐
-                                               │                                             ├──► released: forgotten
-                 dropped there for want of room ▼        the last backward, of which          │
-                                            MISSING      nothing is left ──► SPENT ───────────┘
+                                               │                                             │
+                dropped there for want of room ▼        the last backward, of which          │
+                                            MISSING     nothing is left ──► SPENT ───────────┤
+                                                                     released: forgotten ◄───┘
     the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
 Assumes: called by the scheduling thread; any may look into `functions`, and ask how many graphs
     there are. What has been written is sent, in this order, or the worker is gone.
@@ -62,7 +63,8 @@ __all__ = [
 
 
 class Chunk(NamedTuple):
-    """What a worker has been sent and has not answered: calls of an operation, backwards, or a request for a sum."""
+    """What a worker has been sent and has not answered: calls of an operation, backwards, or a
+    request for a sum."""
 
     operation: Operation | None
     calls: list[tuple[int, PackedCall]]  # with the call's number
@@ -97,10 +99,13 @@ class ChunkWriter:
         self._loans = loans
         self.functions: set[int] = set()
         self.codes: set[int] = set()
-        self._environment = b""  # as it was told last; the worker began with that of the pool's beginning
+        # as it was told last; the worker began with that of the pool's beginning
+        self._environment = b""
         self._states: Recent[bool] = Recent()  # of the user's modules, by number
 
-    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
+    def forward(
+        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
+    ) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
         options = operation.options
@@ -108,14 +113,26 @@ class ChunkWriter:
         self._follow(options.environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        forward = Forward(number, function.number, options.modes, options.seed, options.stop_at_failure, options.eager, sent)
+        forward = Forward(
+            number,
+            function.number,
+            options.modes,
+            options.seed,
+            options.stop_at_failure,
+            options.eager,
+            sent,
+        )
         messages.append(forward)
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
-    def backward(self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]) -> Written:
-        """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
+    def backward(
+        self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]
+    ) -> Written:
+        """A chunk of what waits: backwards under the same modes and environment, or a request for
+        capture gradients.
 
-        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
+        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of
+        it does it in this order.
         """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
@@ -162,7 +179,15 @@ class ChunkWriter:
             function.is_new = True
         state = None if function.state is None else self._told(function.state)
         messages.append(
-            Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
+            Define(
+                function.number,
+                function.code,
+                pickled,
+                function.sent_slot,
+                function.refs,
+                function.gathers,
+                state,
+            )
         )
         self.functions.add(function.number)
         self.codes.add(function.code)
@@ -178,9 +203,13 @@ class ChunkWriter:
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = self._pack(call.placed, payload)
-        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
+        return ForwardCall(
+            number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle
+        )
 
-    def _backward_call(self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
+    def _backward_call(
+        self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]
+    ) -> BackwardCall:
         return BackwardCall(
             backward.call,
             backward.graph_task,
@@ -197,9 +226,15 @@ class ChunkWriter:
         )
 
     def _before(
-        self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool, environment: bytes | None
+        self,
+        graph: RemoteGraph,
+        payload: Payload,
+        messages: list[Message],
+        again: bool,
+        environment: bytes | None,
     ) -> list[Rerun | Rederive]:
-        """What makes `graph` again, where it is missing there; or where it was freed, and that does not count.
+        """What makes `graph` again, where it is missing there; or where it was freed, and that does
+        not count.
 
         `environment`: the chunk's.
         """
@@ -210,7 +245,10 @@ class ChunkWriter:
         if isinstance(recipe, Backward):
             before = self._before(recipe.graph, payload, messages, True, environment)
             other = None if recipe.environment == environment else recipe.environment
-            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
+            return [
+                *before,
+                Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other),
+            ]
         assert isinstance(recipe, PackedCall)
         options = recipe.options
         function, own = options.function, options.environment
@@ -221,12 +259,18 @@ class ChunkWriter:
         is_spent = state is GraphState.SPENT and not again
         return [
             Rerun(
-                function.number, options.modes, options.seed, self._forward_call(graph.call, recipe, payload), is_spent, other
+                function.number,
+                options.modes,
+                options.seed,
+                self._forward_call(graph.call, recipe, payload),
+                is_spent,
+                other,
             )
         ]
 
     def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
-        """References for a message whose payload this is; what lies in slots is lent to the worker."""
+        """References for a message whose payload this is; what lies in slots is lent to the
+        worker."""
         if isinstance(placed, Together):
             if placed.holder is not None:
                 self._loans.lend(placed.holder.address, placed.holder)
@@ -247,7 +291,8 @@ class ChunkWriter:
 
 class GraphState(enum.Enum):
     HERE = enum.auto()
-    FREED = enum.auto()  # by a backward that was not to keep it: another one is a mistake of the caller's
+    # by a backward that was not to keep it: another one is a mistake of the caller's
+    FREED = enum.auto()
     MISSING = enum.auto()  # to be made again when it is wanted
     SPENT = enum.auto()  # likewise, because nothing was left of it
 
@@ -257,7 +302,8 @@ TO_BE_MADE = {MISSING, SPENT}
 
 
 class GraphLedger:
-    """The states of one worker's graphs, by call. Each state was noted when the worker was told, not when it has acted."""
+    """The states of one worker's graphs, by call. Each state was noted when the worker was told,
+    not when it has acted."""
 
     def __init__(self) -> None:
         self.states: dict[int, GraphState] = {}
@@ -269,10 +315,12 @@ class GraphLedger:
     @property
     def there(self) -> int:
         """How many take memory in the worker."""
-        return sum(state not in TO_BE_MADE for state in list(self.states.values()))  # others may ask while it changes
+        # others may ask while it changes
+        return sum(state not in TO_BE_MADE for state in list(self.states.values()))
 
     def needs_worker(self, is_last: bool) -> bool:
-        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could make those again."""
+        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could
+        make those again."""
         done_with = {SPENT} if is_last else TO_BE_MADE
         return any(state not in done_with for state in self.states.values())
 
@@ -280,7 +328,8 @@ class GraphLedger:
         self.states[call] = HERE
 
     def move_here(self, call: int, before: GraphLedger) -> None:
-        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is wanted."""
+        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is
+        wanted."""
         self.states[call] = SPENT if before.states.get(call) is SPENT else MISSING
 
     def note_backward(self, backward: Backward) -> None:
@@ -297,14 +346,16 @@ class GraphLedger:
                 self.states[call] = SPENT
 
     def _note_freed(self, graph: RemoteGraph) -> None:
-        """A graph of gradients is freed together with the one that it derives from: they share nodes."""
+        """A graph of gradients is freed together with the one that it derives from: they share
+        nodes."""
         if self.states.get(graph.call) is HERE:
             self.states[graph.call] = FREED
         if isinstance(graph.recipe, Backward):
             self._note_freed(graph.recipe.graph)
 
     def note_rest(self, backward: Backward) -> None:
-        """A backward that was to leave nothing of its graph failed or was not begun: what is left is there, all the same."""
+        """A backward that was to leave nothing of its graph failed or was not begun: what is left
+        is there, all the same."""
         if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
             self.states[backward.call] = FREED
 
@@ -327,12 +378,14 @@ class GraphLedger:
         return there
 
     def note_unknown(self, call: int) -> None:
-        """The last backward of a graph was cancelled, and nobody knows how far it came: another one starts anew."""
+        """The last backward of a graph was cancelled, and nobody knows how far it came: another one
+        starts anew."""
         if self.states.get(call) is SPENT:
             self.states[call] = MISSING
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Before a backward: what was the state of a graph that has to be made before it, HERE from now on; else None.
+        """Before a backward: what was the state of a graph that has to be made before it, HERE from
+        now on; else None.
 
         `again`: the backward was sent before, so that it may have freed the graph itself.
         """
@@ -348,7 +401,8 @@ class GraphLedger:
 
 
 class SumLedger:
-    """The sums of captures' gradients that a worker holds: by function, then by backward (None: eager) and levels."""
+    """The sums of captures' gradients that a worker holds: by function, then by backward (None:
+    eager) and levels."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
@@ -358,7 +412,11 @@ class SumLedger:
 
     def are_before(self, graph_task: int) -> bool:
         """All of them are of earlier backwards than this."""
-        return all(each is not None and each < graph_task for sums in self._sums.values() for each, _ in sums)
+        return all(
+            each is not None and each < graph_task
+            for sums in self._sums.values()
+            for each, _ in sums
+        )
 
     def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
@@ -379,11 +437,13 @@ class SumLedger:
 
 
 class LoansToWorker:
-    """Of one worker. It gives an address back as often as it was sent, so one that is on its way again stays lent."""
+    """Of one worker. It gives an address back as often as it was sent, so one that is on its way
+    again stays lent."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lent: dict[int, tuple[Slot | Borrowed, int]] = {}  # address -> what has to live, how often it was sent
+        # address -> what has to live, how often it was sent
+        self._lent: dict[int, tuple[Slot | Borrowed, int]] = {}
         self._slabs: set[int] = set()  # of which the worker knows, or will with the next message
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
@@ -412,7 +472,8 @@ class LoansToWorker:
         return any(slab_of(address) == slab for address in self._lent)
 
     def tell_again(self, slab: int) -> None:
-        """The worker does not know the slab after all: it is told of it when it is next lent something there."""
+        """The worker does not know the slab after all: it is told of it when it is next lent
+        something there."""
         self._slabs.discard(slab)
 
     def unmap(self, slab: int) -> None:

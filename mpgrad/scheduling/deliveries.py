@@ -1,4 +1,5 @@
-"""What leaves for the workers: chunks of what waits, and the news that rides with them. Caller's side.
+"""What leaves for the workers: chunks of what waits, and the news that rides with them. Caller's
+side.
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Assumes: called by the scheduling thread.
@@ -31,7 +32,9 @@ HAS_NEWS = operator.attrgetter("has_news")
 class Deliveries:
     """What goes to workers goes through `transmit`, and so along with their news."""
 
-    def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes) -> None:
+    def __init__(
+        self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes
+    ) -> None:
         self.workers = workers
         self._line = line
         self._memory = memory
@@ -40,21 +43,30 @@ class Deliveries:
         self.recomputed = 0  # calls whose graphs were made again
 
     def feed(self) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Returns those that are retiring, and have nothing to do.
+        """Give every worker a chunk before any gets its second. Returns those that are retiring,
+        and have nothing to do.
 
-        A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
-        given where it is known to be short.
+        A second one has to wait for the first, perhaps for long, while another worker starts or
+        ends what it does. So it is given where it is known to be short.
         """
         line = self._line
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in self.workers.values():
-                if (line.operations or worker.backlog) and worker.ready and len(worker.under_way.chunks) <= depth:
+                if (
+                    (line.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
                     self.give(worker)
         dry = line.take_back(self.workers.values())
         for _ in range(CHUNKS_UNDER_WAY):
             for worker in dry:
                 self.give(worker)
-        return [each for each in self.workers.values() if each.retiring and each.ready and not each.backlog]
+        return [
+            each
+            for each in self.workers.values()
+            if each.retiring and each.ready and not each.backlog
+        ]
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
@@ -64,14 +76,18 @@ class Deliveries:
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        if worker.retiring or worker.under_way.in_grace:  # it ends that soon, or is ended; nobody knows which
+        if (
+            worker.retiring or worker.under_way.in_grace
+        ):  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:
             number = next(self._chunk_numbers)
             self._transmit_chunk(worker, number, *worker.forward(number, *share))
 
-    def _transmit_chunk(self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload) -> None:
+    def _transmit_chunk(
+        self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload
+    ) -> None:
         if self.notes.recording is not None:
             self.notes.sent(worker, number)
         self.transmit(worker, messages, payload)
@@ -81,18 +97,26 @@ class Deliveries:
         self.notes.know(worker)
         self.transmit(worker, [Record(True)])
 
-    def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
-        """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
+    def transmit(
+        self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
+    ) -> None:
+        """Send, with all that has to be told. A worker that cannot be reached counts as dead when
+        its link is read next."""
         self.collect_returns()
         if self._memory.arena.dropped:
             self.unmap(drained(self._memory.arena.dropped))
-        self._memory.arena.made.clear()  # each worker is told of a slab when it is first lent something there
+        # each worker is told of a slab when it is first lent something there
+        self._memory.arena.made.clear()
         try:
             worker.transmit(messages, payload or Payload())
         except ConnectionError:
             pass  # it died; the end of its pipe is read next, and says so once
-        except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
-            report(logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error)
+        except (
+            OSError
+        ) as error:  # no descriptor is free for what has to wait: what it was sent is not whole
+            report(
+                logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
+            )
             worker.link.kill()
 
     def collect_returns(self) -> None:
@@ -110,7 +134,8 @@ class Deliveries:
         return any(map(HAS_NEWS, self.workers.values()))
 
     def tell_news(self, quiet_for: float) -> None:
-        """Tell workers, that have been sent nothing for so many seconds, what has waited for a message to ride with."""
+        """Tell workers, that have been sent nothing for so many seconds, what has waited for a
+        message to ride with."""
         now = time.monotonic()
         for worker in self.workers.values():
             if worker.has_news and worker.ready and now - worker.sent_at >= quiet_for:

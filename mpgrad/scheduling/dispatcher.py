@@ -36,7 +36,8 @@ __all__ = [
     "scheduler_for",
 ]
 
-NEWS_PATIENCE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
+# seconds in which news gathers before it is sent without a message to ride with
+NEWS_PATIENCE = 0.05
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -58,7 +59,8 @@ class Dispatcher(Scheduler):
         self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = 0.0  # when it looks for news, on the clock of time.monotonic
-        self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
+        # of callers who sleep until the end of a turn
+        self._handed_over: deque[threading.Lock] = deque()
         self._staffed = threading.Event()
         self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
@@ -77,8 +79,9 @@ class Dispatcher(Scheduler):
     # --- any thread
 
     def wake(self) -> None:
-        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number is noted after it, for a
-        # caller could be interrupted; one who is so late that he notes an old number causes another wake, and no more.
+        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number
+        # is noted after it, for a caller could be interrupted; one who is so late that he notes an
+        # old number causes another wake, and no more.
         self.has_unheard = False
         self._woken = True
         sleep = self._sleep
@@ -87,8 +90,9 @@ class Dispatcher(Scheduler):
             self._ended_sleep = sleep
 
     def hand_over(self) -> None:
-        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far too late for a worker that
-        # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
+        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far
+        # too late for a worker that has run dry. Only one of the two can run anyway, so the caller
+        # sleeps until the dispatcher does.
         if threading.current_thread() is self._thread:
             return
         turn = threading.Lock()
@@ -112,20 +116,30 @@ class Dispatcher(Scheduler):
 
     def _wait(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
         if OF_THREAD.callbacks is self.callbacks:
-            raise RuntimeError("a finalizer that Python runs in the pool's own thread cannot wait for the pool")
+            raise RuntimeError(
+                "a finalizer that Python runs in the pool's own thread cannot wait for the pool"
+            )
         waiter = Waiter(satisfied, threading.Lock())
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            if self.has_unheard or self._sleeping_soundly:  # what we wait for may need one more look
+            if (
+                self.has_unheard or self._sleeping_soundly
+            ):  # what we wait for may need one more look
                 self.wake()
             if satisfied():
                 return True
             if not self._is_over:
                 with self.notes.lap("waits"):
-                    waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+                    waiter.lock.acquire(
+                        timeout=-1
+                        if timeout is None
+                        else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+                    )
             if self._is_over and not satisfied():  # nobody is left to bring that about
-                raise one_more(self.life.ended or InternalError("the dispatcher ended before the pool"))
+                raise one_more(
+                    self.life.ended or InternalError("the dispatcher ended before the pool")
+                )
             return satisfied()
         finally:
             if waiter in self._waiters:  # else it was satisfied, and removed by whoever saw that
@@ -154,7 +168,9 @@ class Dispatcher(Scheduler):
                 self._turn()
         except BaseException as error:
             report(logging.ERROR, "the dispatcher failed", with_traceback=True)
-            broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
+            broken = InternalError(
+                f"the dispatcher failed ({type(error).__name__}: {error}); please report it"
+            )
             broken.__cause__ = error
             self.life.break_off(broken)
         finally:
@@ -165,7 +181,9 @@ class Dispatcher(Scheduler):
         try:
             self.end()
         except BaseException:
-            report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
+            report(
+                logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True
+            )
         finally:
             self._is_over = True
             self._staffed.set()
@@ -185,7 +203,9 @@ class Dispatcher(Scheduler):
         if not self._sleeping_soundly:
             until_news = max(0.0, self._news_due - time.monotonic())
             patience = until_news if patience is None else min(patience, until_news)
-        links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
+        links = self.engine.wait(
+            0 if self._woken or self.life.is_stopping or self.inbox else patience
+        )
         if self._sleeping_soundly:  # what happens now may make news
             self._news_due = time.monotonic() + NEWS_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
@@ -198,7 +218,8 @@ class Dispatcher(Scheduler):
                 self.staff.bury(link.number)
 
     def _tell_news(self) -> None:
-        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by himself."""
+        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by
+        himself."""
         if self.deliveries.has_news():
             self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
         self._sleeping_soundly = True  # before the look: what comes after it will wake us
@@ -235,9 +256,15 @@ class InlineScheduler(Scheduler):
                 while not self.life.has_ended and self._step():
                     pass
             except BaseException as error:
-                interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
+                interrupted = (
+                    "an inline pool was interrupted in the middle of its own work "
+                    f"({type(error).__name__})"
+                )
                 self.life.break_off(
-                    RuntimeError(f"{interrupted}; make a new one, or use processes, which an interrupt does not break")
+                    RuntimeError(
+                        f"{interrupted}; make a new one, or use processes, which an interrupt does "
+                        "not break"
+                    )
                 )
                 raise
             if self.life.is_stopping and not self.life.has_ended:

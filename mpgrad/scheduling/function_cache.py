@@ -1,6 +1,8 @@
-"""The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
+"""The pickled functions that workers keep, by number: each is sent to each worker once, however
+often it is mapped.
 
-Assumes: called by the scheduling thread, but for `own_seconds`, `predicted` and `predictor_of`, which any may call.
+Assumes: called by the scheduling thread, but for `own_seconds`, `predicted` and `predictor_of`,
+which any may call.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ class Measured:
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
     def __init__(self) -> None:
-        self.own_seconds = 0.0  # of an item by itself, with its backward where that is run right after it
+        # of an item by itself, with its backward where that is run right after it
+        self.own_seconds = 0.0
         self.seconds = 0.0  # of an item, with our care for it
         self.predictor = Predictor()
         self._answers = 0
 
     def note_results(self, message: Results, items: int, workers: int, share: float) -> None:
-        """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
+        """The first answer of each worker does not count for long: caches are cold, and modules are
+        imported."""
         self._answers += 1
         weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
         own_seconds = message.own_seconds + message.eager_seconds
@@ -51,10 +55,13 @@ class Codes:
         self.wrong_predictions = 0  # about so many: threads that count at once may lose one
 
     def number(self, function: SharedFunction) -> None:
-        """Give the function the number of its code; what was not used for longest may be forgotten for it."""
+        """Give the function the number of its code; what was not used for longest may be forgotten
+        for it."""
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
-        while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
+        while len(self._numbers) > 1 and (
+            len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES
+        ):
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
             for worker in self._workers.values():
@@ -68,7 +75,8 @@ class Codes:
         return None if measured is None else measured.own_seconds
 
     def predicted(self, pickled: bytes) -> Predicted | None:
-        """The gradient that the losses of a map that begins will get, if it can be predicted. Any thread may ask."""
+        """The gradient that the losses of a map that begins will get, if it can be predicted. Any
+        thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.predictor.predict()
 
@@ -82,11 +90,13 @@ class Codes:
         measured = self._measured.get(function.code)
         return unknown if measured is None else measured.seconds
 
-    def note_results(self, function: SharedFunction, message: Results, items: int, share: float = math.inf) -> None:
+    def note_results(
+        self, function: SharedFunction, message: Results, items: int, share: float = math.inf
+    ) -> None:
         """What `items` calls took.
 
-        What was measured last counts most; but where the largest calls come first, no more than its `share` of all that were
-        measured in this operation: then the mean of all of them counts.
+        What was measured last counts most; but where the largest calls come first, no more than its
+        `share` of all that were measured in this operation: then the mean of all of them counts.
         """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return

@@ -1,6 +1,8 @@
-"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side.
+"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's
+side.
 
-Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have waited for others.
+Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have
+waited for others.
 
 a node's backward ──► send ──► the worker's backlog ──► [scheduling thread] ──► settled
 """
@@ -13,7 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled, cancel_if_interrupted
+from mpgrad.autograd.remote_graph import (
+    Backward,
+    Promise,
+    RemoteGraph,
+    Settled,
+    cancel_if_interrupted,
+)
 from mpgrad.calls.homes import Predictor, SumRequest
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import Since
@@ -49,7 +57,8 @@ class GradientSender:
         since: Since | None,
         watch: Watch,
     ) -> None:
-        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that workers follow."""
+        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that
+        workers follow."""
         self._watch = watch
         self._driver = driver
         self._life = life
@@ -64,7 +73,8 @@ class GradientSender:
     def send(self, backward: Backward) -> None:
         """Copies its gradients, and returns at once."""
         self._life.check_alive()
-        worker = backward.graph.worker  # read once: should it die now, another may get the graph, but not the sum
+        # read once: should it die now, another may get the graph, but not the sum
+        worker = backward.graph.worker
         assert isinstance(worker, WorkerHandle)
         if backward.modes is None:  # else it was sent before
             self._prepare(backward, worker)
@@ -92,7 +102,8 @@ class GradientSender:
         self._driver.wait_until(lambda: settled.arrived)
 
     def surroundings(self, graph_task: int) -> Surroundings:
-        """Those of the backward with this number, which runs in this thread, as they were when it first asked.
+        """Those of the backward with this number, which runs in this thread, as they were when it
+        first asked.
 
         Raises:
             NotImplementedError: the thread is in a mode that workers cannot be in.
@@ -104,7 +115,9 @@ class GradientSender:
             last = self._last = Surroundings(graph_task, current_modes(), environment)
         return last
 
-    def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
+    def _place(
+        self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
+    ) -> Sequence[Placed | Promise] | Together:
         """Copies of the tensors, in their order; promises stay what they are."""
         packer, staged = self._packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
@@ -112,7 +125,10 @@ class GradientSender:
         together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
         if together is not None:
             return together
-        placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
+        placed = (
+            packer.place(tensor, own, None, staged)
+            for tensor, own in zip(tensors, flags, strict=True)
+        )
         return [part if isinstance(part, Promise) else next(placed) for part in parts]
 
     def request_sum(self, worker: Any, request: SumRequest) -> None:

@@ -38,7 +38,8 @@ INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
 
 class Forks:
-    """Counts how often this process is a forked child of another: cheaper to ask than the system for the pid."""
+    """Counts how often this process is a forked child of another: cheaper to ask than the system
+    for the pid."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -70,7 +71,8 @@ class Lifecycle:
         self.is_ending = False  # it has at least come to `LEAVING`
         self.is_stopping = False
         self.broken: BaseException | None = None  # why it cannot go on
-        self.ended: BaseException | None = None  # what is answered from now on: nothing runs any more
+        # what is answered from now on: nothing runs any more
+        self.ended: BaseException | None = None
         self.ends_gently = False  # workers are told to stop, rather than killed
         self.ends_by = signal.SIGKILL  # who has not ended soon after another signal is killed
 
@@ -95,7 +97,10 @@ class Lifecycle:
 
     def end(self) -> BaseException:
         """Returns what is answered from now on."""
-        closed = f"the pool is closed, and its workers and their graphs are gone; ask for results, and call backward, {INSIDE}"
+        closed = (
+            "the pool is closed, and its workers and their graphs are gone; ask for results, and "
+            f"call backward, {INSIDE}"
+        )
         self.ended = self.broken or PoolClosedError(closed)
         return self.ended
 
@@ -105,7 +110,9 @@ class Lifecycle:
 
     @property
     def state(self) -> str:
-        return "broken" if self.broken is not None else "closed" if self.phase > Phase.OPEN else "open"
+        return (
+            "broken" if self.broken is not None else "closed" if self.phase > Phase.OPEN else "open"
+        )
 
     @property
     def is_ours(self) -> bool:
@@ -115,7 +122,8 @@ class Lifecycle:
     def check_process(self) -> None:
         if not self.is_ours:
             raise RuntimeError(
-                f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; "
+                f"this pool belongs to process {self._pid} and cannot be used in its forked child "
+                f"{os.getpid()}; "
                 "make a new one there"
             )
 
@@ -141,7 +149,9 @@ class Lifecycle:
 class Settling:
     """Orders are carried out, and operations fail with the reason of the end."""
 
-    def __init__(self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle) -> None:
+    def __init__(
+        self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle
+    ) -> None:
         self._inbox = inbox
         self._unfinished = unfinished
         self._life = life
@@ -165,7 +175,9 @@ class Settling:
 def carry_out(order: Callable[[], None]) -> None:
     try:
         order()
-    except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+    except (
+        BaseException
+    ):  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
         report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 
@@ -173,11 +185,13 @@ def carry_out(order: Callable[[], None]) -> None:
 
 
 class Driver(Protocol):
-    """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be called by any thread."""
+    """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be
+    called by any thread."""
 
     notes: Notes
     inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
-    has_unheard: bool  # something was put where that thread will find it, without waking it; whoever waits will
+    # something was put where that thread will find it, without waking it; whoever waits will
+    has_unheard: bool
 
     def put(self, order: Callable[[], None]) -> None:
         """Into the inbox; after the end it is done at once."""
@@ -192,27 +206,33 @@ class Driver(Protocol):
         ...
 
     def hand_over(self) -> None:
-        """`wake`, by a caller who has much work of its own: let the scheduling thread have its turn first."""
+        """`wake`, by a caller who has much work of its own: let the scheduling thread have its turn
+        first."""
         ...
 
     def nudge(self) -> None:
-        """There is news for a worker, which can wait a little. Called from finalizers: it may not wait, lock or raise."""
+        """There is news for a worker, which can wait a little. Called from finalizers: it may not
+        wait, lock or raise."""
         ...
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame; whether it was."""
+        """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame;
+        whether it was."""
         ...
 
     def wait_for_gradients(self, backward: Backward) -> None:
-        """Send it when the gradients have come that it needs of other backwards. Called by the scheduling thread."""
+        """Send it when the gradients have come that it needs of other backwards. Called by the
+        scheduling thread."""
         ...
 
     def rescue(self, worker: WorkerHandle) -> None:
-        """Have others do what was left for a worker that is gone. Called by the scheduling thread."""
+        """Have others do what was left for a worker that is gone. Called by the scheduling
+        thread."""
         ...
 
     def cancel_backward(self, graph_task: int) -> None:
-        """Nobody waits any more for what was sent for the backward with this number. Called from finalizers."""
+        """Nobody waits any more for what was sent for the backward with this number. Called from
+        finalizers."""
         ...
 
     def tell_waiters(self) -> None:

@@ -1,9 +1,10 @@
 """What the parts of a scheduler say to a timeline that is being recorded. Caller's side.
 
-Whoever does something looks at `recording` first, once for each chunk. If it is None, nothing else is done.
+Whoever does something looks at `recording` first, once for each chunk. If it is None, nothing else
+is done.
 
-Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses. Any thread may also set
-    `recording` to None, so the scheduling thread reads it once.
+Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses. Any
+    thread may also set `recording` to None, so the scheduling thread reads it once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Notes:
         """Raises RuntimeError where there is one already."""
         with self._lock:
             if self.recording is not None:
-                raise RuntimeError("this pool records a timeline already; end that `with` block first")
+                raise RuntimeError(
+                    "this pool records a timeline already; end that `with` block first"
+                )
             self._under_way.clear()
             self.recording = recording
 
@@ -63,10 +66,13 @@ class Notes:
 
     def answered(self, worker: WorkerHandle, message: Recorded) -> None:
         noted = self._under_way.pop((worker.number, message.chunk), None)
-        if noted is not None and self.recording is not None:  # else it was sent before that began, or comes after its end
+        if (
+            noted is not None and self.recording is not None
+        ):  # else it was sent before that began, or comes after its end
             noted.began, noted.ended, noted.spans = message.began, message.ended, message.spans
             noted.answered = time.monotonic_ns()
-            noted.calls = noted.calls[: message.done]  # the others were taken back, and run elsewhere
+            # the others were taken back, and run elsewhere
+            noted.calls = noted.calls[: message.done]
 
     def died(self, worker: WorkerHandle) -> None:
         """With all that it had."""
@@ -82,7 +88,10 @@ def contents(chunk: Chunk) -> tuple[str, list[NotedCall]]:
         function = chunk.operation.options.function.names.function
         calls = [call for _, call in chunk.calls]
         return "forward", [
-            NotedCall(call.item if call.items == 1 else range(call.item, call.item + call.items), function) for call in calls
+            NotedCall(
+                call.item if call.items == 1 else range(call.item, call.item + call.items), function
+            )
+            for call in calls
         ]
     if chunk.request is not None:
         return "sums", []

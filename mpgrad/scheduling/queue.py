@@ -1,8 +1,10 @@
-"""The calls that wait for a worker: which of them one is given next, how many at once, and when they had better go on waiting.
+"""The calls that wait for a worker: which of them one is given next, how many at once, and when
+they had better go on waiting.
 
-multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known then, so here it is measured:
-short calls go together, fewer of them towards the end; long ones go one by one, the largest of the last ones first; and what
-one worker has been given and has not begun, another one that has run dry may have.
+multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known
+then, so here it is measured: short calls go together, fewer of them towards the end; long ones go
+one by one, the largest of the last ones first; and what one worker has been given and has not
+begun, another one that has run dry may have.
 Assumes: called by the scheduling thread; any may set `workers`.
 """
 
@@ -25,9 +27,14 @@ from mpgrad.wire.frames import drained
 __all__ = ["Line"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-LAST_AHEAD = 5  # times the shortest chunk: one of the last calls that takes longer waits for a worker that has nothing to do
-LATE = 5  # times the shortest chunk: a call that takes so long, and longer than others did, may take long
-SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
+# times the shortest chunk: one of the last calls that takes longer waits for a worker that has
+# nothing to do
+LAST_AHEAD = 5
+# times the shortest chunk: a call that takes so long, and longer than others did, may take long
+LATE = 5
+# calls for each worker, the last ones of a map, that are begun with the largest: of more, the end
+# matters little
+SORTED = 16
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 
 
@@ -43,9 +50,11 @@ class Line:
         by_device: bool,
         grain: Grain,
     ) -> None:
-        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
+        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is
+        replaced."""
         self.workers = workers
-        self.look_at = math.inf  # when there may be more to take back, on the clock of time.monotonic
+        # when there may be more to take back, on the clock of time.monotonic
+        self.look_at = math.inf
         self._codes = codes
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
@@ -63,7 +72,8 @@ class Line:
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
-        """Let go of operations whose calls nobody wants: if no worker looked here again, their results would be kept."""
+        """Let go of operations whose calls nobody wants: if no worker looked here again, their
+        results would be kept."""
         for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
@@ -74,8 +84,11 @@ class Line:
             operation.queue.extendleft(reversed(wanted))
             self.join(operation, first=True)
 
-    def next_for(self, worker: WorkerHandle) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
-        """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
+    def next_for(
+        self, worker: WorkerHandle
+    ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
+        """A chunk for the worker, of calls with their numbers; None where there is nothing that it
+        should be given now."""
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:
@@ -85,7 +98,9 @@ class Line:
             if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
-            if not operation.queue:  # at once: perhaps no worker looks again, and the results would be kept
+            if (
+                not operation.queue
+            ):  # at once: perhaps no worker looks again, and the results would be kept
                 del self.operations[place]
             if calls:
                 return operation, calls
@@ -94,10 +109,12 @@ class Line:
         return None
 
     def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
-        """Where some have run dry, what others have been given and have not begun; returns those, who may have it.
+        """Where some have run dry, what others have been given and have not begun; returns those,
+        who may have it.
 
-        Costs are not known beforehand. So it is taken from the one that has most, where that is worth a message; and from all
-        that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
+        Costs are not known beforehand. So it is taken from the one that has most, where that is
+        worth a message; and from all that are at a call for longer than such calls take, as nobody
+        knows when that ends. See `look_at`.
         """
         self.look_at = math.inf
         dry, others = list[WorkerHandle](), list[WorkerHandle]()
@@ -125,15 +142,19 @@ class Line:
         return dry
 
     def _late_at(self, worker: WorkerHandle) -> float:
-        """When it will have been at a call for longer than such calls take, on the clock of time.monotonic."""
+        """When it will have been at a call for longer than such calls take, on the clock of
+        time.monotonic."""
         chunk = worker.under_way.first
         if chunk is None:
             return math.inf
         position, since = worker.under_way.begun()
         seconds = 0.0
         if chunk.operation is not None:
-            calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]  # which of them is not known
-            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(call.items for _, call in calls)
+            # which of them is not known
+            calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
+            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(
+                call.items for _, call in calls
+            )
         return since + max(LATE * self._grain.shortest, 2 * seconds)
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
@@ -150,18 +171,23 @@ class Line:
         return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
-        """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
+        """Whether the next call had better wait here than behind another one, for the worker that
+        is the first to have nothing.
 
-        Long ones always. Of the others those of the last ones, one for each worker, or some where calls differ, that are not
-        short: what is under way is not always taken back, and a worker that has no call ahead waits for each. And those that
-        are to be put in order, until the larger ones are packed too.
+        Long ones always. Of the others those of the last ones, one for each worker, or some where
+        calls differ, that are not short: what is under way is not always taken back, and a worker
+        that has no call ahead waits for each. And those that are to be put in order, until the
+        larger ones are packed too.
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
-        others = len(self.operations) - 1  # each has one call or more: those of a graph of calls have one
+        # each has one call or more: those of a graph of calls have one
+        others = len(self.operations) - 1
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
-        return self._seconds_of_next(operation) > (LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL)
+        return self._seconds_of_next(operation) > (
+            LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL
+        )
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
@@ -170,7 +196,8 @@ class Line:
         return any_order and self.workers > 1 and seconds >= self._grain.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
-        """What its next call will take: by what such items took before, infinitely long where none was run yet."""
+        """What its next call will take: by what such items took before, infinitely long where none
+        was run yet."""
         seconds = self._codes.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
@@ -182,28 +209,38 @@ class Line:
         return self._calls_per_worker - worker.calls_done - under_way
 
     def _sort(self, operation: Operation) -> None:
-        """The largest of the last calls first: whoever ran the longest of them last would be alone at the end.
+        """The largest of the last calls first: whoever ran the longest of them last would be alone
+        at the end.
 
-        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has failed only those before it
-        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
-        Mathematics, 1969.
+        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has
+        failed only those before it matter, and the first of them most. Source: the rule of the
+        longest processing time, R. Graham, SIAM Journal on Applied Mathematics, 1969.
         """
         has_failed = operation.limit < math.inf
-        if not has_failed and (not self._goes_by_size(operation) or len(operation.queue) > SORTED * self.workers):
+        if not has_failed and (
+            not self._goes_by_size(operation) or len(operation.queue) > SORTED * self.workers
+        ):
             return
         operation.unsorted = False
         calls = drained(operation.queue)
         ranks = [-call.index if has_failed else call.nbytes for call in calls]
         operation.largest_first = not has_failed and len(set(ranks)) > 1
-        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
+        # as they came, where sizes are equal
+        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
-    def _take_calls(self, worker: WorkerHandle, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+    def _take_calls(
+        self, worker: WorkerHandle, operation: Operation, size: float
+    ) -> list[tuple[int, PackedCall]]:
         """At most `size` calls, with numbers of their own, or as many as a message holds."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
-            call = next_for(operation.queue, worker.device) if self._by_device else operation.queue.popleft()
+            call = (
+                next_for(operation.queue, worker.device)
+                if self._by_device
+                else operation.queue.popleft()
+            )
             if call is None:
                 break
             if call.index >= operation.limit:
@@ -220,5 +257,9 @@ class Line:
             return operation.options.chunksize
         if len(operation.queue) == 1:
             return 1
-        seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
+        seconds, left, workers = (
+            self._seconds_of_next(operation),
+            len(operation.queue),
+            self.workers,
+        )
         return chunk_size(seconds, left, workers, self._grain)

@@ -89,7 +89,8 @@ class Receiver:
         self._notes = deliveries.notes
         self.items_done = 0  # forwards; counted before anybody hears of them
         self.backwards_done = 0
-        self._reading = False  # nothing but what a frame holds is looked at: what fails, fails because of that
+        # nothing but what a frame holds is looked at: what fails, fails because of that
+        self._reading = False
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
         self._answers = Answers(memory.lenders, settings.recoverable)
 
@@ -115,7 +116,9 @@ class Receiver:
         except (EOFError, ConnectionError):
             self._staff.lose(worker)
         except MemoryError as error:  # its answer cannot be read, nor what comes behind it
-            worker.unreadable = str(error) or "no memory for what a worker has answered; return less, or tensors"
+            worker.unreadable = (
+                str(error) or "no memory for what a worker has answered; return less, or tensors"
+            )
             worker.link.kill()
             self._staff.lose(worker)
         except CONTENT as error:
@@ -125,9 +128,12 @@ class Receiver:
                 worker.under_way.put_back(*self._taken)
             self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
         finally:
-            self._taken = None  # it would keep an operation and its results until somebody else answers
+            # it would keep an operation and its results until somebody else answers
+            self._taken = None
 
-    def _lose_garbled(self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None) -> None:
+    def _lose_garbled(
+        self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None
+    ) -> None:
         worker.garbled, error.__cause__ = error, cause or error.__cause__
         worker.link.kill()
         self._staff.lose(worker)
@@ -145,14 +151,20 @@ class Receiver:
                     self._results(worker, message, frame.payload)
                 case Gradients():
                     chunk = self._take(worker, message.chunk)
-                    self.backwards_done += sum(not isinstance(each, Missing) for each in message.outcomes)
+                    self.backwards_done += sum(
+                        not isinstance(each, Missing) for each in message.outcomes
+                    )
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
-                    self._answers.collected(worker, self._take(worker, message.chunk), message, frame.payload)
+                    self._answers.collected(
+                        worker, self._take(worker, message.chunk), message, frame.payload
+                    )
                 case NewSlab() if message.handle is not None and self._memory.crossing is not None:
                     self._memory.crossing.attach(worker, message, self._memory.lenders)
                 case NewSlab():
-                    self._memory.lenders.attach(message.number, worker.link.take_descriptor(), message.nbytes)
+                    self._memory.lenders.attach(
+                        message.number, worker.link.take_descriptor(), message.nbytes
+                    )
                 case SlabsGone():
                     self._deliveries.unmap(message.numbers)
                 case SlabsMissing():
@@ -171,21 +183,31 @@ class Receiver:
                 case Printed() | Logged():
                     later(given_again, message)
                 case Tried() if self._memory.crossing is not None:
-                    others = [each for each in self._deliveries.workers.values() if not each.retiring]
-                    if told := self._memory.crossing.tried(worker, message, self._memory.lenders, others):
+                    others = [
+                        each for each in self._deliveries.workers.values() if not each.retiring
+                    ]
+                    if told := self._memory.crossing.tried(
+                        worker, message, self._memory.lenders, others
+                    ):
                         self._deliveries.transmit(worker, told)
                 case StartFailed() if not worker.ready:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
-                    raise UnreadableFrame(f"no worker sends such a message now ({type(message).__name__})")
+                    raise UnreadableFrame(
+                        f"no worker sends such a message now ({type(message).__name__})"
+                    )
         self._reading = False
 
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
         if worker.link.shares_memory:
-            with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
+            with contextlib.suppress(
+                SharedMemoryError
+            ):  # then nothing is known of how far it has come
                 memory = self._memory.lenders.slab(slab_of(message.whereabouts)).memory
                 offset = message.whereabouts & OFFSET_MASK
-                worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
+                worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast(
+                    "q"
+                )
         else:
             worker.under_way.whereabouts = worker.link.whereabouts
             worker.under_way.link = worker.link
@@ -215,8 +237,11 @@ class Receiver:
             worker.calls_done += items
             self.items_done += items
             operation.own_seconds += message.own_seconds + message.eager_seconds
-            answered = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
-            if measured := sum([call.items for (_, call), each in answered if isinstance(each, Result)]):
+            # one too many is refused below
+            answered = zip(chunk.calls, message.outcomes, strict=False)
+            if measured := sum(
+                [call.items for (_, call), each in answered if isinstance(each, Result)]
+            ):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
                 self._codes.note_results(operation.options.function, message, measured, share)
         limit = operation.limit
@@ -225,7 +250,8 @@ class Receiver:
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
         if left := chunk.calls[done:]:
-            self._line.put_back(operation, [call for _, call in left])  # skipped, so not begun after all
+            # skipped, so not begun after all
+            self._line.put_back(operation, [call for _, call in left])
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -238,7 +264,8 @@ class Receiver:
 
 
 class Answers:
-    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no exception."""
+    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no
+    exception."""
 
     def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
@@ -248,9 +275,11 @@ class Answers:
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
     ) -> list[tuple[int, Outcome | BaseException]]:
-        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were skipped.
+        """The outcome of each call that ran, with its index; `chunk` may have more calls, which
+        were skipped.
 
-        What is known of the graphs is noted: another thread may look as soon as the last outcome is delivered.
+        What is known of the graphs is noted: another thread may look as soon as the last outcome is
+        delivered.
         """
         operation = chunk.operation
         assert operation is not None
@@ -260,16 +289,26 @@ class Answers:
         if message.reached and operation.home.reach is not None:
             operation.home.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
-            raise InternalError(f"worker {worker.number} ran a call that it was told in time to skip; please report it")
+            raise InternalError(
+                f"worker {worker.number} ran a call that it was told in time to skip; please "
+                "report it"
+            )
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
         self._note_graphs(worker, message)
         return outcomes
 
     def _outcomes(
-        self, worker: WorkerHandle, chunk: Chunk, operation: Operation, message: Results, payload: memoryview
+        self,
+        worker: WorkerHandle,
+        chunk: Chunk,
+        operation: Operation,
+        message: Results,
+        payload: memoryview,
     ) -> Iterator[tuple[int, Outcome | BaseException]]:
         """With the calls' indices."""
-        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
+        for (number, call), outcome in zip(
+            chunk.calls, message.outcomes, strict=False
+        ):  # fewer after a failure
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
                 yield call.index, failed_again(outcome, name, worker)
@@ -284,9 +323,12 @@ class Answers:
                 if not operation.options.eager.apart and operation.home.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
-                memories = self._borrow(outcome.tensors, gradients) if outcome.tensors or gradients else {}
+                memories = (
+                    self._borrow(outcome.tensors, gradients) if outcome.tensors or gradients else {}
+                )
             except SharedMemoryError as error:
-                yield call.index, error.with_traceback(None)  # its frames would keep what was borrowed
+                # its frames would keep what was borrowed
+                yield call.index, error.with_traceback(None)
                 continue
             if graph is not None and outcome.gradients is not None:
                 graph.eager = Arrived(outcome.gradients, payload, memories, worker)
@@ -296,8 +338,11 @@ class Answers:
                 call.claims = ()  # of what gave it something, no gradient is wanted
             yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
 
-    def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
-        """Each backward that ran is settled; those whose graphs were missing go back to the backlog."""
+    def gradients(
+        self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
+    ) -> None:
+        """Each backward that ran is settled; those whose graphs were missing go back to the
+        backlog."""
         if message.warned:
             first = chunk.backwards[0]
             first.warned = deque([*first.warned, *message.warned])
@@ -309,7 +354,8 @@ class Answers:
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, Missing):
                 worker.graphs.note_missing(backward.call)
-                backward.apart = backward.captures  # whoever collects the sum may have been ahead of us
+                # whoever collects the sum may have been ahead of us
+                backward.apart = backward.captures
                 if not backward.arrived:  # it has where it was cancelled
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
@@ -322,21 +368,31 @@ class Answers:
                 self._gradients_of(backward, worker, found, payload)
 
     def _gradients_of(
-        self, backward: Backward, worker: WorkerHandle, found: Sequence[TensorRef | None], payload: memoryview
+        self,
+        backward: Backward,
+        worker: WorkerHandle,
+        found: Sequence[TensorRef | None],
+        payload: memoryview,
     ) -> None:
         number = backward.derived_number if any_connected(found) else None
         if not backward.arrived:
             if number is not None:
-                backward.derived = self._graph_kept(worker, backward.home, number, backward.graph.index, backward)
+                backward.derived = self._graph_kept(
+                    worker, backward.home, number, backward.graph.index, backward
+                )
             self._arrive(backward, worker, found, payload)
             return
-        with contextlib.suppress(SharedMemoryError):  # it was cancelled: the memory is given back at once
+        with contextlib.suppress(
+            SharedMemoryError
+        ):  # it was cancelled: the memory is given back at once
             self._borrow(found)
         if number is not None:
             worker.graphs.keep(number)
             worker.releases.append(number)
 
-    def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
+    def collected(
+        self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview
+    ) -> None:
         request = chunk.request
         assert request is not None
         worker.sums.forget(request.function, request.graph_task, request.levels)
@@ -347,7 +403,12 @@ class Answers:
             self._arrive(request, worker, message.grads, payload)
 
     def _graph_kept(
-        self, worker: WorkerHandle, home: OperationHome, number: int, index: int | range, recipe: PackedCall | Backward
+        self,
+        worker: WorkerHandle,
+        home: OperationHome,
+        number: int,
+        index: int | range,
+        recipe: PackedCall | Backward,
     ) -> RemoteGraph:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
@@ -356,11 +417,18 @@ class Answers:
         self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
         worker.graphs.nbytes = message.graph_bytes
 
-    def _arrive(self, settled: Settled, worker: WorkerHandle, found: Sequence[TensorRef | None], payload: memoryview) -> None:
+    def _arrive(
+        self,
+        settled: Settled,
+        worker: WorkerHandle,
+        found: Sequence[TensorRef | None],
+        payload: memoryview,
+    ) -> None:
         try:
             settled.settle(Arrived(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
-            settled.settle(error_maker(error.with_traceback(None)))  # its frames would keep what waits for it
+            # its frames would keep what waits for it
+            settled.settle(error_maker(error.with_traceback(None)))
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.
@@ -370,7 +438,9 @@ class Answers:
         """
         found: dict[int, Borrowed | Slot] = {}
         refused: SharedMemoryError | None = None
-        for ref, alone in [(ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)]:
+        for ref, alone in [
+            (ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)
+        ]:
             try:
                 memory = self._lenders.borrow(ref.place, ref.nbytes, findable=alone)
                 slab = self._lenders.slab(slab_of(ref.place))

@@ -1,13 +1,16 @@
 """What is lost with a worker is done again by others, from what the parent still holds.
 
-A call can be run again while its inputs, its function and its seed are here. They stay as long as its graph is wanted. So
-a graph that is lost is only missing: it is made again, by the worker that gets its next backward, right before that.
+A call can be run again while its inputs, its function and its seed are here. They stay as long as
+its graph is wanted. So a graph that is lost is only missing: it is made again, by the worker that
+gets its next backward, right before that.
 
     forward under way ──► the front of its operation's queue
-    backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall      graph: missing there
+    backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall
+                                       graph: missing there
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
-Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than that, and more than
-    `IDLE_DEATHS`, when it was next. Without retries those before it in the chunk fail too, and all that a lost site had.
+Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than
+    that, and more than `IDLE_DEATHS`, when it was next. Without retries those before it in the
+    chunk fail too, and all that a lost site had.
 Assumes: called by the scheduling thread.
 """
 
@@ -32,10 +35,16 @@ from mpgrad.system import kills_for_memory
 __all__ = ["Recovery"]
 
 IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
-GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
+GRAPH_LOST = (
+    "the graph that backward needs was lost with it, and is only made again with retries (retries: "
+    "0)"
+)
 OVERRAN = "the pool ended it, because another call ran past its timeout ({} s)"
 SUM_LOST = "the sum of gradients was lost with it"
-OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
+OUT_OF_MEMORY = (
+    "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or "
+    "graphs='recompute'"
+)
 
 
 Part = PackedCall | Backward
@@ -61,16 +70,24 @@ class Recovery:
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], position: int, offset: int) -> bool:
-        """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
+    def blame(
+        self,
+        worker: WorkerHandle,
+        code: int | None,
+        chunks: Sequence[Chunk],
+        position: int,
+        offset: int,
+    ) -> bool:
+        """The call that was running, or else was next, may be what killed the worker: past the
+        retries it fails.
 
         False where that had been taken back: it had but looked whether it should begin.
 
-        `position` in the first chunk; `offset` is that of the item, where the call was running and is a bundle. If the site was
-        lost, both are as old as what it said last.
+        `position` in the first chunk; `offset` is that of the item, where the call was running and
+        is a bundle. If the site was lost, both are as old as what it said last.
 
-        Without retries the calls before it fail, too. They were done, but their inputs may have been written to. Of a lost site
-        all that it had been given fails.
+        Without retries the calls before it fail, too. They were done, but their inputs may have
+        been written to. Of a lost site all that it had been given fails.
         """
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
@@ -79,20 +96,31 @@ class Recovery:
         if place >= len(parts):
             return False
         accused = parts[place]
-        if position >= 0 or worker.overdue is not None:  # before it began, its function was loaded, which took too long
+        if (
+            position >= 0 or worker.overdue is not None
+        ):  # before it began, its function was loaded, which took too long
             accused.deaths += 1
         else:
             accused.idle_deaths += 1
         is_known = position >= 0 or worker.link.lost
-        phase = "backward" if chunk.operation is None else "forward" if is_known else "loading the function"
+        phase = (
+            "backward"
+            if chunk.operation is None
+            else "forward"
+            if is_known
+            else "loading the function"
+        )
 
         def error(_: Part = accused) -> BaseException:
             return self._death(worker, code, item_of(accused, position, offset), phase, accused)
 
-        level = logging.WARNING if worker.overdue is None else logging.INFO  # a timeout is what the caller asked for
+        # a timeout is what the caller asked for
+        level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
         if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
-            fail(chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error)
+            fail(
+                chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error
+            )
         return True
 
     def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
@@ -119,26 +147,37 @@ class Recovery:
         phase: str,
         accused: Part,
     ) -> BaseException:
-        """The error of a call that fails: what is known of the death, and how often it was tried."""
+        """The error of a call that fails: what is known of the death, and how often it was
+        tried."""
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
-        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
+        details = [
+            f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: "
+            f"{self._retries})"
+        ] * (tried > 0)
         if idle:
-            details.append(f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next")
+            details.append(
+                f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next"
+            )
         if worker.overdue is not None:
-            return CallTimeoutError(item, phase, worker.overdue, "; ".join(details), worker.stack, call)
+            return CallTimeoutError(
+                item, phase, worker.overdue, "; ".join(details), worker.stack, call
+            )
         if worker.unreadable:
             return SharedMemoryError(f"{worker.unreadable} ({call}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             details.append(OUT_OF_MEMORY)
         details += worker.end_in_words
-        died = WorkerDiedError(item, phase, worker.number, code, "; ".join(details), worker.stack, call)
+        died = WorkerDiedError(
+            item, phase, worker.number, code, "; ".join(details), worker.stack, call
+        )
         died.__cause__ = worker.garbled
         return died
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
-        """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""
+        """What was under way with a worker that is gone: calls go back to their queues, the rest
+        waits to be revived."""
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
@@ -150,7 +189,8 @@ class Recovery:
                 worker.backlog.appendleft(chunk.request)
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
-        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
+        """What a worker that is gone should have done is done by another, which makes the graph
+        again. A sum is lost.
 
         False where there is no other that has a place.
         """
@@ -161,24 +201,34 @@ class Recovery:
         elif reason is not None:
             item.settle(error_maker(reason))
         elif isinstance(item, SumRequest):
-            item.settle(error_maker(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)))
+            item.settle(
+                error_maker(
+                    WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)
+                )
+            )
         elif not can_be_made(item.graph):
             index, names = item.items, item.names
             number, call = names.number(index), names.words(index)
-            details = [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
-            died = WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call)
+            details = (
+                [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
+            )
+            died = WorkerDiedError(
+                number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call
+            )
             item.settle(error_maker(died))
         else:
             worker = self._rehome(item.graph)
             if worker is None:
                 return False
             self.reruns += 1
-            item.apart = item.captures  # the sum that they were to be part of is with another worker
+            # the sum that they were to be part of is with another worker
+            item.apart = item.captures
             worker.backlog.append(item)
         return True
 
     def _rehome(self, graph: RemoteGraph) -> WorkerHandle | None:
-        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do.
+        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or
+        where least is to do.
 
         None where nobody has a place.
         """
@@ -209,7 +259,8 @@ def parts_of(chunk: Chunk) -> Sequence[Part]:
 
 
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
-    """The number of its item, or of its items; None where it is a bundle, and nobody knows which item was running."""
+    """The number of its item, or of its items; None where it is a bundle, and nobody knows which
+    item was running."""
     if not isinstance(part, PackedCall):
         return part.items
     if part.bundle:

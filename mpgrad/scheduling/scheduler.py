@@ -1,18 +1,25 @@
-"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no thread and no selector.
+"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no
+thread and no selector.
 
-    callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread] ◄──► links ◄──► workers
-    callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘
+    callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
+    callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲
+                                                     workers ◄──► links ◄──────────┘
 
-    admissions ──► queue ──► deliveries ──► the worker          gradient_sender ──► its backlog ──► deliveries ──► the worker
+    admissions ──► queue ──► deliveries ──► the worker
+    gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
-    staffing: workers come and go    cancelling: what nobody wants, or takes too long    recovery: what is lost is done again
-Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what comes from other threads is
-put into deques, and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's. Any thread
-calls `lifecycle`, `gradient_sender`, the packers of `caller_memory`, and what the heads of other parts name. After the end
-there is no such thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
-Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a value or an
-    error, also when its worker dies or the pool is closed. Values of tasks are not touched: but for copies of what
-    lies on devices, no torch operation runs in the scheduling thread.
+
+    staffing: workers come and go    cancelling: what nobody wants, or takes too long
+    recovery: what is lost is done again
+Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what
+comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread
+of its own, `InlineScheduler` the caller's. Any thread calls `lifecycle`, `gradient_sender`, the
+packers of `caller_memory`, and what the heads of other parts name. After the end there is no such
+thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
+Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a
+    value or an error, also when its worker dies or the pool is closed. Values of tasks are not
+    touched: but for copies of what lies on devices, no torch operation runs in the scheduling
+    thread.
 """
 
 from __future__ import annotations
@@ -56,11 +63,13 @@ from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
-LONGEST_SLEEP = 86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
-CHILDREN_PATIENCE = 0.5  # seconds between two looks whether forked children have ended, for whom memory is kept
+# seconds until the clock is looked at again: the system takes no more than 2**31 ms
+LONGEST_SLEEP = 86_400.0
+# seconds between two looks whether forked children have ended, for whom memory is kept
+CHILDREN_PATIENCE = 0.5
 
 
-# long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
+# long because: a method for each thing that may be asked, most of one line
 class Scheduler(ABC):
     """Puts the parts together, and is what the caller's threads ask of them."""
 
@@ -75,23 +84,49 @@ class Scheduler(ABC):
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
-        self.has_unheard = False  # there is something that the scheduling thread has not been woken for
+        # there is something that the scheduling thread has not been woken for
+        self.has_unheard = False
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
-        self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device, FAR if settings.remote else NEAR)
+        self._line = line = Line(
+            codes,
+            numbers,
+            settings.workers,
+            settings.calls,
+            by_device,
+            FAR if settings.remote else NEAR,
+        )
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
         self.gradients = gradients = GradientSender(
             self, self.life, codes, self.copying_packer, numbers, settings.since, self.watch
         )
         self.uncollected = Uncollected()
-        self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer, self.uncollected)
+        self.admissions = Admissions(
+            self, line, deliveries, gradients, self.copying_packer, self.uncollected
+        )
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
-        self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
-        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
-        self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
-        self.cancelling = Cancelling(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
+        self.recovery = Recovery(
+            self.workers, codes, settings.retries, self.life, self.admissions.admit
+        )
+        self.staff = Staff(
+            self,
+            settings,
+            engine,
+            self.life,
+            self.memory,
+            deliveries,
+            gradients,
+            self.recovery,
+            line,
+        )
+        self.receiver = Receiver(
+            settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff
+        )
+        self.cancelling = Cancelling(
+            self, deliveries, self.admissions, line, self.staff, self.receiver, settings
+        )
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
@@ -135,7 +170,8 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def admit(self, operation: Operation, waits: bool = False) -> None:
-        """Have the calls in the operation's queue run; again after more were added. `waits`: the caller needs the results."""
+        """Have the calls in the operation's queue run; again after more were added. `waits`: the
+        caller needs the results."""
         self.inbox.append(lambda: self.admissions.admit(operation))
         if waits:
             self.hand_over()
@@ -152,14 +188,16 @@ class Scheduler(ABC):
         return self._codes.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
-        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
+        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of
+        it."""
         for worker in list(self.workers.values()):
             if number in worker.writer.functions:
                 worker.forgotten_functions.append((number, nbytes))
         self.nudge()
 
     def cancel(self, operation: Operation) -> None:
-        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
+        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it
+        comes."""
         self.post(lambda: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
@@ -167,11 +205,13 @@ class Scheduler(ABC):
         self.post(lambda: self.cancelling.cancel_queued(operation))
 
     def cancel_with_grace(self, operation: Operation) -> None:
-        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited for it was interrupted."""
+        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited
+        for it was interrupted."""
         self.post(lambda: self.cancelling.cancel_with_grace(operation))
 
     def cancel_all_with_grace(self) -> None:
-        """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
+        """Likewise, all operations that were admitted up to now; who still asks for a result gets a
+        `CancelledError`."""
         self.post(self.cancelling.cancel_all_with_grace)
 
     def cancel_backward(self, graph_task: int) -> None:
@@ -179,7 +219,8 @@ class Scheduler(ABC):
         self.post(lambda: self.cancelling.cancel_backward(graph_task))
 
     def kill(self, operation: Operation) -> None:
-        """As `cancel`, and workers that are at it are killed; whatever else they had goes to others."""
+        """As `cancel`, and workers that are at it are killed; whatever else they had goes to
+        others."""
         self.post(lambda: self.cancelling.kill(operation))
 
     def kill_at(self, moment: float, operation: Operation) -> None:
@@ -189,7 +230,8 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
         pending: list[Operation] = []
-        looked, ended, told = False, 0, False  # ended: how many of them had at the last look, from which the next one goes on
+        # ended: how many of them had at the last look, from which the next one goes on
+        looked, ended, told = False, 0, False
 
         def look() -> None:
             nonlocal looked
@@ -213,7 +255,8 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            self.post(all_told)  # an order runs between two deliveries, so listeners have heard of the last one
+            # an order runs between two deliveries, so listeners have heard of the last one
+            self.post(all_told)
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
         except BaseException:  # KeyboardInterrupt, above all
@@ -318,14 +361,18 @@ class Scheduler(ABC):
         """
         self.life.check_process()
         if threading.current_thread() is self.callbacks:
-            raise RuntimeError("a callback cannot join its pool, which waits for all callbacks; join it in another thread")
+            raise RuntimeError(
+                "a callback cannot join its pool, which waits for all callbacks; join it in "
+                "another thread"
+            )
         if self.life.phase is Phase.OPEN:
             raise ValueError("the pool is still open; close or terminate it before join")
         self.life.enter(Phase.DRAINING)
         self.wake()
 
     def leave(self) -> None:
-        """Take nothing new; end each worker as soon as all that was admitted is done, and no graph is kept there."""
+        """Take nothing new; end each worker as soon as all that was admitted is done, and no graph
+        is kept there."""
         self.close()
         if self.life.is_ours:
             self.life.enter(Phase.LEAVING)
@@ -338,7 +385,8 @@ class Scheduler(ABC):
             self.join()
 
     def break_off(self, error: BaseException, by: signal.Signals) -> None:
-        """End the workers now, by this signal. What is under way fails with `error`, as do backwards."""
+        """End the workers now, by this signal. What is under way fails with `error`, as do
+        backwards."""
 
         def end() -> None:
             if not self.life.has_ended:
@@ -348,7 +396,8 @@ class Scheduler(ABC):
         self.post(end)
 
     def terminate_without_waiting(self) -> None:
-        """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""
+        """As `terminate`, without waiting: called where nobody can see the pool any more, in any
+        thread, with any lock held."""
         if self.life.is_ours:
             self.life.enter(Phase.STOPPING)
             self.wake()
@@ -378,11 +427,17 @@ class Scheduler(ABC):
             else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
-        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers or self.staff.has_deaths):
-            self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
+        if phase is Phase.LEAVING and not (
+            self.staff.wanted or self.workers or self.staff.has_deaths
+        ):
+            # also if there was something to make again: nobody is left who could
+            self.life.enter(Phase.STOPPING)
 
     def _is_idle(self) -> bool:
-        busy = any(worker.under_way or worker.backlog for worker in [*self.staff.gone, *self.workers.values()])
+        busy = any(
+            worker.under_way or worker.backlog
+            for worker in [*self.staff.gone, *self.workers.values()]
+        )
         return not (busy or self._line.has_calls)
 
     def wait_for_gradients(self, backward: Backward) -> None:
@@ -398,12 +453,17 @@ class Scheduler(ABC):
             self._have(room)
 
     def keep_time(self) -> float | None:
-        """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
+        """Do what is due; returns the seconds until it is time to look again, None where nothing is
+        to come."""
         now = time.monotonic()
         soonest = min(self.cancelling.keep_time(now), self.staff.keep_time(now), self._line.look_at)
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
-        return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
+        return (
+            None
+            if soonest == math.inf
+            else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
+        )
 
     def end(self) -> None:
         """The last thing that happens; nobody may be left waiting."""

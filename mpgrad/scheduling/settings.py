@@ -1,4 +1,5 @@
-"""What every worker of a pool starts with, and on which device each of them works. Caller's side."""
+"""What every worker of a pool starts with, and on which device each of them works. Caller's
+side."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Settings(NamedTuple):
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
-    since: Since | None = None  # the caller's environment when the pool began, where workers follow it
+    # the caller's environment when the pool began, where workers follow it
+    since: Since | None = None
     in_caller: bool = False  # calls run in the thread that waits for them
 
     @property
@@ -40,15 +42,19 @@ class Settings(NamedTuple):
 def worker_devices(
     devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
 ) -> tuple[int, ...] | None:
-    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`; None where that is None.
+    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`;
+    None where that is None.
 
     Raises:
-        ValueError, TypeError: a device that does not exist, or that this engine or number of processes does not go with.
+        ValueError, TypeError: a device that does not exist, or that this engine or number of
+            processes does not go with.
     """
     traits = traits_of(engine)
     if devices is None:
         if not traits.on_cpu:
-            raise ValueError(f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)')
+            raise ValueError(
+                f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)'
+            )
         return None
     if not traits.on_devices:
         others = ", ".join(name for name, each in ENGINES.items() if each.traits.on_devices)
@@ -61,13 +67,23 @@ def worker_devices(
     elif isinstance(devices, Sequence):
         codes = [device_code_named(device, "devices") for device in devices]
     else:
-        raise TypeError(f"devices must be a device, or a list of one for each worker (devices: {devices!r})")
+        raise TypeError(
+            f"devices must be a device, or a list of one for each worker (devices: {devices!r})"
+        )
     if not codes:
         raise ValueError(f"devices must name at least one (devices: {devices!r})")
     if processes is not None and processes != len(codes):
-        raise ValueError(f"devices say how many workers there are ({len(codes)}); leave processes out (processes: {processes})")
+        raise ValueError(
+            f"devices say how many workers there are ({len(codes)}); leave processes out "
+            f"(processes: {processes})"
+        )
     if not traits.on_cpu and 0 in codes:
-        raise ValueError(f'engine "{engine}" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})')
+        raise ValueError(
+            f'engine "{engine}" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})'
+        )
     if any(codes) and getattr(context, "_name", context) == "fork":
-        raise ValueError('a forked process cannot use the GPUs of its parent (context: "fork"); leave context out, or "spawn"')
+        raise ValueError(
+            'a forked process cannot use the GPUs of its parent (context: "fork"); leave context '
+            'out, or "spawn"'
+        )
     return tuple(codes)

@@ -1,9 +1,14 @@
-"""The workers of a pool come and go: started, replaced, sent away, buried; and what they leave behind is seen to. (Caller.)
+"""The workers of a pool come and go: started, replaced, sent away, buried; and what they leave
+behind is seen to. (Caller.)
 
-    hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
-               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► leave
-    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough ──► bury ──► rescue
-Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is settled.
+    hire ──► ready ──► retiring ──► told to stop ──┐
+               └──────────────────► died: lose ────┴──► leave
+
+    retiring: no new calls; it stays while graphs there are wanted
+    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough
+        ──► bury ──► rescue
+Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
+settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
 """
 
@@ -50,12 +55,13 @@ class Leave(NamedTuple):
 
     worker: WorkerHandle
     until: float  # it is waited for, on the clock of time.monotonic
-    death: Callable[[], None] | None  # what is to be done when it is known how it died; None: it was told to stop
+    # what is to be done when it is known how it died; None: it was told to stop
+    death: Callable[[], None] | None
 
 
 class Staff:
-    """Guarantees: there are as many active workers as there should be, or the system refuses; nothing that waited for a worker
-    that is gone is forgotten.
+    """Guarantees: there are as many active workers as there should be, or the system refuses;
+    nothing that waited for a worker that is gone is forgotten.
     """
 
     # long because: all that a worker's coming and going concerns
@@ -85,8 +91,10 @@ class Staff:
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
-        self.stranded: list[WorkerHandle] = []  # that are gone, and nobody has a place who could take over what waits for them
-        self._leaves: dict[int, Leave] = {}  # workers by number that are gone, and may not have ended yet
+        # that are gone, and nobody has a place who could take over what waits for them
+        self.stranded: list[WorkerHandle] = []
+        # workers by number that are gone, and may not have ended yet
+        self._leaves: dict[int, Leave] = {}
         self._newest = 0  # number of a worker
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
@@ -95,12 +103,16 @@ class Staff:
         self._refused_since: float | None = None
 
     def fill(self) -> None:
-        """Have as many workers as there should be, apart from those that only keep graphs; at the end, none."""
+        """Have as many workers as there should be, apart from those that only keep graphs; at the
+        end, none."""
         if self._life.is_stopping:
             return
         self.again_at = math.inf
-        # whose site is lost is as good as gone; who waits for room is the first to be dispensed with
-        active = [worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)]
+        # whose site is lost is as good as gone; who waits for room is the first to be dispensed
+        # with
+        active = [
+            worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)
+        ]
         active.sort(key=lambda each: not each.link.has_place)
         try:
             for _ in range(self.wanted - len(active)):
@@ -120,14 +132,19 @@ class Staff:
     def _bear(self, error: OSError) -> None:
         """No further worker can be started: try again soon.
 
-        Where none is left that takes calls, one that has but graphs makes room; or else the pool breaks after a while.
+        Where none is left that takes calls, one that has but graphs makes room; or else the pool
+        breaks after a while.
         """
         now = time.monotonic()
         self.again_at = now + STAFF_GAP
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
-        keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
+        keepers = [
+            worker
+            for worker in self._workers.values()
+            if worker.retiring and not (worker.under_way or worker.backlog)
+        ]
         others = [worker for worker in self._workers.values() if worker not in keepers]
         is_wanted = self._line.has_calls or self.stranded
         if any(worker.ready for worker in others) or (keepers and not is_wanted):
@@ -144,16 +161,25 @@ class Staff:
 
     def _drop_graphs(self, worker: WorkerHandle) -> None:
         """Have it end; those of its graphs that are still wanted are made again by others."""
-        log.info("worker %d ends, as no other can be started; %d graphs are made again", worker.number, worker.graphs.there)
+        log.info(
+            "worker %d ends, as no other can be started; %d graphs are made again",
+            worker.number,
+            worker.graphs.there,
+        )
         self._send_off(worker, "has ended, to make room for another")
-        self.again_at = time.monotonic()  # its descriptors are free at once, the rest when it has ended
+        # its descriptors are free at once, the rest when it has ended
+        self.again_at = time.monotonic()
 
     def hire(self) -> None:
-        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
+        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses,
+        RuntimeError where it will."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:
-            device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
+            device = missing_device(
+                settings.devices,
+                (each.device for each in self._workers.values() if not each.retiring),
+            )
         number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
         self._newest = number
@@ -199,10 +225,13 @@ class Staff:
         self._driver.tell_waiters()
 
     def _is_forsaken(self, worker: WorkerHandle) -> bool:
-        """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
+        """It has but sums of a backward that failed, it seems, as there are later ones; one that is
+        wanted is made again."""
         is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
         stays = self._life.phase is Phase.LEAVING
-        return is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
+        return (
+            is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
+        )
 
     def send_away(self) -> None:
         """All of them, each as soon as nobody needs it."""
@@ -211,8 +240,11 @@ class Staff:
             worker.is_last = True
             self.retire(worker)
 
-    def _leave(self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None) -> None:
-        """It is no worker of the pool any more. What it has, and the memory that it may still look at, stay until its exit."""
+    def _leave(
+        self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
+    ) -> None:
+        """It is no worker of the pool any more. What it has, and the memory that it may still look
+        at, stay until its exit."""
         worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
@@ -221,7 +253,8 @@ class Staff:
             self.bury(worker.number)
 
     def bury(self, number: int) -> None:
-        """A worker has ended, or has had time enough for it. Its memory stays while it is viewed."""
+        """A worker has ended, or has had time enough for it. Its memory stays while it is
+        viewed."""
         leave = self._leaves.pop(number, None)
         if leave is None:  # it ended after that time
             return
@@ -240,7 +273,9 @@ class Staff:
     @property
     def gone(self) -> list[WorkerHandle]:
         """Workers that are gone, and for which something may still wait."""
-        return [*dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])]
+        return [
+            *dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])
+        ]
 
     @property
     def has_deaths(self) -> bool:
@@ -264,12 +299,15 @@ class Staff:
         self.lose(worker, blames=False)
 
     def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
-        """It died. All that it had been given goes to others, but for a call that kills too often."""
+        """It died. All that it had been given goes to others, but for a call that kills too
+        often."""
         is_ours = not blames or worker.doomed is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
             worker.overdue = None  # it has not ended for that
-        elif worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
+        elif (
+            worker.doomed is not None and worker.doomed.begun != begun
+        ):  # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.notes.recording is not None:
@@ -283,12 +321,15 @@ class Staff:
             else:
                 self._look_into(worker, chunks, begun[0], offset, blames)
             self.rescue(worker)
-            self._driver.wake()  # others have something to do now; the scheduling thread may be about to sleep
+            # others have something to do now; the scheduling thread may be about to sleep
+            self._driver.wake()
 
         self.deaths += worker.ready
         self.kills += is_ours
         self._leave(worker, died, has_exited)
-        if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk
+        if (
+            worker.number in self._leaves
+        ):  # whatever it died of, it was nothing behind its first chunk
             behind = chunks[1:]
             del chunks[1:]
             worker.under_way.drop_behind()
@@ -296,23 +337,30 @@ class Staff:
         if worker.ready:  # else it has to be seen whether any can start
             self.fill()
 
-    def _look_into(self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool) -> None:
+    def _look_into(
+        self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool
+    ) -> None:
         """A death, of which is known by now what there is to know."""
         code = worker.exit_code
         self.deaths += not worker.ready  # else it has been counted
-        is_blamed = blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+        is_blamed = (
+            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+        )
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
-            self._life.break_off(WorkerDiedError(None, "start", worker.number, code, words, worker.stack))
+            self._life.break_off(
+                WorkerDiedError(None, "start", worker.number, code, words, worker.stack)
+            )
         else:
             self.fill()
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
-        """Whether workers cannot be started. Those that start together and die together count as one attempt."""
+        """Whether workers cannot be started. Those that start together and die together count as
+        one attempt."""
         others_start = bool(worker.link.lost) and any(each.ready for each in self._workers.values())
         if worker.ready or worker.link.could_start or others_start:
             self._failed_starts = 0
@@ -345,7 +393,8 @@ class Staff:
             self.rescue(gone)
 
     def dissolve(self, reason: BaseException, gently: bool) -> None:
-        """The last of them end; those with nothing to do run their exit handlers, as all do if it is done `gently`."""
+        """The last of them end; those with nothing to do run their exit handlers, as all do if it
+        is done `gently`."""
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)])
@@ -353,7 +402,10 @@ class Staff:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
             self._leave(worker, reason)
-        for number, leave in self._leaves.items():  # what waited for these is answered now, however they died
+        for (
+            number,
+            leave,
+        ) in self._leaves.items():  # what waited for these is answered now, however they died
             self._leaves[number] = leave._replace(death=None)
 
     def await_exits(self) -> None:
@@ -384,5 +436,10 @@ def with_limit(error: OSError) -> OSError:
     if name:
         soft, _ = resource.getrlimit(getattr(resource, name))
         words += f"; {name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft} here"
-    reason = f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the limit of {words}"
-    return OSError(error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept")
+    reason = (
+        f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the "
+        f"limit of {words}"
+    )
+    return OSError(
+        error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept"
+    )

@@ -1,10 +1,10 @@
 """A worker as the scheduler sees it: what it has been sent, lent and told, and how far it has come
 with that. Caller's side; decisions are the scheduler's.
 
-A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and
-looks there, before each call, whether the caller has had the chunk skipped. Where no memory is shared
-a site reads and writes there for us, some time later: so of a chunk that runs nothing can be taken
-back, but what was skipped in time comes back unrun.
+A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`),
+and looks there, before each call, whether the caller has had the chunk skipped. Where no memory is
+shared a site reads and writes there for us, some time later: so of a chunk that runs nothing can be
+taken back, but what was skipped in time comes back unrun.
 Guarantees: other threads append to the backlog and the deques of news, and read; until the end they
     change nothing else.
 """
@@ -49,7 +49,8 @@ class Doom(NamedTuple):
 
 
 class WorkerHandle:
-    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs that refer to it."""
+    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs
+    that refer to it."""
 
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
         self.number = number
@@ -67,9 +68,11 @@ class WorkerHandle:
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.doomed: Doom | None = None  # it has been told to end, for that call
-        self.last_words: Kept | None = None  # our end of the pipe that it writes its stack into, should it crash
+        # our end of the pipe that it writes its stack into, should it crash
+        self.last_words: Kept | None = None
         self.stack = ""  # what came of it
-        self.garbled: UnreadableFrame | None = None  # what was wrong with what it sent, for which it was killed
+        # what was wrong with what it sent, for which it was killed
+        self.garbled: UnreadableFrame | None = None
         self.unreadable = ""  # why its answer could not be read, for which it was killed
 
         self.graphs = GraphLedger()
@@ -86,7 +89,8 @@ class WorkerHandle:
         self.releases: deque[int] = deque()
         self.spent: deque[int] = deque()  # calls whose backward was an eager one, and has come
         self._emptied: list[int] = []  # of these, those that were noted
-        self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
+        # with the bytes of their captures
+        self.forgotten_functions: deque[tuple[int, int]] = deque()
         self.forgotten_codes: deque[int] = deque()
 
     @property
@@ -99,8 +103,15 @@ class WorkerHandle:
         """For errors: what is known of its end beside the exit code."""
         garbled = ""
         if self.garbled is not None:
-            garbled = f"what it had sent is no message ({self.garbled}); did the function write to descriptors not its own?"
-        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled) if each]
+            garbled = (
+                f"what it had sent is no message ({self.garbled}); did the function write to "
+                "descriptors not its own?"
+            )
+        return [
+            each
+            for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled)
+            if each
+        ]
 
     @property
     def busy(self) -> float:
@@ -110,7 +121,8 @@ class WorkerHandle:
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
 
     def send_home(self) -> None:
-        """It takes no new calls, and ends when it keeps no graph any more; its successor may have its place at once."""
+        """It takes no new calls, and ends when it keeps no graph any more; its successor may have
+        its place at once."""
         self.retiring = self.link.is_leaving = True
 
     # --- what is left to do
@@ -118,7 +130,9 @@ class WorkerHandle:
     @property
     def load(self) -> int:
         """How many calls it has been given or is about to be."""
-        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values())
+        return len(self.backlog) + sum(
+            len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values()
+        )
 
     @property
     def backwards_left(self) -> int:
@@ -133,7 +147,12 @@ class WorkerHandle:
 
     def has_sums_before(self, graph_task: int) -> bool:
         """It would be done, but for sums of earlier backwards."""
-        if self.under_way or self.backlog or self._has_releases or self.graphs.needs_worker(self.is_last):
+        if (
+            self.under_way
+            or self.backlog
+            or self._has_releases
+            or self.graphs.needs_worker(self.is_last)
+        ):
             return False
         return self.sums.are_before(graph_task)
 
@@ -141,13 +160,17 @@ class WorkerHandle:
     def has_others(self) -> bool:
         """Whether there is anything but what was cancelled with grace."""
         graphs = self.graphs.states.keys() - set(self.releases)
-        return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.chunks.values())
+        return bool(graphs or self.backlog or self.sums) or any(
+            any(chunk.wanted()) for chunk in self.under_way.chunks.values()
+        )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """All that was sent for the backward with this number; who waits for it gets the error."""
         for item in list(self.backlog):
             if item.graph_task == graph_task:
-                with contextlib.suppress(ValueError):  # after the end several threads may take from it
+                with contextlib.suppress(
+                    ValueError
+                ):  # after the end several threads may take from it
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
         self.under_way.cancel_backward(graph_task, error)
@@ -164,7 +187,9 @@ class WorkerHandle:
     def _has_releases(self) -> bool:
         return bool(self.releases or self.spent or self._emptied)
 
-    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
+    def forward(
+        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
+    ) -> tuple[list[Message], Payload]:
         """A chunk of an operation, which is under way from now on."""
         messages, payload, chunk = self.writer.forward(number, operation, calls)
         self._add(number, chunk)
@@ -195,13 +220,16 @@ class WorkerHandle:
             ConnectionError: the worker is gone.
             OSError: what has to wait needs descriptors of its own, and there are none.
         """
-        if self.loans.gone_slabs:  # first: one that its owner's death took away may be lent again, for a result that lies there
+        # first: one that its owner's death took away may be lent again, for a result that lies
+        # there
+        if self.loans.gone_slabs:
             self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
         if new_slabs := self.loans.take_new_slabs():
             self.link.introduce(new_slabs)
         news = self._take_news()
         if news and self.under_way.in_grace:
-            self.under_way.look_at_grace()  # it may have been spared for the sake of what nobody wants any more
+            # it may have been spared for the sake of what nobody wants any more
+            self.under_way.look_at_grace()
         self.sent_at = time.monotonic()
         self.link.send(news + messages, payload.parts)
 
@@ -225,7 +253,11 @@ class WorkerHandle:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.writer.forget(functions)
-            news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+            news.append(
+                Forget(
+                    functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)
+                )
+            )
         return news
 
     def note_spent(self) -> None:
@@ -252,14 +284,18 @@ class WorkerHandle:
 # --- chunks under way
 
 
-SEEN = 1e-3  # seconds after which another process has seen what we wrote, and we what it wrote before: ample, for two CPUs
-# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be made again
+# seconds after which another process has seen what we wrote, and we what it wrote before: ample,
+# for two CPUs
+SEEN = 1e-3
+# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be
+# made again
 GRACE_PERIOD = 0.2
 
 
 # long because: a line for each thing that may be asked of what a worker has
 class UnderWay:
-    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the scheduling thread."""
+    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the
+    scheduling thread."""
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
@@ -269,7 +305,8 @@ class UnderWay:
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
         self.in_grace: set[int] = set()  # chunks of which a part was cancelled with grace
-        self.grace_ends = math.inf  # when the worker is killed, should it be at such a part then, on the same clock
+        # when the worker is killed, should it be at such a part then, on the same clock
+        self.grace_ends = math.inf
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
@@ -316,17 +353,24 @@ class UnderWay:
         return first is not None and first.operation is operation
 
     def begun(self) -> tuple[int, float]:
-        """The position of the call that the worker is at, in the first chunk, and since when; -1 where it is at none."""
+        """The position of the call that the worker is at, in the first chunk, and since when; -1
+        where it is at none."""
         chunk = next(iter(self.chunks), None)
         whereabouts = self.whereabouts
         if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
             return -1, self.since
         in_order()
-        return whereabouts[Whereabouts.POSITION], max(self.since, whereabouts[Whereabouts.STARTED] / 1e9)
+        return whereabouts[Whereabouts.POSITION], max(
+            self.since, whereabouts[Whereabouts.STARTED] / 1e9
+        )
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
         """Whether it is at this position of this chunk, -1: anywhere in it."""
-        return call is not None and call[0] == next(iter(self.chunks), None) and call[1] in (-1, self.begun()[0])
+        return (
+            call is not None
+            and call[0] == next(iter(self.chunks), None)
+            and call[1] in (-1, self.begun()[0])
+        )
 
     @property
     def offset(self) -> int:
@@ -336,20 +380,25 @@ class UnderWay:
     @property
     def is_at_wanted(self) -> bool:
         chunk, position = self.first, max(self.begun()[0], 0)
-        return chunk is not None and any(chunk.wanted()[position : position + 1])  # there are none where all were taken back
+        # there are none where all were taken back
+        return chunk is not None and any(chunk.wanted()[position : position + 1])
 
     # --- what it is to skip
 
     def cancel(self, operation: Operation) -> None:
         """Have the worker skip what it has not begun of chunks that nobody waits for."""
         for number, chunk in self.chunks.items():
-            if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
+            if chunk.operation is operation and all(
+                call.index >= operation.limit for _, call in chunk.calls
+            ):
                 self._skip(number)
 
     def _skip(self, number: int) -> bool:
-        """Whether that is news. In a place that no other chunk under way has: that one, too, must stay skipped.
+        """Whether that is news. In a place that no other chunk under way has: that one, too, must
+        stay skipped.
 
-        There is one for each that a process is sent at a time; in the caller's own there may be more of them.
+        There is one for each that a process is sent at a time; in the caller's own there may be
+        more of them.
         """
         whereabouts = self.whereabouts
         if whereabouts is None:
@@ -365,15 +414,17 @@ class UnderWay:
         return True
 
     def skip_unbegun(self) -> bool:
-        """Have it skip what it has not begun, for others; whether there is something that it has yet to see."""
+        """Have it skip what it has not begun, for others; whether there is something that it has
+        yet to see."""
         are_news = [self._skip(number) for number in self._for_others()]
         return any(are_news)
 
     def unbegun(self) -> list[tuple[int, int]]:
         """Chunks, and how many calls at their end it has not begun and can be told not to begin.
 
-        It notes each call, then looks whether the chunk is skipped. What it noted some time after that was written is all that
-        it will run. Before that it may have looked at one more, of which we do not read yet, but not at two.
+        It notes each call, then looks whether the chunk is skipped. What it noted some time after
+        that was written is all that it will run. Before that it may have looked at one more, of
+        which we do not read yet, but not at two.
         """
         whereabouts = self.whereabouts
         if whereabouts is None:
@@ -386,10 +437,13 @@ class UnderWay:
         in_order()
         position = whereabouts[Whereabouts.POSITION]
         in_order()
-        if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
+        if (
+            at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]
+        ):  # it goes on in this moment
             return []
         found = []
-        is_answered = at in self.chunks  # those before it are, though their answers may still be on their way
+        # those before it are, though their answers may still be on their way
+        is_answered = at in self.chunks
         for number, chunk in self.chunks.items():
             begun = -1
             if number == at:
@@ -404,14 +458,20 @@ class UnderWay:
         return found
 
     def _skipped_by_site(self, link: WorkerLink) -> list[tuple[int, int]]:
-        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next one is skipped."""
+        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next
+        one is skipped."""
         if link.has_more():  # it may have answered its first chunk
             return []
         skipped = link.skipped.values()
-        return [(number, len(chunk.calls)) for number, chunk in self._for_others().items() if number in skipped]
+        return [
+            (number, len(chunk.calls))
+            for number, chunk in self._for_others().items()
+            if number in skipped
+        ]
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds, or a site has told."""
+        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds,
+        or a site has told."""
         self.skip_unbegun()
         taken = []
         for number, count in self.unbegun():  # counted after it can see that it is skipped
@@ -430,10 +490,14 @@ class UnderWay:
         ):
             return False
         first, position = next(iter(self.chunks), None), self.begun()[0]
-        return any(len(chunk.calls) > (position + 1 if number == first else 0) for number, chunk in self._for_others().items())
+        return any(
+            len(chunk.calls) > (position + 1 if number == first else 0)
+            for number, chunk in self._for_others().items()
+        )
 
     def _for_others(self) -> dict[int, Chunk]:
-        """Chunks of which others may have what was not begun; what stays together, or is behind a site, only as a whole."""
+        """Chunks of which others may have what was not begun; what stays together, or is behind a
+        site, only as a whole."""
         found = {}
         for place, (number, chunk) in enumerate(self.chunks.items()):
             is_divisible = self.link is None and not stays_together(chunk)
@@ -446,13 +510,23 @@ class UnderWay:
     def cancel_with_grace(self, operation: Operation | None) -> None:
         """All of its chunks; None: of all operations."""
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self._put_in_grace([each for each in wanted if operation is None or self.chunks[each].operation is operation])
+        self._put_in_grace(
+            [
+                each
+                for each in wanted
+                if operation is None or self.chunks[each].operation is operation
+            ]
+        )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """The parts of the backward with this number; who waits for them gets the error."""
         numbers = []
         for number, chunk in self.chunks.items():
-            parts = [each for each in (*chunk.backwards, chunk.request) if each is not None and each.graph_task == graph_task]
+            parts = [
+                each
+                for each in (*chunk.backwards, chunk.request)
+                if each is not None and each.graph_task == graph_task
+            ]
             for each in parts:
                 each.settle(error_maker(error))
             if parts:
@@ -460,7 +534,8 @@ class UnderWay:
         self._put_in_grace(numbers)
 
     def _put_in_grace(self, numbers: Sequence[int]) -> None:
-        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped, and end the rest soon."""
+        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped,
+        and end the rest soon."""
         for number in numbers:
             self.in_grace.add(number)
             if not any(self.chunks[number].wanted()):
@@ -468,7 +543,8 @@ class UnderWay:
         self.look_at_grace()
 
     def look_at_grace(self) -> None:
-        """What the worker is at was cancelled with grace, or answered; or what others wanted of it they want no more."""
+        """What the worker is at was cancelled with grace, or answered; or what others wanted of it
+        they want no more."""
         self.in_grace.intersection_update(self.chunks)
         if next(iter(self.chunks), None) not in self.in_grace:
             self.grace_ends = math.inf

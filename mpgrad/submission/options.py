@@ -1,7 +1,8 @@
 """What the user has asked for: of a pool, and of the calls of one operation. Caller only.
 
-Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's options, whether it has the
-    `device` and can keep a `timeout`, is asked when an operation begins.
+Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's
+    options, whether it has the `device` and can keep a `timeout`, is asked when an operation
+    begins.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class EachOptions(TypedDict, total=False):
 
 
 class MoreOptions(TypedDict, total=False):
-    """For type checkers: those keyword arguments of `Pool` that it has beyond `multiprocessing.Pool`."""
+    """For type checkers: those keyword arguments of `Pool` that it has beyond
+    `multiprocessing.Pool`."""
 
     threads_per_worker: int | None
     engine: EngineName | None
@@ -93,7 +95,8 @@ class PoolOptions:
         if self.processes is not None:
             positive("processes", self.processes)
         codes = worker_devices(self.devices, self.processes, self.engine, self.context)
-        object.__setattr__(self, "device_codes", codes)  # asked once: the answer is to last as long as the workers
+        # asked once: the answer is to last as long as the workers
+        object.__setattr__(self, "device_codes", codes)
         if self.threads_per_worker is not None:
             positive("threads_per_worker", self.threads_per_worker)
         if self.maxtasksperchild is not None:
@@ -108,7 +111,8 @@ class PoolOptions:
 
     @property
     def predicts(self) -> bool:
-        """Whether backwards are run with their calls, once their gradients are predicted: where a graph can be made again.
+        """Whether backwards are run with their calls, once their gradients are predicted: where a
+        graph can be made again.
 
         There graphs are dropped, too, when memory is about to end.
         """
@@ -116,8 +120,13 @@ class PoolOptions:
 
     @property
     def may_bundle(self) -> bool:
-        """Whether several items may go as one call: nothing is counted or timed call by call, and no order is promised."""
-        counts_calls = self.maxtasksperchild is not None or self.graphs == "recompute" or self.graph_memory is not None
+        """Whether several items may go as one call: nothing is counted or timed call by call, and
+        no order is promised."""
+        counts_calls = (
+            self.maxtasksperchild is not None
+            or self.graphs == "recompute"
+            or self.graph_memory is not None
+        )
         return not (self.deterministic or counts_calls or self.timeout or self.device_codes)
 
     def seconds(self, timeout: float | None) -> float | None:
@@ -130,7 +139,10 @@ class PoolOptions:
         if seconds is None:
             return None
         if not self.traits.is_process:
-            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})")
+            raise ValueError(
+                "a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: "
+                f"{self.engine!r})"
+            )
         if seconds <= 0:
             raise ValueError(f"timeout must be more than 0 seconds (timeout: {seconds:g})")
         return seconds
@@ -138,10 +150,18 @@ class PoolOptions:
     def settings(self) -> Settings:
         """What its workers start with."""
         is_process, codes = self.traits.is_process, self.device_codes
-        graph_bytes = None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
+        graph_bytes = (
+            None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
+        )
         return Settings(
-            workers=len(codes) if codes is not None else usable_cpus() if self.processes is None else self.processes,
-            initializer=pickled_initializer(None, ()) if self.initializer is None else self.initializer,
+            workers=len(codes)
+            if codes is not None
+            else usable_cpus()
+            if self.processes is None
+            else self.processes,
+            initializer=pickled_initializer(None, ())
+            if self.initializer is None
+            else self.initializer,
             threads=self.threads_per_worker,
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
@@ -157,7 +177,8 @@ class PoolOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What is asked of the calls of one operation: the arguments that public methods have in common, see `Pool.map`.
+    """What is asked of the calls of one operation: the arguments that public methods have in
+    common, see `Pool.map`.
 
     Raises:
         ValueError, TypeError: `chunksize` or `on_error` is out of range or of the wrong type.
@@ -182,7 +203,9 @@ class CallOptions:
         return is_plain and self.on_error == "raise"
 
 
-def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
+def pickled_initializer(
+    initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
+) -> bytes:
     """
     Raises:
         TypeError, pickle.PicklingError: it is no function, or cannot be carried.
@@ -197,10 +220,12 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
 
 
 def check_chunksize(chunksize: object) -> None:
-    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is meant."""
+    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is
+    meant."""
     if isinstance(chunksize, Iterable):
         raise TypeError(
-            "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
+            "one iterable of items is taken, and what follows it is the chunksize; for functions "
+            "of several arguments use "
             f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
         )
     positive("chunksize", chunksize)

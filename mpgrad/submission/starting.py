@@ -1,7 +1,7 @@
 """How an operation begins: what a function is to be called with (`Source`); the function is checked
 and pickled, its captures are placed, modes and a seed are fixed. Caller only.
 
-    what may be refused, refused; function pickled ──► seed ──► captures placed, modes ──► an operation
+    what may be refused, refused; function pickled ─► seed ─► captures placed, modes ─► an operation
 Guarantees: what is refused has drawn no random number of the caller's.
 """
 
@@ -18,13 +18,25 @@ import torch
 from mpgrad.autograd.gates import Captures
 from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import NOBODY, Listener, Operation
-from mpgrad.calls.packing import Arguments, OperationOptions, SharedFunction, pickled_function, requested
+from mpgrad.calls.packing import (
+    Arguments,
+    OperationOptions,
+    SharedFunction,
+    pickled_function,
+    requested,
+)
 from mpgrad.errors import ONE_CALL, CallNames
 from mpgrad.pickling.state import ItemStreams
 from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
-from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_global_hooks, under_hooks
+from mpgrad.torch_state.modes import (
+    Modes,
+    current_modes,
+    draw_seed,
+    under_global_hooks,
+    under_hooks,
+)
 from mpgrad.torch_state.private import outside_transforms, tracer, without_subclasses
 from mpgrad.wire.messages import Eager
 from mpgrad.wire.tensor_refs import need_no_pickle, with_more_behind
@@ -73,11 +85,13 @@ class Starter:
             one_by_one: its results are fetched so, and differentiated.
 
         Raises:
-            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool cannot do what is asked.
+            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool
+                cannot do what is asked.
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
-        name = "" if type(function).__module__.startswith("mpgrad.") else name_of(function)  # ours are around the caller's
+        # ours are around the caller's
+        name = "" if type(function).__module__.startswith("mpgrad.") else name_of(function)
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
         pool, scheduler = self._options, self._scheduler
@@ -88,19 +102,32 @@ class Starter:
             pickled = pickled_function(function, scheduler.packer.kind, like)
             seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
             modes = modes or current_modes(scheduler.packer.kind)
-            streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
+            streams = (
+                items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
+            )
             if pickled.captures:
                 pickled = pickled._replace(captures=drawn(pickled.captures))
-            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request)
+            shared = SharedFunction(
+                pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request
+            )
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
             home = OperationHome(
-                scheduler.gradients, shared, modes, environment, pool.deterministic, seconds, eager, pool.predicts
+                scheduler.gradients,
+                shared,
+                modes,
+                environment,
+                pool.deterministic,
+                seconds,
+                eager,
+                pool.predicts,
             )
             with without_subclasses():
                 needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
-                captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+                captures = (
+                    Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+                )
         how = OperationOptions(
             shared,
             modes,
@@ -117,7 +144,8 @@ class Starter:
         return kind(how, home, captures, streams, listener)
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
-        """How backwards of losses are run with their calls; None where nobody knows what gradient they will get.
+        """How backwards of losses are run with their calls; None where nobody knows what gradient
+        they will get.
 
         Where the caller's backward would run under other modes than the calls, it is another one.
         """
@@ -126,19 +154,25 @@ class Starter:
         predicted = self._scheduler.predicted(pickled)
         if predicted is None:
             return None
-        apart = one_by_one or self._options.deterministic or torch.are_deterministic_algorithms_enabled()
+        apart = (
+            one_by_one
+            or self._options.deterministic
+            or torch.are_deterministic_algorithms_enabled()
+        )
         return Eager(predicted.gradient, keeps=not predicted.is_confirmed, apart=apart)
 
     def check_modes(self) -> None:
         """
         Raises:
-            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call can be in.
+            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call
+                can be in.
         """
         check_untraced()
         self._scheduler.watch.look()
 
     def draw_seed(self) -> int | None:
-        """A number of the caller's generator, where workers have generators that it can be given to."""
+        """A number of the caller's generator, where workers have generators that it can be given
+        to."""
         return draw_seed() if self._draws else None
 
 
@@ -148,15 +182,21 @@ def name_of(function: object) -> str:
         return name_of(function.func)
     if isinstance(function, types.BuiltinFunctionType):  # of a class that PyTorch hides
         return function.__name__
-    if isinstance(function, types.MethodType) and isinstance(function.__self__, type):  # inherited, perhaps
+    if isinstance(function, types.MethodType) and isinstance(
+        function.__self__, type
+    ):  # inherited, perhaps
         return f"{name_of(function.__self__)}.{function.__name__}"
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition(
+        "<locals>."
+    )[2]
 
 
 def check_untraced() -> None:
     """Raises RuntimeError while PyTorch records what is called."""
     if (by := tracer()) is not None:
-        raise RuntimeError(f"a pool call cannot be traced, its result would be taken for a constant (by: {by})")
+        raise RuntimeError(
+            f"a pool call cannot be traced, its result would be taken for a constant (by: {by})"
+        )
 
 
 # --- what a function is to be called with
@@ -174,13 +214,19 @@ class Source(NamedTuple):
     total: int | None  # how many, where that is known beforehand
     at_rest: bool  # they are all there: no code of the caller's runs between two of them
     noun: str = "item"  # see `CallNames`
-    items: Iterable[Any] | ItemStreams | None = None  # what each call is given, where it can be looked at beforehand
+    # what each call is given, where it can be looked at beforehand
+    items: Iterable[Any] | ItemStreams | None = None
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
         """Each item is the argument of a call."""
         each = iterator("the items", items)
-        return cls((((item,), {}) for item in each), length(items), is_at_rest(items), items=seen_again(items))
+        return cls(
+            (((item,), {}) for item in each),
+            length(items),
+            is_at_rest(items),
+            items=seen_again(items),
+        )
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
@@ -201,7 +247,8 @@ class Source(NamedTuple):
 
 
 def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
-    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is meant."""
+    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is
+    meant."""
     try:
         return iter(given)
     except TypeError as error:
@@ -210,11 +257,16 @@ def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
 
 
 def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
-    return item if type(item) is tuple else tuple(iterator("an item, as the arguments of a call,", item))
+    return (
+        item
+        if type(item) is tuple
+        else tuple(iterator("an item, as the arguments of a call,", item))
+    )
 
 
 def is_at_rest(iterable: Iterable[Any]) -> bool:
-    """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    """Whether all items are there. Code of the caller that makes them one by one may write to one
+    that it gave."""
     if type(iterable) is zip:
         return all(map(is_at_rest, iterable.__reduce__()[1]))
     return type(iterable) in AT_REST
@@ -242,7 +294,8 @@ def length(iterable: Iterable[Any]) -> int | None:
 
 
 def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
-    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only of those that are at rest."""
+    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only
+    of those that are at rest."""
     if not source.at_rest:
         return (), source.calls
     calls = iter(source.calls)
@@ -252,7 +305,8 @@ def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
 
 
 def callable_of(function: object) -> Callable[..., Any]:
-    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own serves it in the worker."""
+    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own
+    serves it in the worker."""
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         apply: Callable[..., Any] = function.apply
         return apply

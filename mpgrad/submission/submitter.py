@@ -1,12 +1,15 @@
 """What the public methods of a pool ask for: an operation, run while the caller waits, or
 meanwhile, or as far as it asks.
 
-    function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult, an iterator, a future
-    Feeder: calls ──► alone, or in bundles once they are known to be cheap ──► `scheduler.admit`, wave by wave
+    function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult,
+                                                             an iterator, a future
+    Feeder: calls ──► alone, or in bundles once they are known to be cheap
+        ──► `scheduler.admit`, wave by wave
 Reductions are operations that follow one another; what a call of either does is
 `tasks/wrappers.py`:
 
-    [1] blocks of items: a fold each, side by side ──► accumulators ──► [2] one fold of these for each target
+    [1] blocks of items: a fold each, side by side ──► accumulators
+        ──► [2] one fold of these for each target
 Caller only.
 Every call is sent, so that what it gives and does never depends on how long it takes. Whether that
 pays cannot be known beforehand. But workers report how long the calls of a map took by themselves,
@@ -43,7 +46,14 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.sizes import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
-from mpgrad.tasks.wrappers import Finish, Fold, FoldedBlock, FunctionReduction, blocks_of, reduction_named
+from mpgrad.tasks.wrappers import (
+    Finish,
+    Fold,
+    FoldedBlock,
+    FunctionReduction,
+    blocks_of,
+    reduction_named,
+)
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 from mpgrad.wire.tensor_refs import Packer
@@ -56,11 +66,13 @@ __all__ = [
     "mapped_and_folded",
 ]
 
-WINDOW_PER_WORKER = 16  # items that are taken ahead of what was asked for, where nobody says how many
+# items that are taken ahead of what was asked for, where nobody says how many
+WINDOW_PER_WORKER = 16
 
 
 class Submitter:
-    """All operations of a pool begin here; whoever may begin more keeps it, and with it the workers."""
+    """All operations of a pool begin here; whoever may begin more keeps it, and with it the
+    workers."""
 
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -89,30 +101,47 @@ class Submitter:
     ) -> list[Any]:
         """All results.
 
-        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow any more, and draws no
-        random numbers.
+        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow
+        any more, and draws no random numbers.
         """
         started = time.perf_counter()
         if modes is None and may_be_followed():
             self.starter.check_modes()
             if options.on_error == "return":
-                raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
+                raise NotImplementedError(
+                    "on_error='return' is not for torch.func transforms and dual tensors; use "
+                    "'raise'"
+                )
             given = list(source.calls)
             run = self._unfollowed(options, source.noun)
-            results = run_followed(callable_of(function), given, source.items, self.starter.draw_seed, run)
+            results = run_followed(
+                callable_of(function), given, source.items, self.starter.draw_seed, run
+            )
             if results is not None:
                 return results
             source = source._replace(calls=given)
         like, calls = first_of(source)
         operation = self.starter.begin(
-            function, options, like=like, items=source.items, modes=modes, noun=source.noun, at_rest=source.at_rest
+            function,
+            options,
+            like=like,
+            items=source.items,
+            modes=modes,
+            noun=source.noun,
+            at_rest=source.at_rest,
         )
         wait_until = self._scheduler.wait_until
         answers = self._scheduler.receiver.answers
         try:
             with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
-                    self.feeder.feed(operation, calls, waits=True, shared=shared, total=self._to_bundle(source, options))
+                    self.feeder.feed(
+                        operation,
+                        calls,
+                        waits=True,
+                        shared=shared,
+                        total=self._to_bundle(source, options),
+                    )
                     finished = wait_until(lambda: operation.finished, LONGEST_HOLD)
                 if not finished:
                     wait_until(lambda: operation.finished)
@@ -122,24 +151,37 @@ class Submitter:
         with collector_held(), self._scheduler.notes.lap("makes results"):
             results = operation.values()
         is_map = source.at_rest and source.noun != ONE_CALL
-        is_fair = is_map and modes is None and options.on_error == "raise" and operation.names.function
+        is_fair = (
+            is_map and modes is None and options.on_error == "raise" and operation.names.function
+        )
         if is_fair and self.cheap_calls is not None:
             self.cheap_calls.note(operation, time.perf_counter() - started, answers)
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
-        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
+        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and
+        so the pool's workers."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
-            return self.run(function, Source(calls, len(calls), at_rest=True, noun=noun, items=calls), options, modes=modes)
+            return self.run(
+                function,
+                Source(calls, len(calls), at_rest=True, noun=noun, items=calls),
+                options,
+                modes=modes,
+            )
 
         return run
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
-        """How many calls there are, of which some may go together; None where each goes by itself."""
+        """How many calls there are, of which some may go together; None where each goes by
+        itself."""
         if not (self._may_bundle and source.at_rest and options.may_bundle):
             return None
-        return None if source.total == 1 or torch.are_deterministic_algorithms_enabled() else source.total
+        return (
+            None
+            if source.total == 1 or torch.are_deterministic_algorithms_enabled()
+            else source.total
+        )
 
     def run_async(
         self,
@@ -153,12 +195,20 @@ class Submitter:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
         begin = functools.partial(
-            self.starter.begin, function, options, like=like, items=source.items, noun=source.noun, at_rest=source.at_rest
+            self.starter.begin,
+            function,
+            options,
+            like=like,
+            items=source.items,
+            noun=source.noun,
+            at_rest=source.at_rest,
         )
         report = functools.partial(reporting, options.progress, source.total)
         result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
-        with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
+        with (
+            contextlib.nullcontext() if total is None else collector_held()
+        ):  # a generator may take long
             self.feeder.feed(result._operation, calls, waits=False, total=total)
         return result
 
@@ -176,7 +226,12 @@ class Submitter:
         `window`: how many items are taken ahead of them, a chunk at a time.
         """
         begin = functools.partial(
-            self.starter.begin, function, options, items=source.items, stop_at_failure=False, one_by_one=True
+            self.starter.begin,
+            function,
+            options,
+            items=source.items,
+            stop_at_failure=False,
+            one_by_one=True,
         )
         step = 1 if window is None else options.chunksize or 1
         if window is None:
@@ -230,7 +285,11 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Standin
 
 def reporting(progress: Progress, total: int | None, operation: Operation) -> Callable[[], object]:
     """Show how far it comes, until it has ended; returns what shows the last of it at once."""
-    return Reporter(progress, standing_of(operation, total)).end if progress is not False else lambda: None
+    return (
+        Reporter(progress, standing_of(operation, total)).end
+        if progress is not False
+        else lambda: None
+    )
 
 
 # --- reductions
@@ -268,12 +327,16 @@ def mapped_and_folded(
     reduction = reduction_named(reduce_fn)
     if not items and init is None:
         raise TypeError("map_reduce of no items needs a first value (init: None)")
-    accumulators = accumulated(submitter, FoldedBlock(reduction, callable_of(map_fn)), items, progress)
+    accumulators = accumulated(
+        submitter, FoldedBlock(reduction, callable_of(map_fn)), items, progress
+    )
     first = [] if init is None else [init]
     return run_targets(submitter, Finish(reduction), [((first, accumulators), {})])[0]
 
 
-def accumulated(submitter: Submitter, block: FoldedBlock, items: Sequence[Any], progress: Progress) -> list[Any]:
+def accumulated(
+    submitter: Submitter, block: FoldedBlock, items: Sequence[Any], progress: Progress
+) -> list[Any]:
     """[1]"""
     calls: list[Arguments] = [((each,), {}) for each in blocks_of(items)]
     source = Source(calls, len(calls), at_rest=True, noun="block", items=calls)
@@ -281,7 +344,10 @@ def accumulated(submitter: Submitter, block: FoldedBlock, items: Sequence[Any], 
 
 
 def run_targets(
-    submitter: Submitter, fold: Callable[..., Any], calls: list[Arguments], progress: Progress = False
+    submitter: Submitter,
+    fold: Callable[..., Any],
+    calls: list[Arguments],
+    progress: Progress = False,
 ) -> list[Any]:
     """[2] The calls have tensors in common, which are placed once."""
     source = Source(calls, len(calls), at_rest=True, noun="target", items=calls)
@@ -295,7 +361,8 @@ MUCH = 1.5  # times as long as the calls by themselves
 MAPS = 3  # in a row: one may be slow because of what else the machine does
 MOST_FUNCTIONS = 128
 
-TOLD: dict[int, object] = {}  # hashes of the pickles of the functions that this process has been told of
+# hashes of the pickles of the functions that this process has been told of
+TOLD: dict[int, object] = {}
 
 
 class CheapCalls:
@@ -303,17 +370,22 @@ class CheapCalls:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._receiver = scheduler.receiver
-        self._slow: dict[int, list[tuple[float, float]]] = {}  # seconds of maps and of their calls, by hash of the pickle
+        # seconds of maps and of their calls, by hash of the pickle
+        self._slow: dict[int, list[tuple[float, float]]] = {}
 
     def note(self, operation: Operation, seconds: float, answers: int) -> None:
         """A map took so many seconds.
 
-        Assumes: the comparison is fair: all its items were there when it began, and somebody waited for it.
-        `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
-        else as well, and the map may have waited for that.
+        Assumes: the comparison is fair: all its items were there when it began, and somebody waited
+        for it. `answers`: how many the pool had when it began. If there are more now than those of
+        this map, workers did something else as well, and the map may have waited for that.
         """
         function = operation.options.function
-        if function.is_new or self._receiver.answers - answers != operation.items or not operation.items:
+        if (
+            function.is_new
+            or self._receiver.answers - answers != operation.items
+            or not operation.items
+        ):
             return
         key = hash(function.pickled)
         if key in TOLD:
@@ -333,7 +405,8 @@ class CheapCalls:
         whole, own = (1e3 * sum(each) for each in zip(*maps, strict=True))
         report(
             logging.WARNING,
-            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls by themselves %.3g ms; "
+            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls "
+            "by themselves %.3g ms; "
             "use larger items, several items in one call, a chunksize, or a plain loop",
             function.names.function,
             MAPS,
@@ -346,7 +419,8 @@ class CheapCalls:
 
 
 class Feeder:
-    """Packs calls into operations, so many at a time as suits what they cost and how many workers there are."""
+    """Packs calls into operations, so many at a time as suits what they cost and how many workers
+    there are."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -381,7 +455,9 @@ class Feeder:
                         scheduler.admit(operation, waits=waits)
                         let_collector_look()
                         wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
-                    if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
+                    if (
+                        operation.has_failed
+                    ):  # what comes behind is not even taken from its source, as in a loop
                         break
                 operation.sealed = True
                 scheduler.admit(operation, waits=waits)
@@ -389,19 +465,35 @@ class Feeder:
             scheduler.cancel_with_grace(operation)
             raise
 
-    def one_by_one(self, calls: Iterable[Arguments], operation: Operation) -> Iterator[Callable[[], PackedCall]]:
+    def one_by_one(
+        self, calls: Iterable[Arguments], operation: Operation
+    ) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
         grad, state = operation.options.modes.grad, operation.options.function.state
-        packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.options.request, state)
+        packing = Packing(
+            self._scheduler.copying_packer,
+            grad,
+            operation.streams,
+            operation.options.request,
+            state,
+        )
         pack = functools.partial(pack_call, packing)
-        return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
+        return (
+            functools.partial(pack, index, args, kwargs)
+            for index, (args, kwargs) in enumerate(calls)
+        )
 
     def _first_wave(self, operation: Operation) -> int:
         seconds = self._scheduler.seconds(operation.options.function.pickled)
         return first_wave(math.inf if seconds is None else seconds)
 
     def _packed(
-        self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
+        self,
+        operation: Operation,
+        calls: Iterator[Arguments],
+        packer: Packer,
+        shared: Shared | None,
+        total: int | None,
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, state = operation.options.modes.grad, operation.options.function.state
@@ -409,7 +501,11 @@ class Feeder:
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
-            bundle = None if size is None else pack_bundle(packing, operation.added, some, operation.items)
+            bundle = (
+                None
+                if size is None
+                else pack_bundle(packing, operation.added, some, operation.items)
+            )
             if bundle is not None:
                 yield bundle
             else:
@@ -428,4 +524,6 @@ class Feeder:
         seconds = self._scheduler.seconds(operation.options.function.pickled)
         if seconds is None:
             return None
-        return bundle_size(seconds, total, total - operation.items, self._scheduler.settings.workers)
+        return bundle_size(
+            seconds, total, total - operation.items, self._scheduler.settings.workers
+        )

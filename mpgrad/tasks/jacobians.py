@@ -1,4 +1,5 @@
-"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if there is no pool.
+"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if
+there is no pool.
 
 `Arguments` say which arguments are differentiated, and what all items share. A task is called for
 one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
@@ -6,7 +7,8 @@ vectors. What it evaluates is a `Point`, the function at the item's arguments; a
 evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each, or
 one for all under a vmap.
 
-Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns belong to one function.
+Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns
+belong to one function.
 Assumes: `fn`, run twice with the same random numbers, is the same function.
 """
 
@@ -45,25 +47,32 @@ Argnums = int | tuple[int, ...] | None
 
 
 class Arguments:
-    """Arguments of all items: a list has one entry for each item, anything else they share. Some are differentiated.
+    """Arguments of all items: a list has one entry for each item, anything else they share. Some
+    are differentiated.
 
     `vectors` are those that a product is taken with. If they are `in_tuple`, its lists are items.
     """
 
-    def __init__(self, args: tuple[Any, ...], argnums: Argnums, vectors: Any = (), in_tuple: bool = True) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], argnums: Argnums, vectors: Any = (), in_tuple: bool = True
+    ) -> None:
         every = (*args, *(vectors if in_tuple else (vectors,)))
         lengths = {len(each) for each in every if isinstance(each, list)}
         if len(lengths) > 1:
             raise ValueError(
-                f"lists must have one entry for each item, all the same number (lengths: {sorted(lengths)}); "
+                "lists must have one entry for each item, all the same number (lengths: "
+                f"{sorted(lengths)}); "
                 "pass what all items share as it is"
             )
         self.own = {number: each for number, each in enumerate(every) if isinstance(each, list)}
         self.in_items = bool(lengths)
         self.items = lengths.pop() if lengths else 1
         common = [None if number in self.own else each for number, each in enumerate(every)]
-        self.form = Form(common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple)
-        self.each = [self.form.of(self.of(item)) for item in range(self.items)]  # inputs and vectors
+        self.form = Form(
+            common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple
+        )
+        # inputs and vectors
+        self.each = [self.form.of(self.of(item)) for item in range(self.items)]
 
     def of(self, item: int) -> list[Any]:
         """What the item does not share, in order."""
@@ -75,7 +84,10 @@ class Arguments:
         return [sum(each.numel() for each in leaves if isinstance(each, Tensor)) for leaves in own]
 
 
-LEAVE_OUT = "leave it out of argnums, or have the module of its type, where workers import that, register it as a pytree"
+LEAVE_OUT = (
+    "leave it out of argnums, or have the module of its type, where workers import that, register "
+    "it as a pytree"
+)
 
 
 class Form(NamedTuple):
@@ -91,7 +103,9 @@ class Form(NamedTuple):
         """An item's arguments, and the vectors that a product is taken with."""
         every = filled(self.common, self.own, own)
         vectors = every[self.arity :]
-        return Inputs(every[: self.arity], self.argnums), tuple(vectors) if self.in_tuple else vectors[0]
+        return Inputs(every[: self.arity], self.argnums), tuple(
+            vectors
+        ) if self.in_tuple else vectors[0]
 
 
 class Inputs:
@@ -100,13 +114,18 @@ class Inputs:
     def __init__(self, args: Sequence[Any], argnums: int | tuple[int, ...]) -> None:
         self.args = args
         self.argnums = argnums
-        tree = args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
+        tree = (
+            args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
+        )
         self.tensors, self.spec = tree_flatten(tree)
         if not all(map(is_real, self.tensors)):
             for number in numbers_in(argnums):
                 checked(args[number], f"argument {number}", LEAVE_OUT)
         if not self.tensors:
-            raise ValueError(f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, given: {tree!r})")
+            raise ValueError(
+                f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, "
+                f"given: {tree!r})"
+            )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """One tensor for each, in the structure of the argument, or of a tuple of arguments."""
@@ -115,7 +134,9 @@ class Inputs:
     def in_arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """All arguments, with other tensors in place of these."""
         tree = self.tree(tensors)
-        return filled(self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree)
+        return filled(
+            self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree
+        )
 
 
 def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
@@ -124,12 +145,18 @@ def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
         argnums = 0 if count == 1 else tuple(range(count))
     numbers = numbers_in(argnums)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise TypeError(f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})")
+        raise TypeError(
+            f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})"
+        )
     if not numbers or not all(-count <= number < count for number in numbers):
-        raise ValueError(f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})")
+        raise ValueError(
+            f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})"
+        )
     if len({number % count for number in numbers}) < len(numbers):
         raise ValueError(f"argnums must name each argument once (argnums: {argnums!r})")
-    return argnums % count if isinstance(argnums, int) else tuple(number % count for number in numbers)
+    return (
+        argnums % count if isinstance(argnums, int) else tuple(number % count for number in numbers)
+    )
 
 
 def numbers_in(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -147,10 +174,17 @@ def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
             continue
         whole = leaf_name(name, tree, number)
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}")
+            raise TypeError(
+                f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}"
+            )
         if leaf.is_complex():
-            raise TypeError(f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of torch.view_as_real")
-        raise TypeError(f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}")
+            raise TypeError(
+                f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of "
+                "torch.view_as_real"
+            )
+        raise TypeError(
+            f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}"
+        )
     return leaves, spec
 
 
@@ -172,7 +206,10 @@ def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
     if not has_aux:
         return found, []
     if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"with has_aux=True the function must return a tuple (output, aux) (returned: {described(found)})")
+        raise TypeError(
+            "with has_aux=True the function must return a tuple (output, aux) (returned: "
+            f"{described(found)})"
+        )
     output, aux = found
     for number, leaf in enumerate(tree_leaves(aux)):
         if not isinstance(leaf, Tensor):
@@ -194,14 +231,20 @@ def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any])
 # --- the function at one item
 
 
-FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
-PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
+# PyTorch has one level of dual numbers for all threads of a process
+FORWARD_MODE = threading.RLock()
+# seconds to wait for another thread to leave forward mode, before it is taken for one that waits
+# for us
+PATIENCE = 120.0
 
 
 class Task(ABC):
-    """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
+    """The function of an operation: holds what all items share; a call gets the item's number and
+    what is its own."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool
+    ) -> None:
         self.fn = fn
         self.form = arguments.form
         self.create_graph = create_graph
@@ -223,7 +266,8 @@ class Task(ABC):
         return Point(self, item, inputs), vectors
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each in memory of its own, and without the history that captures would give them, unless it was asked for."""
+        """Each in memory of its own, and without the history that captures would give them, unless
+        it was asked for."""
         if self.create_graph:
             return list(tensors)
         memory = set[int]()
@@ -249,7 +293,8 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 class Point:
-    """A function at one place: the same function at every evaluation, because it meets the same random numbers."""
+    """A function at one place: the same function at every evaluation, because it meets the same
+    random numbers."""
 
     # of what it returned last
     spec: Any
@@ -260,7 +305,9 @@ class Point:
         self.task = task
         self.item = item
         self.given = given
-        self.inputs = [fit(tensor if task.create_graph else tensor.detach()) for tensor in given.tensors]
+        self.inputs = [
+            fit(tensor if task.create_graph else tensor.detach()) for tensor in given.tensors
+        ]
         self.size = sum(tensor.numel() for tensor in self.inputs)
 
     def tree(self, values: Sequence[Any]) -> Any:
@@ -277,7 +324,8 @@ class Point:
         Raises where an output is no real tensor.
         """
         self.seed()
-        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
+        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is
+        # many times as large
         found = self.task.fn(*self.given.in_arguments([tensor.clone() for tensor in inputs]))
         output, beside = separated(found, self.task.has_aux)
         remedy = "the function must return tensors that depend smoothly on its arguments"
@@ -287,7 +335,9 @@ class Point:
         self.shapes = [each.shape for each in outputs]
         return tuple(outputs), beside
 
-    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
+    def moved(
+        self, tangents: Mapping[int, Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
         """Outputs, their derivatives along the tangents of some inputs, and what comes beside."""
 
         def of_some(*some: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
@@ -302,7 +352,8 @@ class Point:
 
 
 def fit(tensor: Tensor) -> Tensor:
-    """Derivatives are not followed through inference tensors, and tangents are written into the memory layout of the value."""
+    """Derivatives are not followed through inference tensors, and tangents are written into the
+    memory layout of the value."""
     if tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.clone()
@@ -316,7 +367,8 @@ class Graph:
 
     def __init__(self, point: Point, history: bool = False) -> None:
         self.point = point
-        self.history = history or point.task.create_graph  # whether gradients are differentiated in their turn
+        # whether gradients are differentiated in their turn
+        self.history = history or point.task.create_graph
         self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
         with grad_mode(True):
             if transforms_are_active():  # where nothing else may ask for gradients
@@ -332,9 +384,16 @@ class Graph:
         """Gradients of the inputs; None stands for outputs that play no part."""
         self.point.seed()
         if self._pull_back is not None:
-            whole = [torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)]
+            whole = [
+                torch.zeros_like(out) if cot is None else cot
+                for out, cot in zip(self.outputs, cotangents, strict=True)
+            ]
             return list(self._pull_back(tuple(whole)))
-        pairs = [(out, cot) for out, cot in zip(self.outputs, cotangents, strict=True) if cot is not None and out.requires_grad]
+        pairs = [
+            (out, cot)
+            for out, cot in zip(self.outputs, cotangents, strict=True)
+            if cot is not None and out.requires_grad
+        ]
         if not pairs:
             return list(map(torch.zeros_like, self.inputs))
         outputs, incoming = zip(*pairs, strict=True)
@@ -345,7 +404,8 @@ class Graph:
         return [grad.unsqueeze(0) for grad in self.pull(one)]
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a chain of tanh
+        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a
+        # chain of tanh
         blocks = basis(self.outputs, start, stop)
         dims = [None if block is None else 0 for block in blocks]
         return list(torch.func.vmap(self.pull, (dims,), randomness="same")(blocks))
@@ -363,7 +423,13 @@ def derivatives(
 ) -> tuple[Tensor, ...]:
     """Zeros where nothing depends on an input; the graph is kept."""
     return torch.autograd.grad(
-        outputs, inputs, cotangents, retain_graph=True, create_graph=history, allow_unused=True, materialize_grads=True
+        outputs,
+        inputs,
+        cotangents,
+        retain_graph=True,
+        create_graph=history,
+        allow_unused=True,
+        materialize_grads=True,
     )
 
 
@@ -376,7 +442,9 @@ def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[T
 
 def column(point: Point, start: int, stop: int) -> list[Tensor]:
     """One column, for each output."""
-    tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    tangents = {
+        k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
+    }
     with forward_mode():
         _, moved, point.beside = point.moved(tangents)
     return [tangent.unsqueeze(0) for tangent in moved]
@@ -384,7 +452,9 @@ def column(point: Point, start: int, stop: int) -> list[Tensor]:
 
 def columns(point: Point, start: int, stop: int) -> list[Tensor]:
     """Several at once, for each output."""
-    tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    tangents = {
+        k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
+    }
     with forward_mode():
         batched = torch.func.vmap(lambda tangents: point.moved(tangents)[1:], randomness="same")
         moved, beside = batched(tangents)
@@ -402,7 +472,8 @@ def forward_mode() -> Iterator[None]:
     """One thread at a time."""
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
         raise ForwardModeBusyError(
-            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one "
+            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this "
+            "one, and PyTorch has one "
             "level of it for all threads of a process; use mode='reverse', or a pool of processes"
         )
     try:
@@ -412,7 +483,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
-    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a tensor has no 1 in them."""
+    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a
+    tensor has no 1 in them."""
     blocks: list[Tensor | None] = []
     end = 0
     for like in likes:
@@ -429,7 +501,9 @@ def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]
 # --- tasks
 
 
-ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/benchmarks/batch_derivatives.py)
+# where both are batched, a column costs as much as so many rows
+# (scripts/benchmarks/batch_derivatives.py)
+ROWS_PER_COLUMN = 4
 
 
 class Gradient:
@@ -438,7 +512,9 @@ class Gradient:
     It returns what `fn` does beside the gradient; before that comes the value, if `and_value`.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, has_aux: bool, and_value: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, has_aux: bool, and_value: bool = False
+    ) -> None:
         self.fn = fn
         self.argnums = arguments.form.argnums
         self.has_aux = has_aux
@@ -461,7 +537,9 @@ class Gradient:
         tensors = inputs.tensors
         if transforms_are_active():
             numbers = tuple(range(len(tensors)))
-            gradients, (_, [value, *beside]) = torch.func.grad_and_value(value_of, numbers, has_aux=True)(*tensors)
+            gradients, (_, [value, *beside]) = torch.func.grad_and_value(
+                value_of, numbers, has_aux=True
+            )(*tensors)
         else:
             gradients, [value, *beside] = gradients_and_beside(value_of, tensors)
         gradient = tree_map_only(Tensor, lambda _: inputs.tree(gradients), value)
@@ -481,7 +559,9 @@ def gradients_and_beside(
         value, beside = value_of(*inputs)
         if not value.requires_grad:
             return tuple(map(torch.zeros_like, inputs)), beside
-        found = torch.autograd.grad(value, inputs, create_graph=history, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            value, inputs, create_graph=history, allow_unused=True, materialize_grads=True
+        )
         return found, beside
 
 
@@ -507,7 +587,8 @@ WAYS = {
 
 
 class Share(NamedTuple):
-    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each output."""
+    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
+    output."""
 
     by_rows: bool
     tensors: list[Tensor]
@@ -517,7 +598,8 @@ class Share(NamedTuple):
 
 
 class Jacobian(Task):
-    """Called for a share of the rows or columns of one item, in the best way that the function goes along with."""
+    """Called for a share of the rows or columns of one item, in the best way that the function goes
+    along with."""
 
     def __init__(
         self,
@@ -534,7 +616,8 @@ class Jacobian(Task):
         self.chunk_size = chunk_size
 
     def by_rows(self) -> Jacobian:
-        """The same, by rows only: for shares of a matrix of which others could not be had by columns."""
+        """The same, by rows only: for shares of a matrix of which others could not be had by
+        columns."""
         other = copy.copy(self)
         other.ways = [ROWS, ROW]
         return other
@@ -545,7 +628,8 @@ class Jacobian(Task):
         graph = Graph(point) if ways[-1].by_rows else None
         if graph is not None and not ways[0].by_rows:
             if graph.size > ROWS_PER_COLUMN * point.size:
-                graph = None  # not to be kept beside dual numbers; made again where these do not work
+                # not to be kept beside dual numbers; made again where these do not work
+                graph = None
             else:
                 ways = [ROWS, ROW]
         failures: list[str] = []
@@ -555,7 +639,9 @@ class Jacobian(Task):
                 tensors = self.part(way, graph or point, share, shares)
                 said = fallback(self.fn, failures, way.name, way.mode)
                 beside = self.beside(point) if share == 0 else []
-                return Share(way.by_rows, self.finished(tensors), point.tree(point.shapes), beside, said)
+                return Share(
+                    way.by_rows, self.finished(tensors), point.tree(point.shapes), beside, said
+                )
             except Exception as error:
                 if way is ROW or isinstance(error, MemoryError | ForwardModeBusyError):
                     raise
@@ -563,13 +649,15 @@ class Jacobian(Task):
                 if way is ways[-1]:
                     Graph(point).row(0, 1)  # raises where not the way but the function is at fault
                     raise NotImplementedError(
-                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: {'; '.join(failures)}; "
+                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: "
+                        f"{'; '.join(failures)}; "
                         "use mode='auto' or mode='reverse'"
                     ) from error
         raise AssertionError("a way returns or raises")
 
     def part(self, way: Way, source: Point | Graph, share: int, shares: int) -> list[Tensor]:
-        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output [columns, *its shape]."""
+        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output
+        [columns, *its shape]."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
         step = (self.chunk_size or source.size) if way.batched else 1
         if isinstance(source, Graph):
@@ -587,15 +675,23 @@ class Jacobian(Task):
 def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Rows or columns `start` to `stop`, so many at a time, and of one tensor at a time.
 
-    A batch over two would bring zeros to each from the other's part, and 0 times an infinite derivative is not 0.
+    A batch over two would bring zeros to each from the other's part, and 0 times an infinite
+    derivative is not 0.
     """
     ends = itertools.accumulate(like.numel() for like in likes)
     cuts = sorted({start, stop, *(end for end in ends if start < end < stop)})
-    return [(at, min(at + step, end)) for begin, end in itertools.pairwise(cuts) for at in range(begin, end, step)]
+    return [
+        (at, min(at + step, end))
+        for begin, end in itertools.pairwise(cuts)
+        for at in range(begin, end, step)
+    ]
 
 
-def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool) -> list[Tensor]:
-    """All batches, one after another; copied to their place as they come, if they have no history."""
+def gathered(
+    of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
+) -> list[Tensor]:
+    """All batches, one after another; copied to their place as they come, if they have no
+    history."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]
     found = (of_batch(*piece) for piece in pieces)
@@ -651,7 +747,8 @@ class Vjp(Task):
 
 
 class Hvp(Task):
-    """Of the function's gradient, whose derivative is symmetric: a product from the left is one from the right."""
+    """Of the function's gradient, whose derivative is symmetric: a product from the left is one
+    from the right."""
 
     noun = "vectors"  # what errors call the vectors
 
@@ -665,20 +762,29 @@ class Hvp(Task):
             raise
         except Exception as error:
             products = Graph(point).pull(vectors)
-            said = fallback(self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse")
+            said = fallback(
+                self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse"
+            )
         [(value, *beside)] = self.beside(point)
         return Product((value, point.given.tree(self.finished(products)), *beside), said)
 
 
-def push_by_two_backwards(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's product."""
+def push_by_two_backwards(
+    point: Point, tangents: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's
+    product."""
     graph = Graph(point, history=True)
     cotangents = [torch.zeros_like(output).requires_grad_() for output in graph.outputs]
-    pairs = [pair for pair in zip(graph.pull(cotangents), tangents, strict=True) if pair[0].requires_grad]
+    pairs = [
+        pair for pair in zip(graph.pull(cotangents), tangents, strict=True) if pair[0].requires_grad
+    ]
     if not pairs:
         return list(graph.outputs), list(map(torch.zeros_like, graph.outputs))
     gradients, incoming = zip(*pairs, strict=True)
-    return list(graph.outputs), list(derivatives(gradients, cotangents, incoming, point.task.create_graph))
+    return list(graph.outputs), list(
+        derivatives(gradients, cotangents, incoming, point.task.create_graph)
+    )
 
 
 def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: Any) -> list[Tensor]:
@@ -686,7 +792,8 @@ def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: An
     leaves, given = tree_flatten(vectors)
     if given != spec:
         raise ValueError(
-            f"{name} must have the structure of {of}, {treespec_pprint(spec)} (given: {treespec_pprint(given)}); "
+            f"{name} must have the structure of {of}, {treespec_pprint(spec)} (given: "
+            f"{treespec_pprint(given)}); "
             "a list has one entry for each item"
         )
     for number, (leaf, like) in enumerate(zip(leaves, likes, strict=True)):
@@ -717,4 +824,7 @@ def fallback(fn: Callable[..., Any], failures: Sequence[str], instead: str, mode
     if not failures:
         return ""
     remedy = f"; mode={mode!r} goes there at once" if mode else ""
-    return f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the place{remedy}"
+    return (
+        f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the "
+        f"place{remedy}"
+    )

@@ -1,11 +1,16 @@
-"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a derivative of it.
+"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a
+derivative of it.
 
-A transform wants to know what a map's derivative is. It is a map of the function's derivative, so workers need the function
-as a program on plain tensors, and a way to make new programs from it: `VjpProgram`, `JvpProgram` and `Batched` wrap any
-program, also one another, which is how transforms are nested. Parents make and pickle them, workers run them.
+A transform wants to know what a map's derivative is. It is a map of the function's derivative, so
+workers need the function as a program on plain tensors, and a way to make new programs from it:
+`VjpProgram`, `JvpProgram` and `Batched` wrap any program, also one another, which is how transforms
+are nested. Parents make and pickle them, workers run them.
 
-    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...      program(load, common, own) ─► tensors
-    `common`: the function's captures, and tangents of them; `own`: the tensors of one call, then cotangents or tangents
+    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...
+    program(load, common, own) ─► tensors
+
+    `common`: the function's captures, and tangents of them
+    `own`: the tensors of one call, then cotangents or tangents
 """
 
 from __future__ import annotations
@@ -24,7 +29,13 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
-from mpgrad.torch_state.private import dual_level_kept, held_leaves, refusing_no_grad, transforms_are_active, within_dual_level
+from mpgrad.torch_state.private import (
+    dual_level_kept,
+    held_leaves,
+    refusing_no_grad,
+    transforms_are_active,
+    within_dual_level,
+)
 
 __all__ = ["Batched", "DirectProgram", "JvpProgram", "Program", "ProgramRunner", "VjpProgram"]
 
@@ -33,7 +44,8 @@ Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tenso
 
 
 class ProgramRunner:
-    """The function of the operation: runs each call's program on what all calls have in common and its own tensors."""
+    """The function of the operation: runs each call's program on what all calls have in common and
+    its own tensors."""
 
     def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
         self.pickled = pickled
@@ -41,15 +53,23 @@ class ProgramRunner:
         self.seed = seed
 
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
-        if self.seed is not None:  # a derivative of some items only meets their random numbers again
+        if (
+            self.seed is not None
+        ):  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
-        tensors = program(functools.partial(begun, self.pickled, program.direct.item), self.common, own)
-        # those of a leaf that somebody else has keep their graph: it is how the caller is told of that
-        return program.direct.result, [each if held_leaves([each], ()) else each.detach() for each in tensors]
+        tensors = program(
+            functools.partial(begun, self.pickled, program.direct.item), self.common, own
+        )
+        # those of a leaf that somebody else has keep their graph: it is how the caller is told of
+        # that
+        return program.direct.result, [
+            each if held_leaves([each], ()) else each.detach() for each in tensors
+        ]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
-    """What was pickled, with these as its captures, and the generators that it holds as they are for the item."""
+    """What was pickled, with these as its captures, and the generators that it holds as they are
+    for the item."""
     streams = Streams()
     value = loads_whole(pickled, tensors, streams=streams)
     streams.begin(item)
@@ -57,7 +77,8 @@ def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
 
 
 class Program(ABC):
-    """A function of some tensors that all calls share (`common`) and some of its own, which gives tensors."""
+    """A function of some tensors that all calls share (`common`) and some of its own, which gives
+    tensors."""
 
     direct: DirectProgram
     batches = 0  # vmaps around the function
@@ -68,17 +89,22 @@ class Program(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where torch.func wants a special kind."""
+        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where
+        torch.func wants a special kind."""
         return self.batches == 0 and self.tangents <= 1
 
 
 class DirectProgram(Program):
-    """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
+    """One call of the function. `arguments` is the pickle of (args, kwargs) without their
+    tensors."""
 
-    def __init__(self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]) -> None:
+    def __init__(
+        self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]
+    ) -> None:
         self.item = item
         self.arguments = arguments
-        self.needs = [*common_needs, *own_needs]  # whether a tensor requires grad in the function's eyes
+        # whether a tensor requires grad in the function's eyes
+        self.needs = [*common_needs, *own_needs]
         self.result = b""  # the result's structure, known when the program has run
 
     @property
@@ -87,7 +113,9 @@ class DirectProgram(Program):
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
         tensors = [*common, *own]
-        missing = [k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad]
+        missing = [
+            k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad
+        ]
 
         def run(*entered: torch.Tensor) -> list[torch.Tensor]:
             for k, tensor in zip(missing, entered, strict=True):
@@ -99,13 +127,17 @@ class DirectProgram(Program):
         entering = [tensors[k] for k in missing]
         if not missing or not torch.is_grad_enabled():
             return run(*entering)
-        if transforms_are_active():  # where no tensor can be made to require grad, but for one more transform
+        if (
+            transforms_are_active()
+        ):  # where no tensor can be made to require grad, but for one more transform
             return list(torch.func.vjp(run, *entering)[0])
-        return run(*(tensor.clone().requires_grad_() for tensor in entering))  # clones keep a tangent
+        # clones keep a tangent
+        return run(*(tensor.clone().requires_grad_() for tensor in entering))
 
 
 class Derived(Program):
-    """A program made from another one; `plain` is settled by the outermost, because the two ways do not mix."""
+    """A program made from another one; `plain` is settled by the outermost, because the two ways do
+    not mix."""
 
     def __init__(self, inner: Program) -> None:
         self.inner = inner
@@ -115,20 +147,28 @@ class Derived(Program):
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
         plain = self.is_plain
-        with DIFFERENTIATING.entered(), dual_level_kept() if plain and self.tangents else contextlib.nullcontext():
+        with (
+            DIFFERENTIATING.entered(),
+            dual_level_kept() if plain and self.tangents else contextlib.nullcontext(),
+        ):
             return self.run(load, list(common), list(own), plain)
 
     @abstractmethod
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]: ...
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]: ...
 
-    def run_inner(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+    def run_inner(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
         if isinstance(self.inner, Derived):
             return self.inner.run(load, common, own, plain)
         return self.inner(load, common, own)
 
 
 class VjpProgram(Derived):
-    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of `common_wanted`."""
+    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of
+    `common_wanted`."""
 
     def __init__(
         self,
@@ -140,18 +180,24 @@ class VjpProgram(Derived):
         modes: Modes,
     ) -> None:
         super().__init__(inner)
-        self.modes = modes._replace(grad=True)  # of the backward; the function itself runs under those of the forward
+        # of the backward; the function itself runs under those of the forward
+        self.modes = modes._replace(grad=True)
         self.own_count = own_count
         self.outputs = outputs  # those that have a cotangent, in their order
         self.own_wanted = own_wanted
         self.common_wanted = common_wanted
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
-        """Gradients of the wanted inputs, for cotangents that stand behind the call's own tensors."""
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
+        """Gradients of the wanted inputs, for cotangents that stand behind the call's own
+        tensors."""
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
-        def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
+        def outputs_of(
+            *inputs: torch.Tensor,
+        ) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
             rest = iter(inputs)
             entered_own, entered_common = list(own), list(common)
             for k in self.own_wanted:
@@ -162,7 +208,9 @@ class VjpProgram(Derived):
             return [found[k] for k in self.outputs]
 
         if not plain:
-            pull_back = torch.func.vjp(lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs)[1]
+            pull_back = torch.func.vjp(
+                lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs
+            )[1]
             with under(self.modes):
                 return list(pull_back(cotangents))
         again = any(tensor.requires_grad for tensor in (*own, *common, *cotangents))
@@ -178,7 +226,10 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Of the inputs, zeros where no output depends on one; `again`: to be differentiated."""
     with torch.enable_grad():
-        entered = [(each if each.requires_grad else each.clone().requires_grad_()).clone() for each in inputs]
+        entered = [
+            (each if each.requires_grad else each.clone().requires_grad_()).clone()
+            for each in inputs
+        ]
         edges = [get_gradient_edge(tensor) for tensor in entered]
         outputs = outputs_of(*entered)
         pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
@@ -186,9 +237,13 @@ def gradients(
         if pairs and edges:
             connected, incoming = zip(*pairs, strict=True)
             with under(modes):
-                found = torch.autograd.grad(connected, edges, incoming, create_graph=again, allow_unused=True)
+                found = torch.autograd.grad(
+                    connected, edges, incoming, create_graph=again, allow_unused=True
+                )
     zeros = torch.zeros_like
-    return [zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)]
+    return [
+        zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)
+    ]
 
 
 class JvpProgram(Derived):
@@ -213,8 +268,11 @@ class JvpProgram(Derived):
         self.common_moving = common_moving
         self.refusal = refusal  # of `torch.no_grad`
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
-        """Tangents of the outputs, zeros where one does not move; those that come stand behind their tensors."""
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
+        """Tangents of the outputs, zeros where one does not move; those that come stand behind
+        their tensors."""
         own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
         del own[self.own_count :], common[self.common_count :]
@@ -235,7 +293,10 @@ class JvpProgram(Derived):
         with within_dual_level():
             dual = map(forward_ad.make_dual, primals, tangents)
             outputs = list(map(forward_ad.unpack_dual, outputs_of(*dual)))
-        return [torch.zeros_like(output.primal) if output.tangent is None else output.tangent for output in outputs]
+        return [
+            torch.zeros_like(output.primal) if output.tangent is None else output.tangent
+            for output in outputs
+        ]
 
 
 class Batched(Derived):
@@ -256,10 +317,16 @@ class Batched(Derived):
         self.batch_size = batch_size
         self.randomness = randomness
 
-    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
-        def element(own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor) -> list[torch.Tensor]:
+    def run(
+        self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
+    ) -> list[torch.Tensor]:
+        def element(
+            own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor
+        ) -> list[torch.Tensor]:
             return self.run_inner(load, common, own, plain)
 
-        batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness)
+        batch = torch.func.vmap(
+            element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness
+        )
         # also where nothing is batched: random numbers may be, or be forbidden
         return list(batch(own, common, torch.empty(self.batch_size, device="cpu")))

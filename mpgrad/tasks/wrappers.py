@@ -1,4 +1,5 @@
-"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a worker.
+"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
+worker.
 
     Delayed       functions that joblib was given with `delayed`, as one function of their arguments
     Initializer   what an `mpgrad.Executor` has its workers run first
@@ -6,9 +7,10 @@
     Fold, FoldedBlock, Finish   reductions as ordinary calls
 
 A fold is one call, a tree of folds is a map of calls and a fold of their results.
-A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs to one call at a time, so
-there is no race to lock against, and gradients flow because they flow through calls. How a reduction is cut depends on the
-number of items only, so the number of workers never changes a result.
+A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs
+to one call at a time, so there is no race to lock against, and gradients flow because they flow
+through calls. How a reduction is cut depends on the number of items only, so the number of workers
+never changes a result.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ __all__ = [
 class Delayed:
     """Functions, called by their number.
 
-    They are apart from the arguments: for all calls of the same functions this is the same function to the pool, which pickles
-    it once, and what the functions reach are captures.
+    They are apart from the arguments: for all calls of the same functions this is the same function
+    to the pool, which pickles it once, and what the functions reach are captures.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], nesting_level: int) -> None:
@@ -52,14 +54,19 @@ class Delayed:
         from joblib import parallel_config  # only workers of a pool that joblib uses have it
         from joblib.parallel import SequentialBackend, register_parallel_backend
 
-        if PLACE.in_worker:  # for functions that name it: the pool has the CPUs already. In the caller it is ours
+        if (
+            PLACE.in_worker
+        ):  # for functions that name it: the pool has the CPUs already. In the caller it is ours
             register_parallel_backend("mpgrad", SequentialBackend)
-        with parallel_config(backend=SequentialBackend(nesting_level=self.nesting_level), n_jobs=None):
+        with parallel_config(
+            backend=SequentialBackend(nesting_level=self.nesting_level), n_jobs=None
+        ):
             return self.functions[number](*args, **kwargs)
 
 
 class Initializer:
-    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
+    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor
+    expect."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
@@ -68,18 +75,23 @@ class Initializer:
         try:
             self._function(*initargs)
         except BaseException as error:
-            raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
+            raise BrokenProcessPool(
+                f"the initializer failed in a worker ({type(error).__name__}: {error})"
+            ) from error
 
 
 class Replicas:
     """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
 
-    captures_share_memory = True  # replicas look at one copy of the parameters, to which no forward writes
+    # replicas look at one copy of the parameters, to which no forward writes
+    captures_share_memory = True
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self.modules = list(modules)  # one for all, or one for each number
 
-    def __call__(self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    def __call__(
+        self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
         """The output, and the buffers that replica 0 has written to or replaced."""
         module = self.modules[number % len(self.modules)]
         for each in module.modules():
@@ -88,14 +100,23 @@ class Replicas:
         own = dict(module.named_buffers(remove_duplicate=False))
         place = {id(buffer): name for name, buffer in own.items()}
         copies = {known: own[name].clone() for known, name in place.items()}
-        for name, buffer in own.items():  # each call begins with those of the caller, and leaves them to the next as they were
+        for (
+            name,
+            buffer,
+        ) in (
+            own.items()
+        ):  # each call begins with those of the caller, and leaves them to the next as they were
             put(module, name, copies[id(buffer)])
         try:
             output = module(*inputs, **kwargs)
             written = copies.items() if number == 0 else ()
-            # those that it wrote to: what it registered or replaced is lost, as in PyTorch. Versions do not tell: batch
-            # normalization writes without counting
-            return output, {place[known]: copy.detach() for known, copy in written if not torch.equal(copy, own[place[known]])}
+            # those that it wrote to: what it registered or replaced is lost, as in PyTorch.
+            # Versions do not tell: batch normalization writes without counting
+            return output, {
+                place[known]: copy.detach()
+                for known, copy in written
+                if not torch.equal(copy, own[place[known]])
+            }
         finally:
             for name, buffer in own.items():
                 put(module, name, buffer)
@@ -110,7 +131,8 @@ def put(module: torch.nn.Module, path: str, buffer: torch.Tensor) -> None:
 # --- reductions
 
 
-MOST_BLOCKS = 64  # enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
+# enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
+MOST_BLOCKS = 64
 
 
 class Reduction(ABC):
@@ -128,14 +150,16 @@ class Reduction(ABC):
 
 
 class FunctionReduction(Reduction):
-    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and returns None."""
+    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and
+    returns None."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
 
     def fold(self, values: Iterable[Any]) -> Any:
         first, *rest = values
-        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is the same
+        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is
+        # the same
         return self.onto(tree_map_only(torch.Tensor, connected_copy, first), rest)
 
     def onto(self, target: Any, values: Iterable[Any]) -> Any:
@@ -177,7 +201,8 @@ class Mean(Reduction):
 
 
 class Joined(Reduction):
-    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined by `torch.cat`."""
+    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined
+    by `torch.cat`."""
 
     def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
         self.join = join
@@ -210,10 +235,16 @@ def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
     """
     if isinstance(reduce_fn, str):
         if reduce_fn not in NAMED:
-            raise ValueError(f"no reduction has this name ({reduce_fn!r}); there are {', '.join(map(repr, NAMED))}")
+            raise ValueError(
+                f"no reduction has this name ({reduce_fn!r}); there are "
+                f"{', '.join(map(repr, NAMED))}"
+            )
         return NAMED[reduce_fn]
     if not callable(reduce_fn):
-        raise TypeError(f"a reduction must be a function or one of {', '.join(map(repr, NAMED))} (given: {reduce_fn!r})")
+        raise TypeError(
+            f"a reduction must be a function or one of {', '.join(map(repr, NAMED))} (given: "
+            f"{reduce_fn!r})"
+        )
     return FunctionReduction(reduce_fn)
 
 
@@ -232,8 +263,12 @@ class Fold:
 
     def __call__(self, target: Any, items: Sequence[Any]) -> Any:
         own = set(map(id, tree_leaves(target)))
-        if any(id(each) in own for each in tree_leaves(items)):  # what is written into the target is no item
-            items = tree_map_only(torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items)
+        if any(
+            id(each) in own for each in tree_leaves(items)
+        ):  # what is written into the target is no item
+            items = tree_map_only(
+                torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items
+            )
         return self.reduction.onto(target, items)
 
 
@@ -246,7 +281,9 @@ class FoldedBlock:
 
     def __call__(self, items: Sequence[Any]) -> Any:
         # no `map`, which a StopIteration of the function would end
-        return self.reduction.fold(items if self.map_fn is None else (self.map_fn(item) for item in items))
+        return self.reduction.fold(
+            items if self.map_fn is None else (self.map_fn(item) for item in items)
+        )
 
 
 class Finish:

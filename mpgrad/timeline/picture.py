@@ -1,4 +1,5 @@
-"""A trace as a picture: one track a worker, below one for each thread of the caller. Needs matplotlib."""
+"""A trace as a picture: one track a worker, below one for each thread of the caller. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ KINDS = {
 
 
 def draw(events: Sequence[dict[str, Any]], caller: int, path: str | os.PathLike[str]) -> None:
-    """Write the picture, in the format that the name ends in; `caller`: the number of its process."""
+    """Write the picture, in the format that the name ends in; `caller`: the number of its
+    process."""
     names = {}
     for event in events:
         track = event["pid"], event["tid"]
@@ -51,5 +53,7 @@ def draw(events: Sequence[dict[str, Any]], caller: int, path: str | os.PathLike[
     axes.set_yticks(range(len(order)), [names[track] for track in order])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=8)
+    figure.legend(
+        handles=patches, loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=8
+    )
     figure.savefig(path)

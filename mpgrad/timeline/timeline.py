@@ -5,12 +5,13 @@ Perfetto (ui.perfetto.dev) opens.
     the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
     a Recording that has ended ──► `events_of`
 
-Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of a track lie side by side
-or within one another: a chunk has the slices of its items within it.
-Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of
+a track lie side by side or within one another: a chunk has the slices of its items within it.
+Format: "Trace Event Format", Google,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of `time.monotonic_ns`, those
-    of workers by their own clock.
+Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of
+    `time.monotonic_ns`, those of workers by their own clock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ __all__ = [
 
 
 class Timeline:
-    """What the workers of a pool and the threads that use it do in a `with` block; see `Pool.timeline`.
+    """What the workers of a pool and the threads that use it do in a `with` block; see
+    `Pool.timeline`.
 
     Example:
         >>> import os, mpgrad
@@ -74,14 +76,20 @@ class Timeline:
         self._scheduler.begin_recording(recording)
         try:
             if self._path is not None:
-                self._file = self._path.open("w")  # now rather than after a long run: it may not be possible
+                # now rather than after a long run: it may not be possible
+                self._file = self._path.open("w")
         except BaseException:
             self._scheduler.end_recording()
             raise
         self._recording = recording
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self._scheduler.end_recording()
         finally:
@@ -91,14 +99,20 @@ class Timeline:
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and "dur" in microseconds.
+        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and
+        "dur" in microseconds.
 
-        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
+        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as
+        `docs/timeline.md` lists them.
         """
         if self._recording is None:
-            raise RuntimeError("the timeline has not been recorded; put the calls into a block: `with timeline:`")
+            raise RuntimeError(
+                "the timeline has not been recorded; put the calls into a block: `with timeline:`"
+            )
         if self._recording.ended is None:
-            raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
+            raise RuntimeError(
+                "the timeline is still being recorded; ask for it after its `with` block"
+            )
         return events_of(self._recording)
 
     @property
@@ -119,7 +133,9 @@ class Timeline:
         try:
             from mpgrad.timeline.picture import draw
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib ({error})") from error
+            raise ModuleNotFoundError(
+                f"a picture needs matplotlib: pip install matplotlib ({error})"
+            ) from error
 
         draw(self.events, CALLER, path)
 
@@ -229,7 +245,10 @@ def events_of(recording: Recording) -> list[Event]:
         slices += worker_slices(worker, own, recording.ended)
     slices.sort(key=lambda each: (each.pid, each.tid, each.began, -each.ended))
     shown = (each for each in slices if each.began < recording.ended)
-    return [*names(recording), *(slice_event(each, recording.began, recording.ended) for each in shown)]
+    return [
+        *names(recording),
+        *(slice_event(each, recording.began, recording.ended) for each in shown),
+    ]
 
 
 def names(recording: Recording) -> Iterator[Event]:
@@ -237,8 +256,14 @@ def names(recording: Recording) -> Iterator[Event]:
     for thread, name in enumerate(list(recording.threads.values()), start=1):
         yield name_event("thread_name", CALLER, thread, name=name)
     for number, worker in sorted(recording.workers.items()):
-        where = [f"pid {worker.pid}", worker.device, *([f"node {worker.node}"] if worker.node else [])]
-        yield name_event("process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})")
+        where = [
+            f"pid {worker.pid}",
+            worker.device,
+            *([f"node {worker.node}"] if worker.node else []),
+        ]
+        yield name_event(
+            "process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})"
+        )
         yield name_event("thread_name", CALLER + number, CALLS, name="calls")
 
 
@@ -250,7 +275,15 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
     """As much of it as lies in the recording, in microseconds since that began."""
     began, ended = max(each.began, start) - start, min(each.ended, end) - start
     times = {"ts": began / 1e3, "dur": max(0, ended - began) / 1e3}
-    return {"ph": "X", "pid": each.pid, "tid": each.tid, **times, "name": each.name, "cat": each.kind, "args": each.args}
+    return {
+        "ph": "X",
+        "pid": each.pid,
+        "tid": each.tid,
+        **times,
+        "name": each.name,
+        "cat": each.kind,
+        "args": each.args,
+    }
 
 
 def caller_slices(recording: Recording) -> Iterator[Slice]:
@@ -279,7 +312,15 @@ def worker_slices(worker: WorkerName, chunks: Sequence[NotedChunk], end: int) ->
             yield Slice(pid, CALLS, first + ahead, last + ahead, name, phase, args)
     for chunk in [each for each in chunks if each.answered is None][:1]:
         name = "not answered" if chunk.died is None else "the worker died"
-        yield Slice(pid, CALLS, max(free, chunk.sent), chunk.died or end, name, "unanswered", items_in(chunk))
+        yield Slice(
+            pid,
+            CALLS,
+            max(free, chunk.sent),
+            chunk.died or end,
+            name,
+            "unanswered",
+            items_in(chunk),
+        )
 
 
 def items_in(chunk: NotedChunk) -> dict[str, object]:
@@ -292,11 +333,12 @@ def whole(items: int | range) -> int | list[int]:
 
 
 def ahead_of(chunks: Sequence[NotedChunk]) -> int:
-    """Nanoseconds that the caller's clock shows more than that of a worker on another machine, which got these chunks.
+    """Nanoseconds that the caller's clock shows more than that of a worker on another machine,
+    which got these chunks.
 
-    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the difference from both sides;
-    all together bound it best. In the middle the error is at most half of the quickest way there and back, and of what the
-    clocks drift apart meanwhile.
+    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the
+    difference from both sides; all together bound it best. In the middle the error is at most half
+    of the quickest way there and back, and of what the clocks drift apart meanwhile.
     """
     least = [each.sent - each.began for each in chunks if each.answered is not None]
     most = [each.answered - each.ended for each in chunks if each.answered is not None]

@@ -1,8 +1,10 @@
-"""Whether PyTorch does what mpgrad relies on beyond its public interface: asked once a process, before a pool is made.
+"""Whether PyTorch does what mpgrad relies on beyond its public interface: asked once a process,
+before a pool is made.
 
-A release of PyTorch may rename its private parts, or have them do something else, and a version number says nothing about
-that. So it is asked for each private name, and what would give wrong gradients without a word if it were otherwise is tried
-(`probes`), in some milliseconds: a pool on a version that differs raises `UnsupportedTorchError` and says in what.
+A release of PyTorch may rename its private parts, or have them do something else, and a version
+number says nothing about that. So it is asked for each private name, and what would give wrong
+gradients without a word if it were otherwise is tried (`probes`), in some milliseconds: a pool on a
+version that differs raises `UnsupportedTorchError` and says in what.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from mpgrad.errors import UnsupportedTorchError
 
 __all__ = ["NAMES", "TRIED", "check", "check_compiler", "failures", "was_tried"]
 
-# Python versions by minor version of torch: on which pairs the tests have passed, see docs/compatibility.md
+# Python versions by minor version of torch: on which pairs the tests have passed, see
+# docs/compatibility.md
 TRIED: dict[str, tuple[str, ...]] = {
     "2.8": ("3.10",),
     "2.9": ("3.10",),
@@ -36,14 +39,19 @@ TRIED: dict[str, tuple[str, ...]] = {
     "2.15": ("3.13", "3.14", "3.15"),
 }
 
-# PyTorch's private names in our code, and what is reached through one, by what has them: a test compares them with the code.
-# Not among them are those of the compiler, which are tried where they are used (`check_compiler`).
+# PyTorch's private names in our code, and what is reached through one, by what has them: a test
+# compares them with the code. Not among them are those of the compiler, which are tried where they
+# are used (`check_compiler`).
 NAMES: dict[str, str] = {
     "torch": "_add_batch_dim _functorch _remove_batch_dim _tensor_str",
-    "torch.Tensor": ("_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version"),
+    "torch.Tensor": (
+        "_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values "
+        "_version"
+    ),
     "torch.UntypedStorage": "_new_shared_fd_cpu _share_fd_cpu_",
     "torch._C": (
-        "DisableTorchFunction DisableTorchFunctionSubclass _DisableAutocast _EnableTorchFunction _FunctionBase "
+        "DisableTorchFunction DisableTorchFunctionSubclass _DisableAutocast _EnableTorchFunction "
+        "_FunctionBase "
         "_TorchDispatchModeKey _are_functorch_transforms_active _autograd "
         "_current_graph_task_id _dispatch_keys _functorch _get_dispatch_mode _get_tracing_state "
         "_len_torch_dispatch_stack _len_torch_function_stack _nn _pop_torch_dispatch_stack "
@@ -78,7 +86,8 @@ NAMES: dict[str, str] = {
     "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode_stack",
     "torch.utils._pytree": (
-        "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map_only tree_unflatten treespec_pprint"
+        "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map_only tree_unflatten "
+        "treespec_pprint"
     ),
 }
 
@@ -86,8 +95,8 @@ LOGGER = logging.getLogger("mpgrad")
 
 
 class Check:
-    """That of this process. One that is forked has what its parent had, except the lock, which another
-    thread may have held.
+    """That of this process. One that is forked has what its parent had, except the lock, which
+    another thread may have held.
     """
 
     passed = False
@@ -105,12 +114,14 @@ os.register_at_fork(after_in_child=CHECK.unlock)
 
 
 def check() -> None:
-    """Ask for all names, and try all behaviours, unless this process has done so, or is the worker of one that has.
+    """Ask for all names, and try all behaviours, unless this process has done so, or is the worker
+    of one that has.
 
     Warns of a version that nobody has tried.
 
     Raises:
-        UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
+        UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its
+            version and those tried.
     """
     if CHECK.passed or PLACE.in_worker:
         return
@@ -122,14 +133,16 @@ def check() -> None:
     newest = max(map(minor_of, TRIED))
     if minor_of(torch.__version__) > newest:
         LOGGER.warning(
-            "torch %s is newer than any that mpgrad has been tried with (%s); it behaves as expected in all that was checked",
+            "torch %s is newer than any that mpgrad has been tried with (%s); it behaves as "
+            "expected in all that was checked",
             torch.__version__,
             ".".join(map(str, newest)),
         )
 
 
 def check_compiler() -> None:
-    """Try what is relied on where functions are carried that torch.compile made; for others the compiler need not be loaded.
+    """Try what is relied on where functions are carried that torch.compile made; for others the
+    compiler need not be loaded.
 
     Raises:
         UnsupportedTorchError: they are made otherwise than expected.
@@ -150,7 +163,9 @@ def refuse(failed: Failures) -> None:
             raise error  # the system lacks something, and PyTorch was not asked
     if failed:
         error = failed[0][1]
-        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
+        raise UnsupportedTorchError(
+            torch.__version__, [name for name, _ in failed], tuple(TRIED)
+        ) from error
 
 
 def failures() -> Failures:
@@ -184,12 +199,16 @@ def try_all(which: str, found: Failures) -> None:
     except (AttributeError, ImportError) as error:
         found.append(("the parts of PyTorch that mpgrad imports are there", error))
         return
-    with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
+    with (
+        warnings.catch_warnings()
+    ):  # of what only the probes do; the caller's filters may make errors of them
         warnings.simplefilter("ignore")
         for name, probe in getattr(probes, which).items():
             try:
                 probe()
-            except Exception as error:  # whatever it is, it is no longer what mpgrad was written for
+            except (
+                Exception
+            ) as error:  # whatever it is, it is no longer what mpgrad was written for
                 found.append((name, error))
 
 

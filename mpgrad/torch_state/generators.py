@@ -1,9 +1,11 @@
-"""Generators of random numbers that a function captures, or that several items have in common: a stream for each item.
+"""Generators of random numbers that a function captures, or that several items have in common: a
+stream for each item.
 
-In a loop such a generator draws on from item to item. Copies of it in workers would all give the same numbers, another set
-for each number of workers. So the caller's generator gives one *root* for each operation, by numpy's `spawn` or by one draw,
-and an item's numbers follow from the root and the item's position alone. A kind of generator is a few functions here;
-`mpgrad.pickling.streams` carries generators, and workers call `begin` before each item.
+In a loop such a generator draws on from item to item. Copies of it in workers would all give the
+same numbers, another set for each number of workers. So the caller's generator gives one *root* for
+each operation, by numpy's `spawn` or by one draw, and an item's numbers follow from the root and
+the item's position alone. A kind of generator is a few functions here; `mpgrad.pickling.streams`
+carries generators, and workers call `begin` before each item.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def is_generator(value: object) -> bool:
 
 
 def kind_of(generator: object) -> Kind | None:
-    """None for what only leads to one (`bits_of`), is the same in each process (`named`), or has no state."""
+    """None for what only leads to one (`bits_of`), is the same in each process (`named`), or has no
+    state."""
     if named(generator) is not None or isinstance(generator, random.SystemRandom):
         return None
     kind = kind_of_class(type(generator))
@@ -73,7 +76,8 @@ def kind_of_class(own: type) -> Kind | None:
 
 
 def named(generator: object) -> tuple[str, str] | None:
-    """Module and name of a generator that each process has one of, with the item's seed; None for others."""
+    """Module and name of a generator that each process has one of, with the item's seed; None for
+    others."""
     numpy = sys.modules.get("numpy.random.mtrand")
     if numpy is not None and generator is numpy._rand:
         return "numpy.random.mtrand", "_rand"
@@ -107,9 +111,13 @@ def whole_python(generator: random.Random) -> tuple[Any, ...] | None:
 
 
 def parts_python(generator: random.Random, state: Any) -> tuple[Any, ...] | None:
-    """With the attributes that a subclass gives it, which pickle would drop; None where the class has a way of its own."""
+    """With the attributes that a subclass gives it, which pickle would drop; None where the class
+    has a way of its own."""
     kind = type(generator)
-    if kind.__reduce__ is not random.Random.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+    if (
+        kind.__reduce__ is not random.Random.__reduce__
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+    ):
         return None
     attributes = {name: value for name, value in vars(generator).items() if name != "gauss_next"}
     return new_python, (kind,), (attributes, state), None, None, set_python
@@ -143,7 +151,11 @@ def begin_torch(generator: torch.Generator, root: int, item: int) -> None:
 
 
 def torch_root(generator: torch.Generator) -> int:
-    return int(torch.randint(0, MOST_SEED, (), generator=generator, dtype=torch.int64, device=generator.device))
+    return int(
+        torch.randint(
+            0, MOST_SEED, (), generator=generator, dtype=torch.int64, device=generator.device
+        )
+    )
 
 
 def sobol_root(engine: SobolEngine) -> int:
@@ -153,7 +165,8 @@ def sobol_root(engine: SobolEngine) -> int:
 
 
 def begin_sobol(engine: SobolEngine, root: int, item: int) -> None:
-    """Scrambled, each item's in another way: where the sequence would go on, only the items before could tell."""
+    """Scrambled, each item's in another way: where the sequence would go on, only the items before
+    could tell."""
     SobolEngine.__init__(engine, engine.dimension, scramble=True, seed=seed_of(root, item))  # type: ignore[no-untyped-call]
 
 
@@ -201,7 +214,9 @@ def seeds_again(entropy: Any, key: tuple[int, ...], size: int) -> Any:
 
 def seeds_of(root: SpawnRoot, item: int) -> Any:
     """As `root.spawn(n)[item]` for any n."""
-    return numpy_random().SeedSequence(root.entropy, spawn_key=(*root.key, item), pool_size=root.size)
+    return numpy_random().SeedSequence(
+        root.entropy, spawn_key=(*root.key, item), pool_size=root.size
+    )
 
 
 def begin_bits(bits: Any, root: SpawnRoot, item: int) -> None:
@@ -258,8 +273,16 @@ def as_pickle_does(generator: Any) -> Any:
 
 
 KINDS: dict[type, Kind] = {
-    random.Random: Kind(lambda generator: generator.getrandbits(62), begin_python, blank_python, own_python, whole_python),
-    torch.Generator: Kind(torch_root, begin_torch, lambda generator: (torch.Generator, (generator.device,))),
+    random.Random: Kind(
+        lambda generator: generator.getrandbits(62),
+        begin_python,
+        blank_python,
+        own_python,
+        whole_python,
+    ),
+    torch.Generator: Kind(
+        torch_root, begin_torch, lambda generator: (torch.Generator, (generator.device,))
+    ),
     SobolEngine: Kind(sobol_root, begin_sobol, as_pickle_does),
 }
 

@@ -1,11 +1,13 @@
-"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
+"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers
+come from.
 
-A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
-travels with every chunk: a setting of PyTorch's where it differs from its default, so that what nobody has changed costs
-nothing, and what an initializer has set stays. Hooks for saved tensors are code, and travel with the function. Modes that are
-objects of the user's cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an
-operation draws one seed from the caller's generator, and each item derives its own from that, so nothing depends on which
-worker runs an item, in what order, or how often.
+A serial loop runs under the caller's modes without a thought; a worker has modes of its own.
+`Modes` is a snapshot that travels with every chunk: a setting of PyTorch's where it differs from
+its default, so that what nobody has changed costs nothing, and what an initializer has set stays.
+Hooks for saved tensors are code, and travel with the function. Modes that are objects of the user's
+cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an operation
+draws one seed from the caller's generator, and each item derives its own from that, so nothing
+depends on which worker runs an item, in what order, or how often.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ SEED_TORCH = torch.default_generator.manual_seed
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
 
 
-Changed = tuple[tuple[str, Any], ...]  # names and values of settings that differ from their defaults
+# names and values of settings that differ from their defaults
+Changed = tuple[tuple[str, Any], ...]
 
 
 class Modes(NamedTuple):
@@ -78,7 +81,8 @@ class Modes(NamedTuple):
     inference: bool
     autocast: bool
     differentiating: bool  # a derivative of ours is being taken
-    device_autocast: tuple[str, torch.dtype] | None = None  # the kind of device, and the dtype, where that is on
+    # the kind of device, and the dtype, where that is on
+    device_autocast: tuple[str, torch.dtype] | None = None
     device: str | None = None  # where tensors are made if nobody says where
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
@@ -103,7 +107,9 @@ def current_modes(kind: str = "") -> Modes:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         DIFFERENTIATING.now,
-        (kind, torch.get_autocast_dtype(kind)) if kind and torch.is_autocast_enabled(kind) else None,
+        (kind, torch.get_autocast_dtype(kind))
+        if kind and torch.is_autocast_enabled(kind)
+        else None,
         default_device(),
         *TABLE.changed(),
     )
@@ -115,14 +121,19 @@ class Table:
     def __init__(self) -> None:
         self.settings = {setting.name: setting for setting in every_setting()}
         self._gets = [setting.get for setting in self.settings.values()]
-        self._last: tuple[list[Any], list[Changed]] = [], []  # what was read, and what of that was changed
+        # what was read, and what of that was changed
+        self._last: tuple[list[Any], list[Changed]] = [], []
 
     def changed(self) -> list[Changed]:
         """Those of the process, then those of this thread."""
         values = [get() for get in self._gets]
         last, found = self._last  # read once: another thread may put its own there
         if values != last:
-            pairs = [pair for pair in zip(self.settings.values(), values, strict=True) if pair[1] != pair[0].default]
+            pairs = [
+                pair
+                for pair in zip(self.settings.values(), values, strict=True)
+                if pair[1] != pair[0].default
+            ]
             found = [
                 tuple([(each.name, value) for each, value in pairs if each.of_thread is of_thread])
                 for of_thread in (False, True)
@@ -132,8 +143,9 @@ class Table:
 
 
 TABLE = Table()
-# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or an earlier call has set.
-# It keeps what it has of the other settings, because reading them all takes longer than a small call.
+# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or
+# an earlier call has set. It keeps what it has of the other settings, because reading them all
+# takes longer than a small call.
 RESET = {
     name: TABLE.settings[name].default
     for name in (
@@ -147,7 +159,8 @@ RESET_GETS = [TABLE.settings[name].get for name in RESET]
 
 
 class Enclosing(threading.local):
-    """What settings were before `under` changed them in this thread; an `under` within it changes the others back."""
+    """What settings were before `under` changed them in this thread; an `under` within it changes
+    the others back."""
 
     before: Mapping[str, Any] = {}
     depth = 0  # of `under`
@@ -157,7 +170,8 @@ ENCLOSING = Enclosing()
 
 
 def is_astray() -> bool:
-    """Whether this thread, or an initializer, has set what every call begins with as the caller has it."""
+    """Whether this thread, or an initializer, has set what every call begins with as the caller has
+    it."""
     return [get() for get in RESET_GETS] != RESET_VALUES
 
 
@@ -170,7 +184,8 @@ def under_settings(changed: Changed) -> Iterator[None]:
         return
     wanted = {**outer, **RESET, **dict(changed)}
     every = TABLE.settings
-    settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
+    # in the table's order
+    settings = [every[name] for name in (every if outer else wanted) if name in wanted]
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
         ENCLOSING.before = {**outside, **outer}
         try:
@@ -189,8 +204,8 @@ class Held:
 
 
 class Shared:
-    """What calls set in the whole process, several at once where they run in threads: the last to end puts back what the
-    first one found, but for what the caller has changed meanwhile."""
+    """What calls set in the whole process, several at once where they run in threads: the last to
+    end puts back what the first one found, but for what the caller has changed meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -198,9 +213,16 @@ class Shared:
         self.with_caller = True  # not in a process of a pool's own, where calls run one by one
 
     @contextmanager
-    def set_to(self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool) -> Iterator[dict[str, Any]]:
-        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to whose values it goes back."""
-        shared = [] if nested or not self.with_caller else [setting for setting in settings if not setting.of_thread]
+    def set_to(
+        self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to
+        whose values it goes back."""
+        shared = (
+            []
+            if nested or not self.with_caller
+            else [setting for setting in settings if not setting.of_thread]
+        )
         with self._lock:
             before = {setting.name: setting.get() for setting in settings}
             outside = dict(before)
@@ -237,13 +259,16 @@ os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
     for setting in settings:
-        if setting.get() != wanted[setting.name]:  # asked one by one: to set one may set others, which come later
+        if (
+            setting.get() != wanted[setting.name]
+        ):  # asked one by one: to set one may set others, which come later
             setting.set(wanted[setting.name])
 
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """`under` in the body knows no other settings than those that it is given: the body runs in the caller's thread."""
+    """`under` in the body knows no other settings than those that it is given: the body runs in the
+    caller's thread."""
     outer = ENCLOSING.before
     ENCLOSING.before = {name: setting.default for name, setting in TABLE.settings.items()}
     try:
@@ -264,12 +289,14 @@ def begin_as_new(is_process: bool) -> None:
 
 
 class Watch:
-    """Whether a pool's operation, or a backward through its results, may begin in the modes that the caller's thread is in."""
+    """Whether a pool's operation, or a backward through its results, may begin in the modes that
+    the caller's thread is in."""
 
     def __init__(self, in_caller: bool = False) -> None:
         """`in_caller`: calls run in this thread, and what observes it sees them."""
         self._in_caller = in_caller
-        self._noticed: set[tuple[str, int]] = set()  # what only observes, and was on when we looked last
+        # what only observes, and was on when we looked last
+        self._noticed: set[tuple[str, int]] = set()
 
     def look(self) -> None:
         """Warn of what only observes, once for as long as it is on.
@@ -279,19 +306,28 @@ class Watch:
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
-                "workers do not share cached parametrizations (mode: torch.nn.utils.parametrize.cached); "
+                "workers do not share cached parametrizations (mode: "
+                "torch.nn.utils.parametrize.cached); "
                 "enter it inside the function"
             )
         modes = foreign_modes()
         for mode in modes:
             if not is_observer(mode):
-                raise NotImplementedError(f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {remedy(mode)}")
+                raise NotImplementedError(
+                    f"a mode does not travel to workers (mode: {name_of_mode(mode)}); "
+                    f"{remedy(mode)}"
+                )
         if not (modes or self._noticed or profiler_is_on()):
             return
-        on = {(name_of_mode(mode), id(mode)) for mode in modes} | ({("torch.profiler", 0)} if profiler_is_on() else set())
+        on = {(name_of_mode(mode), id(mode)) for mode in modes} | (
+            {("torch.profiler", 0)} if profiler_is_on() else set()
+        )
         new, self._noticed = on - self._noticed, on
         for name, _ in sorted(new) if not self._in_caller else ():
-            warn(f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'")
+            warn(
+                f"workers' operations are not seen by {name}: enter it inside the function, or use "
+                "engine='inline'"
+            )
 
 
 def remedy(mode: object) -> str:
@@ -302,7 +338,11 @@ def remedy(mode: object) -> str:
 
 def is_grad_mode_all(modes: Modes) -> bool:
     """Whether that is all that has to be set in this thread."""
-    is_elsewhere = torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or default_device() is not None
+    is_elsewhere = (
+        torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or default_device() is not None
+    )
     return modes[1:] == USUAL and not (ENCLOSING.before or is_elsewhere or is_astray())
 
 
@@ -338,7 +378,8 @@ def under(modes: Modes) -> Iterator[None]:
 
 
 class UnderHooks:
-    """A function with hooks for saved tensors around it: they belong to the caller's thread, and its graph to a worker."""
+    """A function with hooks for saved tensors around it: they belong to the caller's thread, and
+    its graph to a worker."""
 
     def __init__(
         self,
@@ -355,7 +396,8 @@ class UnderHooks:
 
 
 def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are some.
+    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are
+    some.
 
     Those of `torch.utils.checkpoint` stay here: what they would run again is the caller's code.
     """
@@ -366,7 +408,8 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Differentiating(threading.local):
-    """Whether this thread takes a derivative of ours: then those that the function takes need a graph."""
+    """Whether this thread takes a derivative of ours: then those that the function takes need a
+    graph."""
 
     now = False
 
@@ -397,7 +440,8 @@ os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
 class UnderGlobalHooks:
-    """A function with the hooks for all modules and optimizers of the process that it comes from."""
+    """A function with the hooks for all modules and optimizers of the process that it comes
+    from."""
 
     def __init__(self, function: Callable[..., Any], hooks: list[GlobalHook]) -> None:
         self.function = function
@@ -408,7 +452,8 @@ class UnderGlobalHooks:
         return self.function(*args, **kwargs)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """In which it runs, and its backward, which may run parts of it again; in its own process they are there."""
+        """In which it runs, and its backward, which may run parts of it again; in its own process
+        they are there."""
         return registered([] if self.token == PROCESS.token else self.hooks)
 
 
@@ -418,7 +463,8 @@ def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draw_seed() -> int:
-    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
+    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that
+    follows."""
     with outside_transforms():
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
@@ -428,8 +474,10 @@ def seed_item(seed: int, index: int) -> int:
     own = split_mix(seed + index)
     SEED_TORCH(own)
     SEED_RANDOM(own)
-    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
-    numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
+    # the half of a pair that an item before may have left
+    random._inst.gauss_next = None  # type: ignore[attr-defined]
+    # optional for torch as for us: seeded where a task could have imported it
+    numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
     return own
@@ -438,18 +486,21 @@ def seed_item(seed: int, index: int) -> int:
 def load_generators() -> None:
     """Import what numpy itself imports on first use only.
 
-    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller may have no descriptor left
-    to read it with.
+    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller
+    may have no descriptor left to read it with.
     """
     if "numpy" in sys.modules:
-        with contextlib.suppress(OSError):  # none left now, either: it is tried again when it is needed
+        with contextlib.suppress(
+            OSError
+        ):  # none left now, either: it is tried again when it is needed
             importlib.import_module("numpy.random")
 
 
 def split_mix(number: int) -> int:
     """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
 
-    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
     """
     number = (number * 0x9E3779B97F4A7C15) & MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK

@@ -100,6 +100,7 @@ __all__ = [
     "level_count",
     "level_of",
     "levels_of",
+    "load_archive",
     "load_script",
     "made_by_compiler",
     "name_of_mode",
@@ -147,17 +148,19 @@ NODE_IN_PYTHON: Any = torch._C._FunctionBase
 IsSo = Callable[[torch.Tensor], bool]
 
 
-# These are asked for every call and its backward, so they are PyTorch's own functions, without one of ours around them.
-# The number of the backward that is running in this thread; -1 outside one:
+# These are asked for every call and its backward, so they are PyTorch's own functions, without one
+# of ours around them. The number of the backward that is running in this thread; -1 outside one:
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`):
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves out:
+# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves
+# out:
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def leaf_will_run(node: Any) -> bool:
-    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked for it."""
+    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked
+    for it."""
     try:
         return will_run(node)
     except RuntimeError:
@@ -170,7 +173,8 @@ def when_backward_ends(callback: Callable[[], object]) -> None:
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the engine can still find `node`: one that is written in Python may outlive what it stands for."""
+    """Whether the engine can still find `node`: one that is written in Python may outlive what it
+    stands for."""
     try:
         return node.next_functions is not None
     except RuntimeError:
@@ -178,7 +182,8 @@ def is_alive(node: Any) -> bool:
 
 
 def is_held(node: Any) -> bool:
-    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but graphs leads to it."""
+    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but
+    graphs leads to it."""
     return sys.getrefcount(node.variable) > references_of_graphs()
 
 
@@ -194,15 +199,20 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
     """The edge to a tensor whose node is written in Python, and with it the graph behind."""
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        if getattr(edge, "ownership_token", None) is not None:  # from torch 2.9 on, and made by way of a view
+        if (
+            getattr(edge, "ownership_token", None) is not None
+        ):  # from torch 2.9 on, and made by way of a view
             return edge
     with torch.enable_grad():
         # of sparse tensors there are no views
-        return get_gradient_edge(tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone())
+        return get_gradient_edge(
+            tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+        )
 
 
 def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and not the other way round."""
+    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and
+    not the other way round."""
     return held + grad if held.layout is torch.strided else grad + held
 
 
@@ -213,23 +223,33 @@ def gradients(
     keep: bool,
     create: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its checks.
+    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its
+    checks.
 
-    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
+    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh
+    worker half a second.
     """
     found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
-        tuple(outputs), tuple(grads), keep, create, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs),
+        tuple(grads),
+        keep,
+        create,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
     )
     return found
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third of the cost."""
+    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third
+    of the cost."""
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def set_priority(node: Any, number: int) -> None:
-    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0."""
+    """Of the nodes that are ready, the engine runs the one with the highest number first; they are
+    born counted up from 0."""
     node._set_sequence_nr(number)
 
 
@@ -239,7 +259,8 @@ def node_type(function: type[torch.autograd.Function]) -> Any:
 
 
 class CallCounter:
-    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a walk through all of it."""
+    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a
+    walk through all of it."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.count = 0
@@ -249,8 +270,13 @@ class CallCounter:
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
         method: Any = inspect.getattr_static(self._owner, self._name)
-        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
-        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
+        # `Function.apply` from torch 2.15 on
+        in_c = isinstance(method, types.ClassMethodDescriptorType)
+        function = (
+            functools.partial(call_class_method, method)
+            if in_c
+            else getattr(method, "__func__", method)
+        )
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
@@ -261,7 +287,9 @@ class CallCounter:
         setattr(self._owner, self._name, counted if method is function else bind(counted))
 
 
-def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+def call_class_method(
+    method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any
+) -> Any:
     return method.__get__(None, owner)(*args, **kwargs)
 
 
@@ -286,8 +314,11 @@ with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
-    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was given begins."""
+def held_leaves(
+    outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
+) -> list[Any]:
+    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was
+    given begins."""
     seen: set[Any] = {output.grad_fn for output in outputs} - {None}
     nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
     while nodes:
@@ -303,9 +334,13 @@ def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries
     return [node for node in leaves if id(node.variable) not in known and is_held(node)]
 
 
-def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()) -> dict[Any, list[Any]]:
+def graph_behind(
+    outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()
+) -> dict[Any, list[Any]]:
     """The nodes, as far as `entries`; and which of them lead to each directly."""
-    users: dict[Any, list[Any]] = {output.grad_fn: [] for output in outputs if output.grad_fn is not None}
+    users: dict[Any, list[Any]] = {
+        output.grad_fn: [] for output in outputs if output.grad_fn is not None
+    }
     nodes = list(users)
     while nodes:
         node = nodes.pop()
@@ -322,7 +357,8 @@ def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ())
 
 
 def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) -> list[Any]:
-    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was `seen`, which they then are."""
+    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was
+    `seen`, which they then are."""
     found = [] if leaf in seen else [leaf]
     seen.add(leaf)
     for node in found:
@@ -352,14 +388,17 @@ transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 
 
 def dual_level_is_active() -> bool:
-    """Whether forward-mode differentiation is on in this process (`torch.autograd.forward_ad.dual_level`)."""
+    """Whether forward-mode differentiation is on in this process
+    (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
 
 
 def vmap_levels() -> frozenset[int]:
     """The numbers of the `torch.func.vmap`s that are running in this thread."""
     stack: Any = torch._C._functorch.get_interpreter_stack() or ()
-    return frozenset(each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap)
+    return frozenset(
+        each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap
+    )
 
 
 def level_count() -> int:
@@ -373,7 +412,8 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 class SharedLevel:
-    """There is one level of dual tensors for all threads of a process: the first one opens it, the last one closes it.
+    """There is one level of dual tensors for all threads of a process: the first one opens it, the
+    last one closes it.
 
     Meanwhile a `torch.func.jvp` takes that level, and does not open a second one (`JVP_NESTING`).
     """
@@ -385,7 +425,8 @@ class SharedLevel:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Whoever is here can make dual tensors; where somebody else has opened a level, that one serves."""
+        """Whoever is here can make dual tensors; where somebody else has opened a level, that one
+        serves."""
         with self._lock:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
@@ -408,7 +449,10 @@ DUAL_LEVEL = SharedLevel()
 @contextmanager
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
-    with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
+    with (
+        forward_ad._set_fwd_grad_enabled(True),
+        DUAL_LEVEL.entered(),
+    ):  # a function's own `jvp` runs with it off
         yield
 
 
@@ -416,20 +460,22 @@ def within_dual_level() -> Iterator[None]:
 def dual_level_kept() -> Iterator[None]:
     """Around all that is made of dual tensors, with forward-mode differentiation off.
 
-    Tensors that a graph has saved have their tangents for as long as there is a level. If another thread closed it while this
-    one's backward takes them out, that would fail.
+    Tensors that a graph has saved have their tangents for as long as there is a level. If another
+    thread closed it while this one's backward takes them out, that would fail.
     """
     with forward_ad._set_fwd_grad_enabled(False), DUAL_LEVEL.entered():
         yield
 
 
 def without_tangents() -> contextlib.AbstractContextManager[None]:
-    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and `jvp`."""
+    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and
+    `jvp`."""
     return forward_ad._set_fwd_grad_enabled(False)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in it."""
+    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in
+    it."""
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
@@ -449,7 +495,8 @@ NOTHING = contextlib.nullcontext()  # one for all: this is asked several times a
 
 
 class Level(NamedTuple):
-    """One vmap that is being run. PyTorch has two kinds: `is_grads_batched` still uses the older one."""
+    """One vmap that is being run. PyTorch has two kinds: `is_grads_batched` still uses the older
+    one."""
 
     number: int
     older: bool
@@ -499,7 +546,8 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         while tensor is not None and is_functorch_wrapped(tensor):
             if not is_batched(tensor):
                 raise TypeError(
-                    "a gradient that came to a pool's result belongs to a torch.func transform other than vmap; "
+                    "a gradient that came to a pool's result belongs to a torch.func transform "
+                    "other than vmap; "
                     "call the pool inside of the function that is transformed"
                 )
             number = level_of(tensor)
@@ -508,13 +556,15 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # in the engine's threads for devices none is counted; there is one then, within which `torch.autograd.grad` was called
+        # in the engine's threads for devices none is counted; there is one then, within which
+        # `torch.autograd.grad` was called
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
 
 
 def without(tensors: Sequence[torch.Tensor], levels: tuple[Level, ...]) -> list[torch.Tensor]:
-    """`tensors` with their batches as ordinary dimensions in front, outermost first, the same for all of them."""
+    """`tensors` with their batches as ordinary dimensions in front, outermost first, the same for
+    all of them."""
     plain = list(tensors)
     for level in reversed(levels):
         plain = [unbatched(tensor, level) for tensor in plain]
@@ -535,7 +585,8 @@ def over(
     fn: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """`fn(tensors)` under one vmap per level, over the leading dimensions; batches in front of what it returns, too."""
+    """`fn(tensors)` under one vmap per level, over the leading dimensions; batches in front of what
+    it returns, too."""
     if not levels:
         return list(fn(tensors))
     present: list[bool] = []
@@ -543,21 +594,31 @@ def over(
     def part(*slices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = over(levels[1:], fn, slices)
         present[:] = [tensor is not None for tensor in found]
-        return tuple(tensor for tensor in found if tensor is not None) or slices[:1]  # a vmap has to return something
+        # a vmap has to return something
+        return tuple(tensor for tensor in found if tensor is not None) or slices[:1]
 
-    batched: Any = vmap_the_older_way(part) if levels[0].older else torch.func.vmap(part, randomness="different")
+    batched: Any = (
+        vmap_the_older_way(part)
+        if levels[0].older
+        else torch.func.vmap(part, randomness="different")
+    )
     results = iter(batched(*tensors))
     return [next(results) if there else None for there in present]
 
 
-# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a refused `torch.no_grad`
+# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a refused
+# `torch.no_grad`
 
 
 # What is copied in the body of this one stays what it is:
-without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = torch._C._DisableAutocast
+without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
+    torch._C._DisableAutocast
+)
 
 
-def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def saved_tensor_hooks() -> (
+    tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+):
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
@@ -578,7 +639,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def tracer() -> str | None:
-    """What records the operations of this thread instead of only running them; it would see none of a worker's."""
+    """What records the operations of this thread instead of only running them; it would see none of
+    a worker's."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys: Any = torch._C._TorchDispatchModeKey
@@ -602,7 +664,11 @@ CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
 def name_of_mode(mode: object) -> str:
     """As its user calls it."""
     name = f"{type(mode).__module__}.{type(mode).__qualname__}"
-    return "torch.autograd.graph.allow_mutation_on_saved_tensors" if name == CLONES else name.replace("._Flop", ".Flop")
+    return (
+        "torch.autograd.graph.allow_mutation_on_saved_tensors"
+        if name == CLONES
+        else name.replace("._Flop", ".Flop")
+    )
 
 
 def is_observer(mode: object) -> bool:
@@ -624,11 +690,14 @@ def function_modes() -> list[Any]:
 
 
 def foreign_modes() -> list[Any]:
-    """The modes of this thread that a worker knows nothing of; that of a default device is not among them."""
+    """The modes of this thread that a worker knows nothing of; that of a default device is not
+    among them."""
     found = [mode for mode in function_modes() if not gives_device(mode)]
     if torch._C._len_torch_dispatch_stack():
         found += DISPATCH_MODES()
-    return [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
+    return (
+        [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
+    )
 
 
 def parametrizations_are_cached() -> bool:
@@ -685,12 +754,15 @@ class RefusingNoGrad(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
-            raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")
+            raise NotImplementedError(
+                "forward mode follows what is computed under torch.no_grad, which has no derivative"
+            )
         return func(*args, **(kwargs or {}))
 
 
 def without_refusal() -> contextlib.AbstractContextManager[Any]:
-    """For our own code within a function that runs under `refusing_no_grad`. Other function modes are off there too."""
+    """For our own code within a function that runs under `refusing_no_grad`. Other function modes
+    are off there too."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
 
@@ -732,7 +804,10 @@ def is_refusing_no_grad() -> bool:
 @contextmanager
 def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    with torch._C._EnableTorchFunction(), RefusingNoGrad():  # a task in the caller's thread may run `without_refusal`
+    with (
+        torch._C._EnableTorchFunction(),
+        RefusingNoGrad(),
+    ):  # a task in the caller's thread may run `without_refusal`
         yield
 
 
@@ -744,8 +819,9 @@ SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Shared memory mapped as torch.multiprocessing maps it.
 
-    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
-    an anonymous memory file has no such limit, and never a name that could stay behind.
+    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing
+    past that end is a SIGBUS; an anonymous memory file has no such limit, and never a name that
+    could stay behind.
     """
     descriptor = anonymous_memory()
     try:
@@ -757,7 +833,8 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 
 
 def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close `descriptor`."""
+    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close
+    `descriptor`."""
     try:
         storage: torch.UntypedStorage = SHARED_STORAGE._new_shared_fd_cpu(descriptor, nbytes)
         return storage
@@ -777,7 +854,8 @@ with torch.inference_mode(False):
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor."""
+    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or
+    conjugated tensor."""
     return bool(KEYS_OF(tensor).raw_repr() == PLAIN_KEYS)
 
 
@@ -794,7 +872,8 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> torch.nn.Module:
-    """A module like `network` with other tensors, by the id of the old ones; buffers that are not named stay the same."""
+    """A module like `network` with other tensors, by the id of the old ones; buffers that are not
+    named stay the same."""
     modules: Any = list(network.modules())
     copies: Any = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in network.modules():
@@ -805,24 +884,28 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                setattr(replica, name, tensors[id(parameter)])  # a plain attribute: it is no leaf, and so no parameter
+                # a plain attribute: it is no leaf, and so no parameter
+                setattr(replica, name, tensors[id(parameter)])
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
     return copies[id(network)]  # type: ignore[no-any-return]
 
 
+load_archive: Any = torch.jit.load  # PyTorch's own, also in workers
+
+
 def load_script(code: bytes) -> torch.jit.ScriptModule:
     """What `save_to_buffer` of a scripted module or function has saved."""
-    load: Any = torch.jit.load
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)  # said to the one who scripted it
-        module: torch.jit.ScriptModule = load(io.BytesIO(code))
+        module: torch.jit.ScriptModule = load_archive(io.BytesIO(code))
     return module
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:
-    """Give a module the state of a parametrized one, and the class that makes tensors anew from their parametrizations."""
+    """Give a module the state of a parametrized one, and the class that makes tensors anew from
+    their parametrizations."""
     module.__setstate__(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:
@@ -836,7 +919,8 @@ T = TypeVar("T")
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
-    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it.
+    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without
+    loading the compiler for it.
 
     `fn` is public: its exceptions show the caller's frames.
     """
@@ -844,7 +928,8 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it
+            # another thread may be importing it
+            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
             run: Callable[P, T] = fn if disable is None else disable(fn)
             return run(*args, **kwargs)
         except BaseException as error:
@@ -858,15 +943,20 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_compile(code: types.CodeType) -> None:
-    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
+    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them:
+    slow, but right."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
+    if all(
+        hasattr(frames, name)
+        for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    ):
         action = frames._FrameAction
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:
-    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps has given its marks."""
+    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps
+    has given its marks."""
     maker = function.__globals__.get("__name__")
     return maker in COMPILERS and "_torchdynamo_orig_callable" in vars(function)
 
@@ -880,7 +970,8 @@ COMPILERS = ("torch._dynamo.eval_frame", "torch._dynamo.external_utils")
 
 
 def compiler_context(compiled: Any) -> Any:
-    """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None where there is none."""
+    """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None
+    where there is none."""
     if isinstance(compiled, torch.nn.Module):
         return vars(compiled).get("dynamo_ctx")
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
@@ -902,7 +993,8 @@ def disabling(made: Any) -> dict[str, Any]:
 
 
 def compiled_in_place(module: torch.nn.Module) -> Any:
-    """What `module.compile()` has put into it, of which its state has nothing; None where it was not called."""
+    """What `module.compile()` has put into it, of which its state has nothing; None where it was
+    not called."""
     return vars(module).get("_compiled_call_impl")
 
 
@@ -912,7 +1004,8 @@ def compile_in_place(module: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def compiler_options(context: Any) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` that gave `context`, as far as they are not its defaults; None of `disable`'s."""
+    """The arguments of `torch.compile` that gave `context`, as far as they are not its defaults;
+    None of `disable`'s."""
     if not callable(context.callback):
         return None
     layers = [context.callback]
@@ -931,11 +1024,16 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
         isolate_recompiles=getattr(context, "_isolate_recompiles_id", -1) != -1,
         shapes_spec=getattr(context, "_shapes_spec", None),
     )
-    return {name: value for name, value in found.items() if name == "dynamic" or value not in (None, False)}
+    return {
+        name: value
+        for name, value in found.items()
+        if name == "dynamic" or value not in (None, False)
+    }
 
 
 def inner_layer(layer: Any) -> Any:
-    """What a layer around a backend calls; None of the backend itself. (The name is that of versions up to 2.8.)"""
+    """What a layer around a backend calls; None of the backend itself. (The name is that of
+    versions up to 2.8.)"""
     attributes = getattr(layer, "__dict__", {})
     return attributes.get("_torchdynamo_orig_backend", attributes.get("_torchdynamo_orig_callable"))
 
@@ -952,5 +1050,11 @@ def backend_options(backend: Any) -> dict[str, Any]:
         return {"backend": backend, "options": None}
     function = backend.compiler_fn
     module = getattr(function, "__module__", None) or type(function).__module__
-    own = module.partition(".")[0] == "torch"  # it may be no function then, but is known by its name
-    return {"backend": backend.compiler_name if own else function, "mode": None, "options": None, **backend.kwargs}
+    # it may be no function then, but is known by its name
+    own = module.partition(".")[0] == "torch"
+    return {
+        "backend": backend.compiler_name if own else function,
+        "mode": None,
+        "options": None,
+        **backend.kwargs,
+    }

@@ -1,11 +1,14 @@
-"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for each such behaviour.
+"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for
+each such behaviour.
 
-Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an error where a name means
-something else, and what any run of the tests on that version shows, has no probe. `behaviours` runs them. They call what
-`private` offers, not PyTorch's own names, so that they try what a pool runs.
+Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an
+error where a name means something else, and what any run of the tests on that version shows, has no
+probe. `behaviours` runs them. They call what `private` offers, not PyTorch's own names, so that
+they try what a pool runs.
 
-Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own, where they meet no mode of
-    the caller's. Those that belong to the process (anomaly detection, default dtype, ...) they bear.
+Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own,
+    where they meet no mode of the caller's. Those that belong to the process (anomaly detection,
+    default dtype, ...) they bear.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def expect(expected: object, found: object) -> None:
-    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by ``python -O``."""
+    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by
+    ``python -O``."""
     if found != expected:
         raise AssertionError(f"expected {expected!r}, found {found!r}")
 
@@ -72,7 +76,9 @@ def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> A
 # --- the order in which a backward runs nodes, and what it says of itself
 
 
-@behaviour("of the nodes that are ready, a backward runs the one with the highest sequence number first")
+@behaviour(
+    "of the nodes that are ready, a backward runs the one with the highest sequence number first"
+)
 def order_by_priority() -> None:
     ran: list[Any] = []
     first, second, third = (through(leaf(), lambda name=name: name, ran) for name in "abc")  # type: ignore[misc]
@@ -90,7 +96,11 @@ def nodes_that_will_run() -> None:
     left, right = x * 2, y * 2
     nodes: list[Any] = [left.grad_fn, right.grad_fn]
     leaves = [node.next_functions[0][0] for node in nodes]
-    top = through(left + right, lambda: [*map(private.will_run, nodes), *map(private.leaf_will_run, leaves)], seen).sum()
+    top = through(
+        left + right,
+        lambda: [*map(private.will_run, nodes), *map(private.leaf_will_run, leaves)],
+        seen,
+    ).sum()
     torch.autograd.grad(top, [x], retain_graph=True)
     expect([True, False, True, False], seen.pop())
     top.backward()
@@ -118,21 +128,28 @@ def numbered_backwards() -> None:
 
     through(through(leaf(), private.current_graph_task, seen), look, seen).sum().backward()
     within, again, first = seen
-    expect((True, True, -1), (first == again != within, min(seen) >= 0, private.current_graph_task()))
+    expect(
+        (True, True, -1), (first == again != within, min(seen) >= 0, private.current_graph_task())
+    )
 
 
 @behaviour("at the end of a backward a callback is called once, after all nodes")
 def callbacks_at_the_end() -> None:
     ran: list[Any] = []
     below = through(leaf(), lambda: "below", ran)
-    through(below, lambda: private.when_backward_ends(lambda: ran.append("end")), ran).sum().backward()
+    through(
+        below, lambda: private.when_backward_ends(lambda: ran.append("end")), ran
+    ).sum().backward()
     expect([None, "below", "end"], ran)
 
 
 # --- gradients on their way
 
 
-@behaviour("what a node returns comes to the next node as the very same object, also a number that is expanded")
+@behaviour(
+    "what a node returns comes to the next node as the very same object, also a number that is "
+    "expanded"
+)
 def placeholders_untouched() -> None:
     placeholder = torch.zeros((), dtype=torch.float64, device="cpu").expand(2)
     came: list[Any] = []
@@ -142,18 +159,27 @@ def placeholders_untouched() -> None:
         return torch.full((2,), 3.0, dtype=torch.float64, device="cpu")
 
     x = leaf()
-    private.apply(ProbeNode, private.apply(ProbeNode, x, replace), lambda grad: placeholder).sum().backward()
+    private.apply(
+        ProbeNode, private.apply(ProbeNode, x, replace), lambda grad: placeholder
+    ).sum().backward()
     expect((True, [3.0, 3.0]), (came[0] is placeholder, x.grad.tolist()))
 
 
-@behaviour("gradients can be asked for at edges of the graph; there are none at what it does not lead to")
+@behaviour(
+    "gradients can be asked for at edges of the graph; there are none at what it does not lead to"
+)
 def gradients_at_edges() -> None:
     x, aside = leaf(), leaf()
     inner = private.apply(ProbeNode, x * 3, lambda grad: grad)
     edges = [private.edge_that_keeps(each) for each in (inner * inner, inner, aside)]
     del inner
-    found = private.gradients(edges[:1], [edges[1], x, edges[2]], [torch.ones_like(x)], keep=False, create=False)
-    expect([[6.0, 6.0], [18.0, 18.0], None], [None if grad is None else grad.tolist() for grad in found])
+    found = private.gradients(
+        edges[:1], [edges[1], x, edges[2]], [torch.ones_like(x)], keep=False, create=False
+    )
+    expect(
+        [[6.0, 6.0], [18.0, 18.0], None],
+        [None if grad is None else grad.tolist() for grad in found],
+    )
 
 
 @behaviour("of a leaf in a graph one can tell whether it is held in Python")
@@ -170,7 +196,9 @@ class Doubling(OrderedDict[int, Any]):
         super().__setitem__(number, lambda grad: 2 * hook(grad))
 
 
-@behaviour("the first hook on a tensor asks its node for the dictionary, which may be one of another type")
+@behaviour(
+    "the first hook on a tensor asks its node for the dictionary, which may be one of another type"
+)
 def hooks_in_a_dictionary_of_our_own() -> None:
     class Hooked(ProbeNode):
         pass
@@ -198,7 +226,8 @@ def counted_calls() -> None:
     try:
         ProbeNode.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
     finally:
-        setattr(torch.autograd.Function, "apply", before)  # noqa: B010  # mypy would have no method assigned
+        # mypy would have no method assigned
+        setattr(torch.autograd.Function, "apply", before)  # noqa: B010
     expect(True, applied.count >= 1)  # other threads may call it, too
 
 
@@ -210,9 +239,14 @@ def plain_memory() -> None:
     plain = torch.ones(2, dtype=torch.float64, device="cpu")
     conjugated = torch.ones(2, dtype=torch.complex64, device="cpu").conj()
     odd = [conjugated, conjugated.imag, plain.to_sparse(), torch.empty(2, device="meta")]
-    expect([True, True, True], [private.has_plain_memory(each) for each in (plain, leaf(), plain[::2])])
+    expect(
+        [True, True, True], [private.has_plain_memory(each) for each in (plain, leaf(), plain[::2])]
+    )
     expect([False] * 4, [private.has_plain_memory(each) for each in odd])
-    expect((True, False), (private.have_plain_memory([plain, leaf()]), private.have_plain_memory([plain, odd[0]])))
+    expect(
+        (True, False),
+        (private.have_plain_memory([plain, leaf()]), private.have_plain_memory([plain, odd[0]])),
+    )
     plain.mul_(2)
     expect((1, False, True), (plain._version, plain._is_view(), plain[:1]._is_view()))
 
@@ -220,7 +254,10 @@ def plain_memory() -> None:
 @behaviour("the innermost hooks for saved tensors can be had")
 def hooks_for_saved_tensors() -> None:
     outer, inner = (torch.neg, torch.abs), (torch.abs, torch.neg)
-    with torch.autograd.graph.saved_tensors_hooks(*outer), torch.autograd.graph.saved_tensors_hooks(*inner):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(*outer),
+        torch.autograd.graph.saved_tensors_hooks(*inner),
+    ):
         expect(inner, private.saved_tensor_hooks())
 
 
@@ -270,14 +307,22 @@ def levels_of_vmap() -> None:
         batch = private.unbatched(row, level)
         is_running = private.vmap_levels() == {level.number}
         seen.append((private.transforms_are_active(), private.level_count(), is_running))
-        seen.append([private.is_functorch_wrapped(each) and private.is_batched(each) for each in (row, plain)])
+        seen.append(
+            [
+                private.is_functorch_wrapped(each) and private.is_batched(each)
+                for each in (row, plain)
+            ]
+        )
         with private.outside_transforms():
             seen.append((private.transforms_are_active(), batch.tolist() == plain.tolist()))
         return private.batched(plain * 2, level)
 
     expect((plain * 2).tolist(), torch.func.vmap(look)(plain).tolist())
     expect([(True, 1, True), [True, False], (False, True)], seen)
-    expect((False, 0, frozenset()), (private.transforms_are_active(), private.level_count(), private.vmap_levels()))
+    expect(
+        (False, 0, frozenset()),
+        (private.transforms_are_active(), private.level_count(), private.vmap_levels()),
+    )
 
 
 @behaviour("the vmap before torch.func gives wrappers that say what they are")
@@ -303,17 +348,26 @@ def what_it_was_made_with_can_be_read() -> None:
     # it takes some of the options out
     found: Any = compiler(probed, backend=on_its_own, **{**given, "options": {**options}})
     expect((True, probed), (private.made_by_compiler(found), private.before_compiler(found)))
-    expect({"backend": on_its_own, **given}, private.compiler_options(private.compiler_context(found)))
+    expect(
+        {"backend": on_its_own, **given}, private.compiler_options(private.compiler_context(found))
+    )
     module = torch.nn.Identity()
     inductor: Any = compiler(module, options={"epilogue_fusion": False})
     expected = {"backend": "inductor", "dynamic": None, "options": {"epilogue_fusion": False}}
     expect(expected, private.compiler_options(private.compiler_context(inductor)))
     expect(
-        (True, False, module), (private.is_optimized(inductor), private.is_optimized(module), private.before_compiler(inductor))
+        (True, False, module),
+        (
+            private.is_optimized(inductor),
+            private.is_optimized(module),
+            private.before_compiler(inductor),
+        ),
     )
     for recursive in (True, False):
         disabled: Any = torch.compiler.disable(probed, recursive=recursive, reason="why")  # type: ignore[no-untyped-call]
-        expect((True, probed), (private.made_by_compiler(disabled), private.before_compiler(disabled)))
+        expect(
+            (True, probed), (private.made_by_compiler(disabled), private.before_compiler(disabled))
+        )
         expect({"recursive": recursive, "reason": "why"}, private.disabling(disabled))
     module.compile(backend="eager", dynamic=True)
     in_place = private.compiler_context(private.compiled_in_place(module))
@@ -324,7 +378,9 @@ def what_it_was_made_with_can_be_read() -> None:
 
 # run apart, where functions are carried that torch.compile made: this loads the compiler
 OF_THE_COMPILER = {
-    "torch.compile leaves what it was given where it can be read": what_it_was_made_with_can_be_read,
+    "torch.compile leaves what it was given where it can be read": (
+        what_it_was_made_with_can_be_read
+    ),
 }
 
 

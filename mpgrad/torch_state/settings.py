@@ -45,7 +45,10 @@ REGISTRIES = {
     "_global_backward_hooks": (MODULES, "register_module_full_backward_hook"),
     "_global_buffer_registration_hooks": (MODULES, "register_module_buffer_registration_hook"),
     "_global_module_registration_hooks": (MODULES, "register_module_module_registration_hook"),
-    "_global_parameter_registration_hooks": (MODULES, "register_module_parameter_registration_hook"),
+    "_global_parameter_registration_hooks": (
+        MODULES,
+        "register_module_parameter_registration_hook",
+    ),
     "_global_optimizer_pre_hooks": (OPTIMIZERS, "register_optimizer_step_pre_hook"),
     "_global_optimizer_post_hooks": (OPTIMIZERS, "register_optimizer_step_post_hook"),
 }
@@ -72,15 +75,22 @@ def global_hooks() -> list[GlobalHook]:
 
 def register_of(name: str) -> Callable[..., Any]:
     owner, register = REGISTRIES[name]
-    if name == "_global_backward_hooks" and not MODULES._global_is_full_backward_hook:  # the older kind
+    if (
+        name == "_global_backward_hooks" and not MODULES._global_is_full_backward_hook
+    ):  # the older kind
         register = "register_module_backward_hook"
     return getattr(owner, register)  # type: ignore[no-any-return]
 
 
 def options_of(number: int) -> dict[str, bool]:
     """Those of a forward hook; no other hook of the process has its number."""
-    kinds = {"with_kwargs": "_global_forward_hooks_with_kwargs", "always_call": "_global_forward_hooks_always_called"}
-    return {option: True for option, registry in kinds.items() if number in getattr(MODULES, registry)}
+    kinds = {
+        "with_kwargs": "_global_forward_hooks_with_kwargs",
+        "always_call": "_global_forward_hooks_always_called",
+    }
+    return {
+        option: True for option, registry in kinds.items() if number in getattr(MODULES, registry)
+    }
 
 
 @contextmanager
@@ -287,15 +297,21 @@ def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -
 
 
 def of_this_version(setting: Setting) -> Setting:
-    """With the default, and the way to set it, that this PyTorch has: older ones have less of some."""
+    """With the default, and the way to set it, that this PyTorch has: older ones have less of
+    some."""
     now = setting.get()
-    if isinstance(now, tuple) and setting.default is True:  # of two truth values, where an older PyTorch has the first only
+    if (
+        isinstance(now, tuple) and setting.default is True
+    ):  # of two truth values, where an older PyTorch has the first only
         return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
-    return setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting
+    return (
+        setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting
+    )
 
 
 def old(setting: Setting) -> Setting:
-    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it does not count."""
+    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it
+    does not count."""
     get, default = setting.get, setting.default
 
     def read() -> Any:
@@ -308,7 +324,8 @@ def old(setting: Setting) -> Setting:
 
 
 def precisions() -> Iterator[Setting]:
-    """The older settings come first: to set one sets some of the newer ones. What others inherit from comes before these."""
+    """The older settings come first: to set one sets some of the newer ones. What others inherit
+    from comes before these."""
     yield old(
         Setting(
             "torch.set_float32_matmul_precision",
@@ -317,7 +334,15 @@ def precisions() -> Iterator[Setting]:
             "highest",
         )
     )
-    yield from map(old, in_c("torch.backends.cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32", True))
+    yield from map(
+        old,
+        in_c(
+            "torch.backends.cudnn.allow_tf32",
+            "_get_cudnn_allow_tf32",
+            "_set_cudnn_allow_tf32",
+            True,
+        ),
+    )
     if hasattr(torch._C, "_get_fp32_precision_getter"):
         for backend, operation, name in (
             ("generic", "all", ""),
@@ -333,11 +358,19 @@ def precisions() -> Iterator[Setting]:
             default = "tf32" if name in (".cudnn.conv", ".cudnn.rnn") else "none"
             yield precision(f"torch.backends{name}.fp32_precision", backend, operation, default)
     else:
-        yield from in_c("torch.backends.cuda.matmul.allow_tf32", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32", False)
+        yield from in_c(
+            "torch.backends.cuda.matmul.allow_tf32",
+            "_get_cublas_allow_tf32",
+            "_set_cublas_allow_tf32",
+            False,
+        )
 
 
 def precision(name: str, backend: str, operation: str, default: str) -> Setting:
-    get, use = (getattr(torch._C, each) for each in ("_get_fp32_precision_getter", "_set_fp32_precision_setter"))
+    get, use = (
+        getattr(torch._C, each)
+        for each in ("_get_fp32_precision_getter", "_set_fp32_precision_setter")
+    )
     of = backend, operation
     return Setting(name, functools.partial(get, *of), functools.partial(use, *of), default)
 
@@ -349,7 +382,12 @@ def einsum(field: str, default: Any) -> Setting:
     def use(value: Any) -> None:
         (assigned if field in assigned else flags)[field] = value
 
-    return Setting(f"torch.backends.opt_einsum.{field}", lambda: assigned.get(field, flags[field]), use, default)
+    return Setting(
+        f"torch.backends.opt_einsum.{field}",
+        lambda: assigned.get(field, flags[field]),
+        use,
+        default,
+    )
 
 
 def disable_saved_tensors_hooks(message: str | None) -> None:
@@ -375,16 +413,37 @@ def others() -> tuple[Setting, ...]:
     """Those that are read or set in a way of their own."""
     mha, print_options = torch.backends.mha, vars(torch._tensor_str.PRINT_OPTS)
     return (
-        Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        Setting(
+            "torch.set_default_dtype",
+            torch.get_default_dtype,
+            torch.set_default_dtype,
+            torch.float32,
+        ),
         Setting(
             "torch.use_deterministic_algorithms",
             torch.get_deterministic_debug_mode,
             use_deterministic_algorithms,
             0,
         ),
-        Setting("torch.autograd.set_detect_anomaly", anomaly_detection, set_anomaly_detection, (False, True)),
-        Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True),
-        Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True),
+        Setting(
+            "torch.autograd.set_detect_anomaly",
+            anomaly_detection,
+            set_anomaly_detection,
+            (False, True),
+        ),
+        Setting(
+            "torch.set_flush_denormal",
+            lambda: TINY * ONE == 0.0,
+            torch.set_flush_denormal,
+            False,
+            of_thread=True,
+        ),
+        Setting(
+            "torch.backends.mha.set_fastpath_enabled",
+            mha.get_fastpath_enabled,
+            mha.set_fastpath_enabled,
+            True,
+        ),
         einsum("enabled", EINSUM.is_available()),
         einsum("strategy", "auto" if EINSUM.is_available() else None),
         Setting(
@@ -394,8 +453,18 @@ def others() -> tuple[Setting, ...]:
             None,
             of_thread=True,
         ),
-        attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None),
-        attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None),
+        attribute(
+            "torch.utils.checkpoint.set_checkpoint_early_stop",
+            CHECKPOINT,
+            "_enable_checkpoint_early_stop",
+            None,
+        ),
+        attribute(
+            "torch.utils.checkpoint.set_checkpoint_debug_enabled",
+            CHECKPOINT,
+            "_checkpoint_debug_enabled",
+            None,
+        ),
         Setting(
             "torch.set_autocast_dtype",
             functools.partial(torch.get_autocast_dtype, "cpu"),
@@ -410,14 +479,21 @@ def others() -> tuple[Setting, ...]:
             True,
             of_thread=True,
         ),
-        Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False),
+        Setting(
+            "torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False
+        ),
         Setting(
             "torch.set_printoptions",
             print_options.copy,
             print_options.update,
             {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
         ),
-        attribute("torch.distributions.Distribution.set_default_validate_args", Distribution, "_validate_args", __debug__),
+        attribute(
+            "torch.distributions.Distribution.set_default_validate_args",
+            Distribution,
+            "_validate_args",
+            __debug__,
+        ),
         attribute(
             "torch.__future__.set_overwrite_module_params_on_conversion",
             torch.__future__,

@@ -7,6 +7,6 @@ and tensor references only.
     asides           what a worker and its site say to each other; needs no torch
     pipe             frames as bytes, and descriptors, through a socket pair; needs no torch
     frames           frames of messages and small tensors, and what the two ends of a connection do
-    tensor_refs      a tensor as a reference: the sender puts it into a message or slot, the receiver
-                     views it
+    tensor_refs      a tensor as a reference: the sender puts it into a message or slot, the
+                     receiver views it
 """

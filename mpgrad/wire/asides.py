@@ -1,9 +1,11 @@
-"""What passes between a worker and its site, and not on to the caller or from there. Needs no torch, as the site has none.
+"""What passes between a worker and its site, and not on to the caller or from there. Needs no
+torch, as the site has none.
 
-A frame of a worker's that comes with descriptors is for the site, since descriptors end at the machine's border. With a
-shared-memory engine there is no site, and the frame is for the caller.
+A frame of a worker's that comes with descriptors is for the site, since descriptors end at the
+machine's border. With a shared-memory engine there is no site, and the frame is for the caller.
 
-`Whereabouts` are numbers in shared memory: whoever is on the worker's machine reads them, a site or the caller.
+`Whereabouts` are numbers in shared memory: whoever is on the worker's machine reads them, a site or
+the caller.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from typing import NamedTuple
 
 __all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere", "in_order"]
 
-KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")  # of stores, and of loads, as other processes see them
+# of stores, and of loads, as other processes see them
+KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def in_order() -> None:
     """What was read or written before is so, for other processes too, before what comes after.
 
-    Python has no barrier. But what stands before a release comes no later than it, what stands behind an acquisition no
-    earlier than that, and no acquisition before an earlier release.
+    Python has no barrier. But what stands before a release comes no later than it, what stands
+    behind an acquisition no earlier than that, and no acquisition before an earlier release.
     """
     if not KEEPS_ORDER:
         for _ in range(2):
@@ -30,17 +33,20 @@ def in_order() -> None:
 
 
 class Lacking(NamedTuple):
-    """Site to worker: what the caller has lent and the site could not mirror. Each takes the place of the one before."""
+    """Site to worker: what the caller has lent and the site could not mirror. Each takes the place
+    of the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
 
 
 class LastWords(NamedTuple):
-    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
+    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python
+    stack may be in it."""
 
 
 class Whereabouts:
-    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those that say otherwise."""
+    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those
+    that say otherwise."""
 
     COUNT = 6
     BETWEEN = -1  # in the place of the chunk: the position is that of another one now
@@ -52,7 +58,8 @@ class Whereabouts:
 
 
 class WhereaboutsHere(NamedTuple):
-    """Worker to site: its `Whereabouts` lie there in the memory whose descriptor travels with the frame."""
+    """Worker to site: its `Whereabouts` lie there in the memory whose descriptor travels with the
+    frame."""
 
     offset: int
     nbytes: int

@@ -59,7 +59,12 @@ class Channel(Pipe):
         self._mirror: Mirror | None = None  # that the other end has of what is lent to it
         self.shares_memory = True
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
 
         Raises:
@@ -71,7 +76,8 @@ class Channel(Pipe):
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 
     def lend_by_bytes(self) -> None:
-        """From now on: the other end is a site's, which passes frames on to another machine, and cannot look into them."""
+        """From now on: the other end is a site's, which passes frames on to another machine, and
+        cannot look into them."""
         self._mirror = Mirror()
         self.shares_memory = False
 
@@ -88,7 +94,8 @@ class Channel(Pipe):
             self._mirror.drop(holder, times)
 
     def receive(self) -> Frame | None:
-        """The next frame; None where the parent's end has no whole frame yet, and should wait until there is more to read.
+        """The next frame; None where the parent's end has no whole frame yet, and should wait until
+        there is more to read.
 
         Raises:
             EOFError: the other end is gone.
@@ -110,7 +117,10 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
     except MemoryError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        if (
+            not isinstance(error, Exception)
+            and threading.current_thread() is threading.main_thread()
+        ):
             raise  # of a signal's handler; in other threads it is the pickle's
         raise UnreadableFrame(repr(error)) from error
     if type(messages) is not list:
@@ -122,11 +132,20 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
     """The messages that say of slabs, in frames of as many descriptors as one may carry."""
     elsewhere = [each for each in slabs if each.elsewhere]
     if elsewhere:
-        yield [NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1) for each in elsewhere], []
+        yield (
+            [
+                NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1)
+                for each in elsewhere
+            ],
+            [],
+        )
         slabs = [each for each in slabs if not each.elsewhere]
     for start in range(0, len(slabs), MAX_DESCRIPTORS):
         some = slabs[start : start + MAX_DESCRIPTORS]
-        yield [NewSlab(slab.number, slab.nbytes) for slab in some], [slab.descriptor for slab in some]
+        yield (
+            [NewSlab(slab.number, slab.nbytes) for slab in some],
+            [slab.descriptor for slab in some],
+        )
 
 
 def drained(queue: deque[Any]) -> list[Any]:
@@ -160,14 +179,21 @@ class Mirror:
         if left > 0:
             self._lent[address] = left
 
-    def enclose(self, messages: list[Message], payload: Sequence[bytes]) -> tuple[list[Message], Sequence[bytes]]:
-        """The frame with what has to be carried; what lies in a slab that is still to be introduced waits for a later one."""
+    def enclose(
+        self, messages: list[Message], payload: Sequence[bytes]
+    ) -> tuple[list[Message], Sequence[bytes]]:
+        """The frame with what has to be carried; what lies in a slab that is still to be introduced
+        waits for a later one."""
         for message in messages:
             if isinstance(message, NewSlab):
                 self._known.add(message.number)
             elif isinstance(message, SlabsGone):
                 self._known.difference_update(message.numbers)
-        carried = {address: memory for address, memory in self._to_carry.items() if slab_of(address) in self._known}
+        carried = {
+            address: memory
+            for address, memory in self._to_carry.items()
+            if slab_of(address) in self._known
+        }
         if not carried:
             return messages, payload
         for address in carried:
@@ -175,8 +201,11 @@ class Mirror:
         slots = [(address, memory.nbytes) for address, memory in carried.items()]
         return [Carried(slots), *messages], [*payload, *map(bytes, carried.values())]
 
-    def open(self, messages: list[Message], payload: memoryview) -> tuple[list[Message], memoryview, list[int]]:
-        """What the other side sent, with the descriptors of mirrors for its new slabs; what it carried is in its place.
+    def open(
+        self, messages: list[Message], payload: memoryview
+    ) -> tuple[list[Message], memoryview, list[int]]:
+        """What the other side sent, with the descriptors of mirrors for its new slabs; what it
+        carried is in its place.
 
         Raises:
             MemoryError: there is no room for that here.
@@ -201,7 +230,9 @@ class Mirror:
                 slab.memory[offset : offset + nbytes] = behind[:nbytes]
                 behind = behind[nbytes:]
         except (OSError, RuntimeError) as error:
-            raise MemoryError(f"no room for a mirror of another machine's memory ({error})") from error
+            raise MemoryError(
+                f"no room for a mirror of another machine's memory ({error})"
+            ) from error
         return messages[1:], payload, descriptors
 
 
@@ -213,16 +244,22 @@ def address_of(holder: Slot | Borrowed) -> int:
 
 
 class Link(Protocol):
-    """One end. Frames arrive whole, once, and in the order in which they were sent; or the other end is gone.
+    """One end. Frames arrive whole, once, and in the order in which they were sent; or the other
+    end is gone.
 
-    Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its descriptor. Elsewhere each
-    has a mirror of the other's slabs, with the same numbers and offsets, and what is lent is carried: its bytes travel with
-    a frame.
+    Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its
+    descriptor. Elsewhere each has a mirror of the other's slabs, with the same numbers and offsets,
+    and what is lent is carried: its bytes travel with a frame.
     """
 
     shares_memory: bool
 
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        messages: list[Message],
+        payload: Sequence[bytes] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """The caller's end never waits. Descriptors pass where memory is shared.
 
         Raises:
@@ -253,5 +290,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
     def take_descriptor(self) -> int | None:
-        """What came with the message just read: for a `NewSlab`, of the slab, or its mirror; None where none could be had."""
+        """What came with the message just read: for a `NewSlab`, of the slab, or its mirror; None
+        where none could be had."""
         ...

@@ -85,14 +85,16 @@ __all__ = [
     "with_tensors",
 ]
 
-FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+# the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+FAREWELL = signal.SIGUSR2
 
-# How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
-# (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors; a tuple:
-# these as they are, (args, kwargs) or (result,), with an ellipsis for each tensor, and (number,) for a result that was claimed:
-# see `plain_structure`.
+# How the tensors of arguments or of a result go together: None: one bare tensor; a number: that
+# many tensors in a row (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or
+# of the result, without its tensors; a tuple: these as they are, (args, kwargs) or (result,), with
+# an ellipsis for each tensor, and (number,) for a result that was claimed: see `plain_structure`.
 Structure = int | bytes | tuple[Any, ...] | None
-# Of each of many items, or results, whose tensors travel in a row: their structure and number. See above.
+# Of each of many items, or results, whose tensors travel in a row: their structure and number. See
+# above.
 Parts = Sequence[tuple[Structure, int]]
 # What a worker did: its phase, position of the call, offset of the item, first and last moment.
 Span = tuple[str, int, int, int, int]
@@ -102,7 +104,8 @@ Span = tuple[str, int, int, int, int]
 
 
 class NewSlab(NamedTuple):
-    """The sender made shared memory; its file descriptor travels with the frame, or it has a handle, if it is on a device."""
+    """The sender made shared memory; its file descriptor travels with the frame, or it has a
+    handle, if it is on a device."""
 
     number: int
     nbytes: int
@@ -111,7 +114,8 @@ class NewSlab(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """First in its frame, where memory is not shared: slots whose bytes stand behind the payload, one after another."""
+    """First in its frame, where memory is not shared: slots whose bytes stand behind the payload,
+    one after another."""
 
     slots: list[tuple[int, int]]  # address and size
 
@@ -123,7 +127,8 @@ class SlabsGone(NamedTuple):
 
 
 class SlabsMissing(NamedTuple):
-    """The sender had no descriptor free to receive these slabs with, when they were made; it would have them again."""
+    """The sender had no descriptor free to receive these slabs with, when they were made; it would
+    have them again."""
 
     numbers: list[int]
 
@@ -135,7 +140,8 @@ class Returned(NamedTuple):
 
 
 class Try(NamedTuple):
-    """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long, there should be `mark`."""
+    """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long,
+    there should be `mark`."""
 
     address: int
     nbytes: int
@@ -143,7 +149,8 @@ class Try(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Why the sender cannot read what `Try` named, or ""; and in return a slot of its own, where it can."""
+    """Why the sender cannot read what `Try` named, or ""; and in return a slot of its own, where it
+    can."""
 
     refusal: str
     back: Try | None
@@ -165,7 +172,8 @@ class Record(NamedTuple):
 class Recorded(NamedTuple):
     """What was done for a chunk, before its answer in the same frame.
 
-    Times are nanoseconds of the worker's `time.monotonic_ns`: on one machine that is the caller's clock too.
+    Times are nanoseconds of the worker's `time.monotonic_ns`: on one machine that is the caller's
+    clock too.
     """
 
     chunk: int
@@ -195,10 +203,11 @@ class LogLevels(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent.
+    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is
+    as in the parent.
 
-    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no limit. `spares_memory`: others
-    are dropped, too, when memory is about to end.
+    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no
+    limit. `spares_memory`: others are dropped, too, when memory is about to end.
     """
 
     initializer: bytes
@@ -207,19 +216,22 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    preparation: dict[str, Any] | None  # what multiprocessing tells its children; not on another machine
+    # what multiprocessing tells its children; not on another machine
+    preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 
 
 class Follow(NamedTuple):
-    """What comes next is of an operation, or a backward, that began when the caller's environment had these changes."""
+    """What comes next is of an operation, or a backward, that began when the caller's environment
+    had these changes."""
 
     environment: bytes  # see `mpgrad.environment`
 
 
 class ModulesState(NamedTuple):
-    """What some functions use of the user's modules, see `mpgrad.pickling.state`; of the last few workers keep the bytes."""
+    """What some functions use of the user's modules, see `mpgrad.pickling.state`; of the last few
+    workers keep the bytes."""
 
     number: int
     pickled: bytes | None  # None where the worker has them
@@ -229,9 +241,10 @@ class ModulesState(NamedTuple):
 class Define(NamedTuple):
     """A function as it is during one map.
 
-    `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot of shared memory, whose
-    address and size are `slot` (None where they are empty); their places are offsets in it. `state` is what the function uses
-    of the user's modules, whose captures come last.
+    `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot
+    of shared memory, whose address and size are `slot` (None where they are empty); their places
+    are offsets in it. `state` is what the function uses of the user's modules, whose captures come
+    last.
     """
 
     function: int
@@ -244,7 +257,8 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Functions that no call needs any more, and pickles that will be sent again if they are wanted again."""
+    """Functions that no call needs any more, and pickles that will be sent again if they are wanted
+    again."""
 
     functions: list[int]
     codes: list[int]
@@ -286,11 +300,14 @@ class Eager(NamedTuple):
 
     gradient: float  # that is predicted
     keeps: bool  # the graph, for a backward that is another one
-    apart: bool  # gradients of captures come with each call's result; else they are added up until they are collected
+    # gradients of captures come with each call's result; else they are added up until they are
+    # collected
+    apart: bool
 
 
 class Rerun(NamedTuple):
-    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then this one is run through.
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then
+    this one is run through.
 
     `environment`: another one than that of the chunk, see `Follow`.
     """
@@ -304,12 +321,15 @@ class Rerun(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
+    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients
+    are needed.
 
-    Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
-    a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up, one output
-    after another: of each as many as `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the
-    call's graph again where it is missing. After the `last` one, which leaves nothing of it, it is dropped.
+    Those of the captures come after them where `apart`, and are added up for `Collect` otherwise.
+    Where `graph` is a number, a graph of all these gradients is kept under it. `grads` are the
+    parts of each output's gradient, to be added up, one output after another: of each as many as
+    `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the call's
+    graph again where it is missing. After the `last` one, which leaves nothing of it, it is
+    dropped.
     """
 
     call: int
@@ -343,7 +363,8 @@ class Backwards(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in eager ones."""
+    """Hand over the capture gradients added up for a function in one backward; without
+    `graph_task`, in eager ones."""
 
     chunk: int
     function: int
@@ -365,14 +386,16 @@ class Stop(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker has started; at `whereabouts` in shared memory lie a few int64, see `asides.Whereabouts`."""
+    """The worker has started; at `whereabouts` in shared memory lie a few int64, see
+    `asides.Whereabouts`."""
 
     pid: int
     whereabouts: int
 
 
 class Failure(NamedTuple):
-    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`.
+    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item
+    at `offset`.
 
     `given`: what the function was given, in words.
     """
@@ -389,11 +412,13 @@ class StartFailed(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was an eager one.
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward
+    was an eager one.
 
-    `bundle`: the result of each item, where there are many. `unused`: inputs that it does not depend on, by number among those
-    that need gradients, where they have a history or hooks in the caller. `strays`: tensors that depend on a leaf that is
-    neither an input nor a capture, by number, and that in words.
+    `bundle`: the result of each item, where there are many. `unused`: inputs that it does not
+    depend on, by number among those that need gradients, where they have a history or hooks in the
+    caller. `strays`: tensors that depend on a leaf that is neither an input nor a capture, by
+    number, and that in words.
     """
 
     structure: Structure
@@ -406,7 +431,8 @@ class Result(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """A warning that a task gave: the pickle of its message, an instance of its category, and where it was given."""
+    """A warning that a task gave: the pickle of its message, an instance of its category, and where
+    it was given."""
 
     message: bytes
     file: str
@@ -418,13 +444,16 @@ class Missing(NamedTuple):
 
 
 class Results(NamedTuple):
-    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
+    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured
+    tensor.
 
-    Of the `seconds`, `own_seconds` went into the function, `eager_seconds` into eager backwards; the rest is our work.
-    Failed calls do not count: how soon one fails does not tell how long others take.
+    Of the `seconds`, `own_seconds` went into the function, `eager_seconds` into eager backwards;
+    the rest is our work. Failed calls do not count: how soon one fails does not tell how long
+    others take.
 
-    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
-    depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
+    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
+    `reached`: captures that results depend on, each once, by number among those that need
+    gradients, where they have a history or hooks in the caller.
     """
 
     chunk: int
@@ -440,7 +469,8 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """`reached`: by position, what gradients that are to be differentiated depend on, of captures as those of `Results`."""
+    """`reached`: by position, what gradients that are to be differentiated depend on, of captures
+    as those of `Results`."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
@@ -489,7 +519,8 @@ def is_plain(value: Any) -> bool:
 def plain_structure(
     values: Sequence[object], mark: Callable[[object], tuple[int] | None] = lambda value: None
 ) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
-    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself.
+    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be
+    pickled by itself.
 
     `mark`: gives what stands for a value that is neither a tensor nor plain, if anything may.
     """
@@ -508,8 +539,11 @@ def plain_structure(
     return (tuple(shape), tensors) if need_no_pickle(tensors) else None
 
 
-def with_tensors(shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that were."""
+def with_tensors(
+    shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()
+) -> tuple[Any, ...]:
+    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that
+    were."""
     values: list[Any] = []
     for each in shape:
         if each is ...:
@@ -527,7 +561,9 @@ def owners(parts: Parts) -> list[int]:
     return [item for item, (_, count) in enumerate(parts) for _ in range(count)]
 
 
-def split(parts: Parts, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Structure, list[torch.Tensor]]]:
+def split(
+    parts: Parts, tensors: Iterable[torch.Tensor]
+) -> Iterator[tuple[Structure, list[torch.Tensor]]]:
     """The structure and the tensors of each item."""
     rest = iter(tensors)
     return ((shape, list(itertools.islice(rest, count))) for shape, count in parts)

@@ -1,17 +1,19 @@
-"""Frames as bytes through a Unix socket pair: a header, two pieces whose sizes it tells, and file descriptors beside it.
+"""Frames as bytes through a Unix socket pair: a header, two pieces whose sizes it tells, and file
+descriptors beside it.
 
-multiprocessing's Connection blocks in the middle of a message and sends descriptors through a named listening socket. Here
-the parent's end never blocks: what does not fit into the pipe waits in `_outgoing`, so parent and worker cannot wait for
-each other. The worker's end blocks, because a worker has nothing else to do.
+multiprocessing's Connection blocks in the middle of a message and sends descriptors through a named
+listening socket. Here the parent's end never blocks: what does not fit into the pipe waits in
+`_outgoing`, so parent and worker cannot wait for each other. The worker's end blocks, because a
+worker has nothing else to do.
 
-    frame: 24 bytes header (a mark, sizes of pickle and payload, number of descriptors) | pickle | payload
-    descriptors travel beside the header's first byte, as SCM_RIGHTS
+    frame: 24 bytes header (a mark, sizes of pickle and payload, number of descriptors) | pickle |
+    payload descriptors travel beside the header's first byte, as SCM_RIGHTS
 
 Both sides, and the site between them: knows nothing of messages, and needs no torch.
 
-Guarantees: frames leave whole, in order. A signal's handler, or a finalizer, may send while a frame is being sent: its own
-    comes after that. What a handler raises ends the sending of a frame before its first byte, or not at all: the rest follows
-    with the next frame.
+Guarantees: frames leave whole, in order. A signal's handler, or a finalizer, may send while a frame
+    is being sent: its own comes after that. What a handler raises ends the sending of a frame
+    before its first byte, or not at all: the rest follows with the next frame.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
-    """What went through pipes, for those who want to know what an operation costs on any machine."""
+    """What went through pipes, for those who want to know what an operation costs on any
+    machine."""
 
     __slots__ = ("bytes_received", "bytes_sent", "frames_received", "frames_sent", "system_calls")
 
@@ -90,7 +93,8 @@ class RawFrame(NamedTuple):
 
 
 class UnreadableFrame(EOFError):
-    """What came is no frame, or none that makes sense: other code has written to the pipe. What comes after it is not read."""
+    """What came is no frame, or none that makes sense: other code has written to the pipe. What
+    comes after it is not read."""
 
 
 class Outgoing:
@@ -126,12 +130,15 @@ class Pipe:
         self._blocking = blocking
         self._outgoing: deque[Outgoing] = deque()
         self._is_flushing = False
-        self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
-        self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
+        # descriptors of each frame that has any; None if they were lost
+        self._received: deque[list[int] | None] = deque()
+        # of the frames that have been read, in the order of their messages
+        self._descriptors: deque[int | None] = deque()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._incoming = bytearray()
         self._is_dry = False  # nothing more was there at the last look
-        self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
+        # of a frame whose header has come; filled up to _filled
+        self._body: bytearray | None = None
         self._filled = 0
         self._header = (0, 0, 0)
 
@@ -139,11 +146,13 @@ class Pipe:
         return self._socket.fileno()
 
     def send_raw(self, frame: bytes | memoryview, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame, its header in front, or queue what the pipe does not take now (`has_outgoing`).
+        """Send a frame, its header in front, or queue what the pipe does not take now
+        (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.
-            OSError: what has to wait needs descriptors of its own, and there are none; or the pipe was closed by other code.
+            OSError: what has to wait needs descriptors of its own, and there are none; or the pipe
+                was closed by other code.
         """
         self._traffic.frames_sent += 1
         self._traffic.bytes_sent += len(frame)
@@ -165,7 +174,8 @@ class Pipe:
 
     def flush(self) -> None:
         """Send what waits: all of it, or where this end does not block, what the pipe takes."""
-        if self._is_flushing:  # we are a signal's handler in the middle of it, which then goes on with what we have added
+        # we are a signal's handler in the middle of it, which then goes on with what we have added
+        if self._is_flushing:
             return
         try:
             self._is_flushing = True
@@ -185,12 +195,15 @@ class Pipe:
             self._is_flushing = False
 
     def _send_some(self, outgoing: Outgoing, rest: memoryview) -> bool:
-        """Whether the pipe took something, which is noted; with the first bytes it takes the descriptors."""
+        """Whether the pipe took something, which is noted; with the first bytes it takes the
+        descriptors."""
         self._traffic.system_calls += 1
         # C sends and notes what was taken: no signal's handler can raise between the two
         try:
             if outgoing.descriptors and not outgoing.taken:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))]
+                rights = [
+                    (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))
+                ]
                 outgoing.taken.extend(map(self._socket.sendmsg, ([rest],), (rights,), (NO_SIGNAL,)))
             else:
                 outgoing.taken.extend(map(self._socket.send, (rest,), (NO_SIGNAL,)))
@@ -211,7 +224,8 @@ class Pipe:
         return len(self._incoming) if self._body is None else self._filled
 
     def receive_raw(self) -> RawFrame | None:
-        """The next frame; None where an end that does not block has no whole one yet, and should wait until there is more.
+        """The next frame; None where an end that does not block has no whole one yet, and should
+        wait until there is more.
 
         Raises:
             EOFError: the other end is gone; or what came is no frame (`UnreadableFrame`).
@@ -239,11 +253,14 @@ class Pipe:
             self._filled += count
         else:
             try:
-                count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
+                    [self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC
+                )
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                self._received.append(None)  # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                self._received.append(None)
                 return
             self._is_dry = count < READ_BYTES
             self._incoming += self._buffer[:count]
@@ -271,11 +288,15 @@ class Pipe:
             self._header = pickled, payload, descriptors
             size = pickled + payload
             if size > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
-                raise UnreadableFrame(f"it announced {size:,} bytes and {descriptors:,} descriptors")
+                raise UnreadableFrame(
+                    f"it announced {size:,} bytes and {descriptors:,} descriptors"
+                )
             try:
                 self._body = bytearray(size)
             except MemoryError as error:
-                raise MemoryError(f"no memory for a message of {size:,} bytes; return less, or tensors") from error
+                raise MemoryError(
+                    f"no memory for a message of {size:,} bytes; return less, or tensors"
+                ) from error
             there = self._incoming[HEADER.size : HEADER.size + size]
             self._body[: len(there)] = there
             self._filled = len(there)
@@ -287,7 +308,9 @@ class Pipe:
         frame, self._body = RawFrame(self._header, memoryview(self._body)), None
         if frame.header[2]:
             if not self._received:
-                raise UnreadableFrame(f"it announced descriptors ({frame.header[2]}), and came without")
+                raise UnreadableFrame(
+                    f"it announced descriptors ({frame.header[2]}), and came without"
+                )
             self._descriptors.extend(self._received.popleft() or [None] * frame.header[2])
         return frame
 
@@ -296,7 +319,8 @@ class Pipe:
         return self._descriptors.popleft()
 
     def hang_up(self) -> None:
-        """The other end comes to the end after what it has been sent; what it says until then can still be received."""
+        """The other end comes to the end after what it has been sent; what it says until then can
+        still be received."""
         with contextlib.suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_WR)
 

@@ -108,11 +108,20 @@ __all__ = [
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
-# Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
-DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
+# Held by number in messages, so the order is part of the protocol between a parent and its own
+# workers only.
+DTYPES = tuple(
+    sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+)
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 LOSSES = (torch.float32, torch.float64)
-SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+SPARSE_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_bsr,
+    torch.sparse_csc,
+    torch.sparse_bsc,
+)
 MAKE_COO: Any = torch.sparse_coo_tensor  # their type hints leave out the indices
 MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
@@ -123,7 +132,8 @@ class TensorRef(NamedTuple):
     dtype: int
     shape: tuple[int, ...]
     form: Form
-    place: int  # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
+    # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
+    place: int
     nbytes: int
     flags: int
 
@@ -136,8 +146,8 @@ FLAGS: Final = 5
 class Columns(Sequence[TensorRef]):
     """References to many tensors, a column for each of their fields.
 
-    They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through which the collector of cycles
-    would have to walk again and again.
+    They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through
+    which the collector of cycles would have to walk again and again.
     """
 
     __slots__ = ("columns",)
@@ -173,16 +183,23 @@ class Columns(Sequence[TensorRef]):
 
 
 class Bucket(Sequence[TensorRef]):
-    """References to many tensors of one dtype and the same flags, which lie one after another in one run of memory.
+    """References to many tensors of one dtype and the same flags, which lie one after another in
+    one run of memory.
 
-    What is done with them is done in a few steps for all. In shared memory they have one slot together, of which a reference
-    to one of them says nothing: see `lent` and `views`.
+    What is done with them is done in a few steps for all. In shared memory they have one slot
+    together, of which a reference to one of them says nothing: see `lent` and `views`.
     """
 
     __slots__ = ("_offsets", "counts", "dtype", "flags", "nbytes", "place", "shapes")
 
     def __init__(
-        self, dtype: int, shapes: Sequence[tuple[int, ...]], counts: Sequence[int], place: int, nbytes: int, flags: int
+        self,
+        dtype: int,
+        shapes: Sequence[tuple[int, ...]],
+        counts: Sequence[int],
+        place: int,
+        nbytes: int,
+        flags: int,
     ) -> None:
         self.dtype = dtype
         self.shapes = shapes
@@ -197,7 +214,9 @@ class Bucket(Sequence[TensorRef]):
 
     def moved(self, start: int) -> Bucket:
         """See `Columns.moved`."""
-        return Bucket(self.dtype, self.shapes, self.counts, self.place - start, self.nbytes, self.flags)
+        return Bucket(
+            self.dtype, self.shapes, self.counts, self.place - start, self.nbytes, self.flags
+        )
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -214,7 +233,14 @@ class Bucket(Sequence[TensorRef]):
             return list(self)[place]
         count, offset = self.counts[place], self.offsets[place]
         address = self.place + offset if self.place >= 0 else self.place - offset
-        return TensorRef(self.dtype, self.shapes[place], None, address, count * DTYPES[self.dtype].itemsize, self.flags)
+        return TensorRef(
+            self.dtype,
+            self.shapes[place],
+            None,
+            address,
+            count * DTYPES[self.dtype].itemsize,
+            self.flags,
+        )
 
     def rows(self) -> Iterator[Row]:
         return map(self.__getitem__, range(len(self)))
@@ -225,13 +251,25 @@ class Bucket(Sequence[TensorRef]):
         if not self._offsets:
             itemsize = DTYPES[self.dtype].itemsize
             unit = unit_of(itemsize, self.counts)
-            self._offsets = [0, *itertools.accumulate([-(-count // unit) * unit * itemsize for count in self.counts[:-1]])]
+            self._offsets = [
+                0,
+                *itertools.accumulate(
+                    [-(-count // unit) * unit * itemsize for count in self.counts[:-1]]
+                ),
+            ]
         return self._offsets
 
     @property
     def whole(self) -> TensorRef:
         """All of its memory as one tensor."""
-        return TensorRef(self.dtype, (self.nbytes // DTYPES[self.dtype].itemsize,), None, self.place, self.nbytes, self.flags)
+        return TensorRef(
+            self.dtype,
+            (self.nbytes // DTYPES[self.dtype].itemsize,),
+            None,
+            self.place,
+            self.nbytes,
+            self.flags,
+        )
 
     def views(self, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]:
         """All of them, each with a storage of its own over the one memory."""
@@ -248,7 +286,8 @@ class Bucket(Sequence[TensorRef]):
 
 
 def unit_of(itemsize: int, counts: Sequence[int]) -> int:
-    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one is aligned."""
+    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one
+    is aligned."""
     return 1 if max(counts) == 1 else max(1, ALIGNMENT // itemsize)
 
 
@@ -270,14 +309,16 @@ def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Those that lie in shared memory, each slot once: the sender waits until they are given back."""
+    """Those that lie in shared memory, each slot once: the sender waits until they are given
+    back."""
     if type(refs) is Bucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
 class Sparse(NamedTuple):
-    """What a sparse tensor is made of: indices and values, whose places are offsets from its own."""
+    """What a sparse tensor is made of: indices and values, whose places are offsets from its
+    own."""
 
     layout: int
     is_coalesced: bool
@@ -288,10 +329,15 @@ Form = tuple[int, ...] | Sparse | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
-SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and is spread out to its strides by the receiver
+# this slot is read by others too, or again by the next worker: the receiver needs its own private
+# view
+SHARED = 8
+# the gaps between its elements stay behind: it travels dense, and is spread out to its strides by
+# the receiver
+SPREAD = 16
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
-DEVICE = 64  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+# times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
@@ -300,7 +346,8 @@ def is_like_a_loss(tensor: torch.Tensor) -> bool:
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the caller."""
+    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the
+    caller."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
@@ -312,13 +359,17 @@ def flags_of(tensor: torch.Tensor) -> int:
 
 
 def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
-    """Those, by number among the ones that need gradients, for which a backward does more in the caller than to add to them."""
+    """Those, by number among the ones that need gradients, for which a backward does more in the
+    caller than to add to them."""
     needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
     return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
 
 
-def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = "") -> None:
-    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's devices, if it has some.
+def check_carriable(
+    tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = ""
+) -> None:
+    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's
+    devices, if it has some.
 
     Raises:
         TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
@@ -327,13 +378,17 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
         return
     reason = None
     if is_lazy(tensor):
-        reason = "a lazy module has not made it yet; run the module once, before it goes to the pool"
+        reason = (
+            "a lazy module has not made it yet; run the module once, before it goes to the pool"
+        )
     elif tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
     elif tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         reason = f"its layout is {tensor.layout}; pass tensor.to_dense()"
     elif not tensor.is_cpu and tensor.device.type != kind:
-        reason = f"its device is {tensor.device}; pass tensor.cpu(), or make the pool with devices=..."
+        reason = (
+            f"its device is {tensor.device}; pass tensor.cpu(), or make the pool with devices=..."
+        )
     elif tensor.is_quantized:
         reason = f"its dtype is {tensor.dtype}; pass tensor.dequantize()"
     elif is_functorch_wrapped(tensor):
@@ -342,18 +397,52 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
         reason = f"it has a tangent, which would be lost; for dual tensors, {FOLLOWED}"
     if reason is not None:
         owner = owner if index is None else f"{owner} {index}"
-        raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
+        raise TypeError(
+            f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}"
+        )
 
 
 LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not travel
 
 
-# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it is not
+# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it
+# is not
 MEASURES = (
-    *("shape", "size", "dim", "numel", "nbytes", "dtype", "layout", "device", "is_cpu", "stride", "storage_offset"),
-    *("element_size", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "is_nested", "detach", "view", "view_as"),
-    *("untyped_storage", "data_ptr", "is_conj", "is_neg", "is_inference", "_version", "_is_zerotensor", "to_dense"),
+    *(
+        "shape",
+        "size",
+        "dim",
+        "numel",
+        "nbytes",
+        "dtype",
+        "layout",
+        "device",
+        "is_cpu",
+        "stride",
+        "storage_offset",
+    ),
+    *(
+        "element_size",
+        "is_contiguous",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_nested",
+        "detach",
+        "view",
+        "view_as",
+    ),
+    *(
+        "untyped_storage",
+        "data_ptr",
+        "is_conj",
+        "is_neg",
+        "is_inference",
+        "_version",
+        "_is_zerotensor",
+        "to_dense",
+    ),
 )
 
 
@@ -375,7 +464,8 @@ def check_class(tensor: torch.Tensor) -> None:
         own.append("__slots__")
     if own:
         raise TypeError(
-            f"{name}, which has {own[0]} of its own; pass tensor.as_subclass(torch.Tensor), and take "
+            f"{name}, which has {own[0]} of its own; pass tensor.as_subclass(torch.Tensor), and "
+            "take "
             f"as_subclass({kind.__name__}) of it in the function: gradients go through both"
         )
 
@@ -408,7 +498,9 @@ def redirected(ref: TensorRef, code: int) -> TensorRef:
     return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
 
 
-def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], flags: int) -> torch.Tensor:
+def strided(
+    memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], flags: int
+) -> torch.Tensor:
     """The tensor that travelled as `memory`: one run, which may be `memory` itself afterwards."""
     if flags & SPREAD:
         return spread(memory, shape, stride)
@@ -418,24 +510,34 @@ def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """The elements of a dense run, laid out with the gaps that were left behind."""
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    apart = torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(core.view(kept))
+    apart = torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(
+        core.view(kept)
+    )
     return apart.as_strided_(shape, stride)
 
 
 def stand_in(ref: TensorRef) -> torch.Tensor:
-    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
+    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd
+    does not see the difference."""
     device = device_of(ref.flags // DEVICE)
-    return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device)
+    return torch.empty_strided(
+        ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device
+    )
 
 
 @overload
-def views(refs: Sequence[TensorRef], payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]: ...
+def views(
+    refs: Sequence[TensorRef], payload: memoryview, borrow: Callable[[TensorRef], Any]
+) -> list[torch.Tensor]: ...
 @overload
 def views(
     refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> list[torch.Tensor | None]: ...
-def views(refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]) -> Any:
-    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one that is kept would keep."""
+def views(
+    refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
+) -> Any:
+    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one
+    that is kept would keep."""
     if type(refs) is Bucket:
         found = refs.views(payload, borrow)
         return [tensor.clone() for tensor in found] if refs.place >= 0 else found
@@ -443,7 +545,8 @@ def views(refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callabl
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as the tensor."""
+    """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as
+    the tensor."""
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
         return view_elsewhere(TensorRef._make(row), payload, borrow)
@@ -453,9 +556,13 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
     if nbytes == 0:
         tensor = torch.empty(0, dtype=dtype, device="cpu")
     elif place < 0:
-        tensor = torch.frombuffer(payload, dtype=dtype, count=nbytes // dtype.itemsize, offset=-1 - place)
+        tensor = torch.frombuffer(
+            payload, dtype=dtype, count=nbytes // dtype.itemsize, offset=-1 - place
+        )
     else:
-        tensor = torch.frombuffer(borrow(TensorRef._make(row)), dtype=dtype, count=nbytes // dtype.itemsize)
+        tensor = torch.frombuffer(
+            borrow(TensorRef._make(row)), dtype=dtype, count=nbytes // dtype.itemsize
+        )
     if form is not None:
         return strided(tensor, shape, form, flags)
     if len(shape) != 1 or nbytes == 0:
@@ -463,8 +570,11 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
     return tensor
 
 
-def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them on the way."""
+def view_elsewhere(
+    ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]
+) -> torch.Tensor:
+    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them
+    on the way."""
     device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
     if isinstance(stride, Sparse):
@@ -473,16 +583,22 @@ def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[Tensor
     flat_shape = (ref.nbytes // dtype.itemsize,)
     if isinstance(memory, Region):
         own = memory.copied()
-        tensor = torch.empty(0, dtype=dtype, device=own.device).set_(own.untyped_storage(), 0, flat_shape, (1,))
+        tensor = torch.empty(0, dtype=dtype, device=own.device).set_(
+            own.untyped_storage(), 0, flat_shape, (1,)
+        )
         tensor = tensor.to(device, non_blocking=True)
     else:
-        tensor = view(ref._replace(shape=flat_shape, form=None, flags=0), payload, lambda ref: memory).to(device)
+        tensor = view(
+            ref._replace(shape=flat_shape, form=None, flags=0), payload, lambda ref: memory
+        ).to(device)
     if stride is None:
         return tensor.resize_(ref.shape)
     return strided(tensor, ref.shape, stride, ref.flags)
 
 
-def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+def view_sparse(
+    ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]
+) -> torch.Tensor:
     """A sparse tensor whose indices and values are views."""
     memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
     parts = [view(part, memory, borrow) for part in form.parts]
@@ -498,7 +614,8 @@ def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Calla
 
 @functools.cache
 def hear_of_beta_state() -> None:
-    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is carried was warned."""
+    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is
+    carried was warned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         MAKE_COMPRESSED([0, 0], [], [], (1, 1), layout=torch.sparse_csr, check_invariants=False)
@@ -509,26 +626,34 @@ def hear_of_beta_state() -> None:
 
 RIDE_BYTES = 8192  # of a tensor that rides in the message, at most
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
-GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
+# times its elements is what travels with its gaps, at most: there most cache lines hold an element,
+# and are read
+GAPPED = 4
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD, where its gaps were closed.
+    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD,
+    where its gaps were closed.
 
-    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits.
+    Strides are kept even where they have gaps: sums over other strides add up in another order, and
+    so to other bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
     if tensor.layout is not torch.strided:
         return sparse_core(tensor.detach())
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
+    if tensor.is_contiguous() and not (
+        tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    ):
         return tensor, None, 0
     if tensor._is_zerotensor():  # it has no memory
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
-    if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
+    if not (
+        any(stride) or tensor.is_complex() or tensor.is_neg()
+    ):  # one number everywhere: what a sum's gradient looks like
         return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
@@ -555,8 +680,16 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
     refs, cores, nbytes = laid_out(parts)
     memory = bytearray(nbytes)
     fill(memoryview(memory), refs, cores)
-    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
+    core = (
+        torch.frombuffer(memory, dtype=torch.uint8)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    return (
+        core,
+        Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)),
+        0,
+    )
 
 
 def brought_here(tensor: torch.Tensor) -> torch.Tensor:
@@ -571,7 +704,8 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(core: torch.Tensor) -> bool:
-    """Whether some elements share memory, so that strides cannot be rebuilt from separate elements."""
+    """Whether some elements share memory, so that strides cannot be rebuilt from separate
+    elements."""
     reach = 0
     for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
         if size > 1:
@@ -581,10 +715,14 @@ def overlaps(core: torch.Tensor) -> bool:
     return False
 
 
-def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
-    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
+def laid_out(
+    tensors: Sequence[torch.Tensor], sharing: bool = False
+) -> tuple[list[TensorRef], list[torch.Tensor], int]:
+    """References to `tensors` one after another in one run of memory, their cores, and the size of
+    that memory.
 
-    Where `sharing`, those that look at the same memory do so there too; but they do not share what autograd counts writes with.
+    Where `sharing`, those that look at the same memory do so there too; but they do not share what
+    autograd counts writes with.
     """
     refs, cores, offset = [], [], 0
     known: dict[tuple[int, int], int] = {}
@@ -593,7 +731,9 @@ def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[li
         nbytes = core.numel() * core.element_size()
         number = NUMBER_OF_DTYPE[tensor.dtype]
         place = known.setdefault((core.data_ptr(), nbytes), offset) if sharing else offset
-        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how))
+        refs.append(
+            TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how)
+        )
         cores.append(core)
         if place == offset:
             offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
@@ -617,13 +757,15 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 
 RIDE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
 BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
-ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+# of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+ANSWERED_BYTES = 64 << 10
 MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
 class Placed(NamedTuple):
-    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
+    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver
+    gives it back."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -635,16 +777,28 @@ class Placed(NamedTuple):
     holder: Slot | Borrowed | None
 
 
-def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+def placed_again(
+    ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+) -> Placed:
     """What one process has sent us, ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
         flags &= ~PARAMETER  # the output of a call is none, whatever it was there
     if place >= 0:
         holder = memories[place]
-        address = holder.address if isinstance(holder, Slot) else place  # on a device it has come into a slot of ours
+        # on a device it has come into a slot of ours
+        address = holder.address if isinstance(holder, Slot) else place
         return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
-    return Placed(dtype, shape, form, -1, nbytes, flags, bytes(payload[-1 - place : -1 - place + nbytes]), None)
+    return Placed(
+        dtype,
+        shape,
+        form,
+        -1,
+        nbytes,
+        flags,
+        bytes(payload[-1 - place : -1 - place + nbytes]),
+        None,
+    )
 
 
 class Devices(Protocol):
@@ -653,12 +807,14 @@ class Devices(Protocol):
     kind: str
 
     def way_to(self, code: int) -> Lane | None:
-        """For a tensor that lies there: the lane by which it travels; None where it goes through the CPU's memory."""
+        """For a tensor that lies there: the lane by which it travels; None where it goes through
+        the CPU's memory."""
         ...
 
 
 class Packer:
-    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already.
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared
+    memory already.
 
     Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
     """
@@ -674,16 +830,23 @@ class Packer:
         self._arena = arena
         self._known = known
         self._devices = devices
-        self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
+        # of the devices whose tensors can be placed
+        self.kind = "" if devices is None else devices.kind
         self._flags = SHARED if lasting else 0
         self._most_bucketed = most_bucketed
         self.bytes_copied = 0
 
-    def together(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+    def together(
+        self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
+    ) -> Together | None:
         """None where they are few, or one of them is missing or has to go another way."""
-        return self.bucketed(tensors, flags) or (self._all_riding(tensors, flags) if len(tensors) >= MANY else None)
+        return self.bucketed(tensors, flags) or (
+            self._all_riding(tensors, flags) if len(tensors) >= MANY else None
+        )
 
-    def bucketed(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+    def bucketed(
+        self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
+    ) -> Together | None:
         """None where they are not alike, or one by one, or too large."""
         alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
         if alike is None:
@@ -695,7 +858,9 @@ class Packer:
         unit = unit_of(dtype.itemsize, counts)
         parts = alike if unit == 1 else filled_up(alike, counts, unit)
         nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
-        if nbytes > RIDE_TOGETHER and self._devices is not None:  # there each tensor is named by itself
+        if (
+            nbytes > RIDE_TOGETHER and self._devices is not None
+        ):  # there each tensor is named by itself
             return None
         shapes = [tuple(tensor.shape) for tensor in alike]
         with torch.no_grad(), without_autocast():
@@ -712,13 +877,17 @@ class Packer:
         bucket = Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how)
         return Together(bucket, nbytes, body, slot)
 
-    def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+    def _all_riding(
+        self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
+    ) -> Together | None:
         """None where one of them has to go another way."""
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
-            if tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride():  # an expanded one travels as small as it is
+            if (
+                tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride()
+            ):  # an expanded one travels as small as it is
                 return None
             core, form, how = dense_core(tensor)
             nbytes = core.nbytes
@@ -726,17 +895,31 @@ class Packer:
                 return None
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
             rest = -nbytes % ALIGNMENT
-            rows.append((NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, -1 - offset, nbytes, own | how))
+            rows.append(
+                (
+                    NUMBER_OF_DTYPE[tensor.dtype],
+                    tuple(tensor.shape),
+                    form,
+                    -1 - offset,
+                    nbytes,
+                    own | how,
+                )
+            )
             bodies.append(body + PADDING[rest] if rest else body)
             offset += nbytes + rest
             copied += nbytes
         self.bytes_copied += copied
         return Together(Columns(*zip(*rows, strict=True)), offset, b"".join(bodies), None)
 
-    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
-        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
+    def place(
+        self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False
+    ) -> Placed:
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`:
+        by the CPU's memory."""
         if code or not tensor.is_cpu:
-            return self._place_elsewhere(tensor, flags, device_code(tensor) if code is None else code, staged)
+            return self._place_elsewhere(
+                tensor, flags, device_code(tensor) if code is None else code, staged
+            )
         core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
@@ -756,8 +939,8 @@ class Packer:
     def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
         """A tensor that lies on a device, or is to.
 
-        Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
-        done that the device has been given before.
+        Small ones take a slot there too: to ride in a message they would have to come to the CPU,
+        and so wait until all is done that the device has been given before.
         """
         lane = None if staged or code == 0 else self._way(tensor)
         if lane is None:
@@ -768,18 +951,38 @@ class Packer:
         nbytes = slot.memory.nbytes
         self.bytes_copied += nbytes
         flags |= how | code * DEVICE
-        return Placed(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
+        return Placed(
+            NUMBER_OF_DTYPE[tensor.dtype],
+            tuple(tensor.shape),
+            form,
+            slot.address,
+            nbytes,
+            flags,
+            None,
+            slot,
+        )
 
     def _way(self, tensor: torch.Tensor) -> Lane | None:
-        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
-        return self._devices.way_to(device_code(tensor)) if is_plain and self._devices is not None else None
+        is_plain = (
+            not tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.numel() > 0
+            and not tensor._is_zerotensor()
+        )
+        return (
+            self._devices.way_to(device_code(tensor))
+            if is_plain and self._devices is not None
+            else None
+        )
 
     def place_together(
         self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
-        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one
+        memory stays one memory.
 
-        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
+        Those on devices have slots of their own there, which come last, unless all is to be
+        `staged`.
         """
         if not tensors:
             return [], None, []
@@ -807,7 +1010,9 @@ class Packer:
         return found, slot, slots
 
 
-def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+def staged_again(
+    packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+) -> Placed:
     """As `placed_again`, for a worker that can read the CPU's memory only."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):
         return placed_again(ref, payload, memories)
@@ -816,13 +1021,20 @@ def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: 
 
 
 def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
+    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of
+    one dtype."""
     found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
-    is_whole = len(found) == len(tensors) and have_plain_memory(found) and len({tensor.dtype for tensor in found}) == 1
+    is_whole = (
+        len(found) == len(tensors)
+        and have_plain_memory(found)
+        and len({tensor.dtype for tensor in found}) == 1
+    )
     return found if is_whole and all(map(torch.Tensor.is_contiguous, found)) else None
 
 
-def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int) -> list[torch.Tensor]:
+def filled_up(
+    tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int
+) -> list[torch.Tensor]:
     """The tensors, and between them what fills each one up to a multiple of so many elements."""
     parts: list[torch.Tensor] = []
     fillings = fillings_of(tensors[0].dtype, unit)
@@ -845,7 +1057,9 @@ class Together:
 
     __slots__ = ("body", "holder", "nbytes", "refs")
 
-    def __init__(self, refs: Bucket | Columns, nbytes: int, body: bytes, holder: Slot | None) -> None:
+    def __init__(
+        self, refs: Bucket | Columns, nbytes: int, body: bytes, holder: Slot | None
+    ) -> None:
         self.refs = refs  # those that ride have places in a payload of their own, the body
         self.nbytes = nbytes
         self.body = body
@@ -865,21 +1079,27 @@ class Payload:
 
     def add(self, placed: Placed) -> TensorRef:
         dtype, shape, form, address, nbytes, flags, body, _ = placed
-        return TensorRef(dtype, shape, form, address if body is None else self._append(body), nbytes, flags)
+        return TensorRef(
+            dtype, shape, form, address if body is None else self._append(body), nbytes, flags
+        )
 
     @overload
     def add_all(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
     @overload
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
-        """References to them, None where one is missing; those that ride are in this payload from now on."""
+        """References to them, None where one is missing; those that ride are in this payload from
+        now on."""
         if isinstance(placed, Together):
             start = -1 - self._append(placed.body) if placed.body else 0
             return placed.refs.moved(start) if start else placed.refs
         if len(placed) < MANY or None in placed:
             return [None if each is None else self.add(each) for each in placed]
         dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
-        places = [where if body is None else self._append(body) for where, body in zip(addresses, bodies, strict=True)]
+        places = [
+            where if body is None else self._append(body)
+            for where, body in zip(addresses, bodies, strict=True)
+        ]
         return Columns(dtypes, shapes, forms, places, sizes, flags)
 
     def _append(self, body: bytes) -> int:

@@ -1,11 +1,14 @@
-"""The derivative of every entry of y = routine(c, x) with respect to c: every way to get it, side by side, in one run.
+"""The derivative of every entry of y = routine(c, x) with respect to c: every way to get it, side
+by side, in one run.
 
-A loop of `torch.autograd.grad` is the reference: all ways have to agree with it, or nothing is timed. They take turns in a
-random order, and every figure is a median over such rounds, because times on a shared machine are worth little alone.
+A loop of `torch.autograd.grad` is the reference: all ways have to agree with it, or nothing is
+timed. They take turns in a random order, and every figure is a median over such rounds, because
+times on a shared machine are worth little alone.
 
-Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of the largest resident set
-(VmHWM) is put back, the way runs once, and the rise over the resident set before is read. In a pool this is summed over the
-caller and all its workers; pages that they share count in each that has touched them.
+Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of
+the largest resident set (VmHWM) is put back, the way runs once, and the rise over the resident set
+before is read. In a pool this is summed over the caller and all its workers; pages that they share
+count in each that has touched them.
 
     python scripts/benchmarks/batch_derivatives.py --processes 2
 """
@@ -46,9 +49,13 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, 1 if two ways disagree or the time is up, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if everything was measured, 1 if two ways disagree or the time is up, 2 for "
+    "wrong arguments"
+)
 
-STEPS = 20  # Python-bound: a few operations on as many numbers as there are entries, again and again
+# Python-bound: a few operations on as many numbers as there are entries, again and again
+STEPS = 20
 RTOL = 1e-10  # float64; ways differ in the order of sums
 CHUNK = 64  # rows or columns, where a way is bounded in memory
 SMALL = (5, 2)  # entries and parameters of a warm-up
@@ -80,27 +87,35 @@ def arguments(size: Size) -> tuple[Tensor, Tensor]:
 
 class Way(NamedTuple):
     name: str
-    derivative: Callable[[Tensor, Tensor, mpgrad.Pool | None], Tensor]  # of shape (entries, parameters)
+    # of shape (entries, parameters)
+    derivative: Callable[[Tensor, Tensor, mpgrad.Pool | None], Tensor]
     pooled: bool = False
 
 
 def loop_of_grad(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
     c = c.detach().requires_grad_()
     y = routine(c, x)
-    return torch.stack([torch.autograd.grad(y[number], c, retain_graph=True)[0] for number in range(len(y))])
+    return torch.stack(
+        [torch.autograd.grad(y[number], c, retain_graph=True)[0] for number in range(len(y))]
+    )
 
 
 def per_item(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
-    """Every entry is an item of its own: as it is where y_i = routine(c, x_i) for many x_i that cannot be batched."""
+    """Every entry is an item of its own: as it is where y_i = routine(c, x_i) for many x_i that
+    cannot be batched."""
     assert pool is not None
     c = c.detach().requires_grad_()
     results = pool.map(lambda entry: routine(c, entry), x.unsqueeze(1).unbind())
     return torch.stack(mpgrad.per_item_grad(results, c))
 
 
-def jacobian_by(mode: str, chunk_size: int | None = None) -> Callable[[Tensor, Tensor, mpgrad.Pool | None], Tensor]:
+def jacobian_by(
+    mode: str, chunk_size: int | None = None
+) -> Callable[[Tensor, Tensor, mpgrad.Pool | None], Tensor]:
     def derivative(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
-        found: Tensor = mpgrad.jacobian(routine, c, x, argnums=0, mode=mode, pool=pool, chunk_size=chunk_size)
+        found: Tensor = mpgrad.jacobian(
+            routine, c, x, argnums=0, mode=mode, pool=pool, chunk_size=chunk_size
+        )
         return found
 
     return derivative
@@ -130,7 +145,10 @@ def ways() -> list[Way]:
         *(Way(name, derivative) for name, derivative in by_jacobian.items()),
         Way("torch.func.jacrev", jacrev),
         Way("torch.func.jacfwd", jacfwd),
-        *(Way(f"{name}, pool", derivative, pooled=True) for name, derivative in by_jacobian.items()),
+        *(
+            Way(f"{name}, pool", derivative, pooled=True)
+            for name, derivative in by_jacobian.items()
+        ),
         Way("per item, pool", per_item, pooled=True),
     ]
 
@@ -173,14 +191,20 @@ def measured(size: Size, repeats: int, pool: mpgrad.Pool) -> dict[str, list[floa
 
 
 def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) -> None:
-    """Raise WrongResultError unless each way gives what the first one gives; this is their warm-up too."""
+    """Raise WrongResultError unless each way gives what the first one gives; this is their warm-up
+    too."""
     reference, *others = contenders
     expected = reference.derivative(c, x, None)
     scale = float(expected.abs().max())
     for way in others:
         found = way.derivative(c, x, pool if way.pooled else None)
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=RTOL, atol=RTOL * scale):
-            raise WrongResultError(f"{way.name}: differs from {reference.name} (entries, parameters: {tuple(expected.shape)})")
+        if found.shape != expected.shape or not torch.allclose(
+            found, expected, rtol=RTOL, atol=RTOL * scale
+        ):
+            raise WrongResultError(
+                f"{way.name}: differs from {reference.name} (entries, parameters: "
+                f"{tuple(expected.shape)})"
+            )
 
 
 # --- memory
@@ -195,22 +219,37 @@ def bench_memory(plan: Plan, processes: int) -> Iterator[Figure]:
 
 
 def fresh_peak(name: str, size: Size, processes: int) -> int:
-    program = [sys.executable, __file__, "--processes", str(processes), "--peak-of", name, *map(str, size)]
-    return int(subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True, timeout=120).stdout)
+    program = [
+        sys.executable,
+        __file__,
+        "--processes",
+        str(processes),
+        "--peak-of",
+        name,
+        *map(str, size),
+    ]
+    return int(
+        subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True, timeout=120).stdout
+    )
 
 
 def own_peak(name: str, size: Size, processes: int) -> int:
-    """Bytes by which this process, and the workers where there are any, rise while the way runs once."""
+    """Bytes by which this process, and the workers where there are any, rise while the way runs
+    once."""
     way = next(way for way in ways() if way.name == name)
     torch.set_num_threads(1)
     with pool_for(way, processes) as pool:
         for _ in range(processes):
             way.derivative(*arguments(SMALL), pool)
         c, x = arguments(size)
-        everyone = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        everyone = [
+            os.getpid(),
+            *(child.pid for child in psutil.Process().children(recursive=True)),
+        ]
         before = {pid: status_bytes(pid, "VmRSS") for pid in everyone}
         for pid in everyone:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # puts the mark of the largest resident set back
+            # puts the mark of the largest resident set back
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
         found = way.derivative(c, x, pool)
         peak = sum(max(0, status_bytes(pid, "VmHWM") - before[pid]) for pid in everyone)
         del found
@@ -242,10 +281,15 @@ def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
     cpus = len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=at_least_1, default=cpus, metavar="N", help="default: %(default)s")
-    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)")
+    parser.add_argument(
+        "--processes", type=at_least_1, default=cpus, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)"
+    )
     add_options(parser)
-    parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with
+    # what a fresh process is started with
+    parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)
     return parser
 
 

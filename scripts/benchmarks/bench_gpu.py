@@ -1,10 +1,13 @@
-"""Many ragged, launch-bound simulations on one GPU: one after the other, by workers that share it, and by streams.
+"""Many ragged, launch-bound simulations on one GPU: one after the other, by workers that share it,
+and by streams.
 
-A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel after kernel of a few
-microseconds each. Several processes launch side by side, each with an interpreter lock of its own; threads with streams share
-one. Here every simulation integrates an ensemble of Lorenz systems, of a size and for a number of steps of its own, and the
-loss is differentiated back to its parameters. Contenders take turns in a random order, every figure is the median over such
-rounds, and all have to give the serial loop's values and gradients, bit for bit, before anything is timed.
+A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel
+after kernel of a few microseconds each. Several processes launch side by side, each with an
+interpreter lock of its own; threads with streams share one. Here every simulation integrates an
+ensemble of Lorenz systems, of a size and for a number of steps of its own, and the loss is
+differentiated back to its parameters. Contenders take turns in a random order, every figure is the
+median over such rounds, and all have to give the serial loop's values and gradients, bit for bit,
+before anything is timed.
 
     simulations ──► | clock on ──► contender ──► values, gradients ──► synchronize ──► clock off |
 
@@ -42,8 +45,14 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, or there is no GPU; 1 if a contender is wrong; 2 for wrong arguments"
-NO_GPU = "bench_gpu.py: there is no CUDA GPU here, so nothing was measured (torch.cuda.is_available() is False)"
+EPILOG = (
+    "exit status: 0 if everything was measured, or there is no GPU; 1 if a contender is wrong; 2 "
+    "for wrong arguments"
+)
+NO_GPU = (
+    "bench_gpu.py: there is no CUDA GPU here, so nothing was measured (torch.cuda.is_available() "
+    "is False)"
+)
 
 SMALLEST, LARGEST = 4, 64  # systems in an ensemble: far too few to fill a GPU
 TIME_STEP = 0.005
@@ -62,7 +71,9 @@ def simulate(simulation: Simulation) -> Tensor:
     state, (sigma, rho, beta) = simulation.state, simulation.parameters.unbind()
     for _ in range(simulation.steps):
         x, y, z = state.unbind(1)
-        state = state + TIME_STEP * torch.stack([sigma * (y - x), x * (rho - z) - y, x * y - beta * z], 1)
+        state = state + TIME_STEP * torch.stack(
+            [sigma * (y - x), x * (rho - z) - y, x * y - beta * z], 1
+        )
     return state.square().mean()
 
 
@@ -103,7 +114,11 @@ def contenders(workers: Sequence[int], device: str) -> dict[str, dict[str, Any] 
     """The options of each contender's pool; None for the serial loop."""
     found: dict[str, dict[str, Any] | None] = {SERIAL: None}
     found |= {f"{count} workers": {"devices": [device] * count} for count in workers}
-    found |= {f"{count} streams": {"devices": [device] * count, "engine": "stream"} for count in workers if count > 1}
+    found |= {
+        f"{count} streams": {"devices": [device] * count, "engine": "stream"}
+        for count in workers
+        if count > 1
+    }
     return found
 
 
@@ -125,7 +140,9 @@ def run(loop: Loop, simulations: list[Simulation]) -> list[Tensor]:
 def check(name: str, loop: Loop, simulations: list[Simulation], expected: list[Tensor]) -> None:
     for found, reference in zip(run(loop, simulations), expected, strict=True):
         if not torch.equal(found, reference):
-            raise WrongResultError(f"{name}: a value or gradient is not the serial loop's ({found} != {reference})")
+            raise WrongResultError(
+                f"{name}: a value or gradient is not the serial loop's ({found} != {reference})"
+            )
 
 
 # --- the clock
@@ -159,14 +176,21 @@ def bench(plan: Plan, workers: Sequence[int], name: str) -> list[Figure]:
             turns[label] = partial(timed, loop, simulations, device)
             memory[label] = used_bytes(device) - before
         seconds = interleaved(turns, plan.repeats)
-    row = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: {plan.simulations} simulations"
+    row = (
+        f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: {plan.simulations} "
+        "simulations"
+    )
     return list(figures_of(row, plan, seconds, memory))
 
 
-def figures_of(row: str, plan: Plan, seconds: Mapping[str, Sequence[float]], memory: Mapping[str, int]) -> Iterator[Figure]:
+def figures_of(
+    row: str, plan: Plan, seconds: Mapping[str, Sequence[float]], memory: Mapping[str, int]
+) -> Iterator[Figure]:
     for name, values in seconds.items():
         yield median_figure(row, name, [plan.simulations / value for value in values], "1/s")
-        yield median_figure(row, f"{name} over the serial loop", ratios(seconds[SERIAL], values), "x")
+        yield median_figure(
+            row, f"{name} over the serial loop", ratios(seconds[SERIAL], values), "x"
+        )
         yield Figure(row, f"{name}, further memory of the GPU", memory[name] / MIB, "MiB")
 
 
@@ -176,7 +200,14 @@ def figures_of(row: str, plan: Plan, seconds: Mapping[str, Sequence[float]], mem
 def command_line() -> argparse.ArgumentParser:
     summary = "Launch-bound simulations on one GPU: serial, by workers that share it, by streams."
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--workers", type=at_least_1, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument(
+        "--workers",
+        type=at_least_1,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="default: 1 2 4 8",
+    )
     parser.add_argument("--device", default="cuda:0", help="default: %(default)s")
     add_options(parser)
     return parser

@@ -1,16 +1,18 @@
-"""How cost grows: items a second that one parent can hand out and take in, and growth along every axis that a map has.
+"""How cost grows: items a second that one parent can hand out and take in, and growth along every
+axis that a map has.
 
-Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent that is measured. Its
-threads share one interpreter lock, so its CPU seconds an item, p, bound the items a second by 1 / p on any machine. A
-worker has a cost of its own, w CPU seconds an item. So W workers with items of g seconds are at most min(g / (g + w),
-g / (W p)) busy, and are 80 % busy from this grain on:
+Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent
+that is measured. Its threads share one interpreter lock, so its CPU seconds an item, p, bound the
+items a second by 1 / p on any machine. A worker has a cost of its own, w CPU seconds an item. So W
+workers with items of g seconds are at most min(g / (g + w), g / (W p)) busy, and are 80 % busy from
+this grain on:
 
     g = max(0.8 W p, 4 w)
 
-Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a log-log
-picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
+Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a
+log-log picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
-    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
+    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png
 """
 
 from __future__ import annotations
@@ -135,9 +137,13 @@ def decades(first: int, last: int) -> list[int]:
 AXES: dict[str, Axis] = {
     "items": Axis(items, decades(1, 6), "items of a map", 15_000),
     "tensors": Axis(tensors, decades(0, 4), f"tensors in each of {TENSORS_ITEMS} items", 20_000),
-    "captures": Axis(captures, decades(0, 4), f"tensors captured by a function of {CAPTURES_ITEMS} items", 20_000),
+    "captures": Axis(
+        captures, decades(0, 4), f"tensors captured by a function of {CAPTURES_ITEMS} items", 20_000
+    ),
     "maps": Axis(maps, decades(0, 4), f"maps of {MAPS_ITEMS} items alive", 60_000),
-    "size": Axis(size, [4 * 32**power for power in range(6)] + [2**30, 2**32], "bytes of a tensor", 8),
+    "size": Axis(
+        size, [4 * 32**power for power in range(6)] + [2**30, 2**32], "bytes of a tensor", 8
+    ),
 }
 
 
@@ -176,7 +182,9 @@ def forward_and_backward(pool: mpgrad.Pool, items: Sequence[Tensor]) -> None:
     torch.autograd.backward(pool.map(doubled, leaves), list(items))
 
 
-def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[Tensor]], None], plan: Plan) -> Costs:
+def costs(
+    pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[Tensor]], None], plan: Plan
+) -> Costs:
     items = [torch.ones(FLOATS) for _ in range(plan.items)]
     found = Costs()
     for number in range(plan.repeats + 1):
@@ -185,7 +193,9 @@ def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[Tensor]], None
         run(pool, items)
         after = (time.perf_counter(), time.process_time(), cpu_seconds(workers))
         if number:  # the first one warms up
-            wall, parent, others = ((now - then) / plan.items for now, then in zip(after, before, strict=True))
+            wall, parent, others = (
+                (now - then) / plan.items for now, then in zip(after, before, strict=True)
+            )
             found.append((wall, parent, others))
     return found
 
@@ -204,9 +214,15 @@ def dispatch_figures(name: str, by_workers: dict[int, Costs]) -> Iterator[Figure
     for workers, cost in by_workers.items():
         row = f"dispatch: x * 2 on {FLOATS} floats, {name}, {workers} workers"
         yield median_figure(row, "wall", [1e6 * wall for wall, _, _ in cost], "us/item")
-        yield median_figure(row, "CPU of the parent", [1e6 * parent for _, parent, _ in cost], "us/item")
-        yield median_figure(row, "CPU of all workers", [1e6 * others for _, _, others in cost], "us/item")
-        yield median_figure(row, "the parent could do", [1 / parent for _, parent, _ in cost], "items/s", RATE_AIM)
+        yield median_figure(
+            row, "CPU of the parent", [1e6 * parent for _, parent, _ in cost], "us/item"
+        )
+        yield median_figure(
+            row, "CPU of all workers", [1e6 * others for _, _, others in cost], "us/item"
+        )
+        yield median_figure(
+            row, "the parent could do", [1 / parent for _, parent, _ in cost], "items/s", RATE_AIM
+        )
     row = f"dispatch: smallest grain at which workers stay 80 % busy, {name}: max(0.8 W p, 4 w)"
     for crowd in CROWDS:
         yield Figure(row, f"{crowd} workers", 1e3 * smallest_grain(crowd, by_workers), "ms")
@@ -231,14 +247,17 @@ def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
             if size > plan.largest:
                 continue
             if axis.bytes_each * size > psutil.virtual_memory().available:
-                print(f"{row}: {size:,} left out: it could take more memory than there is", flush=True)
+                print(
+                    f"{row}: {size:,} left out: it could take more memory than there is", flush=True
+                )
                 continue
             points[size] = fresh_point(name, size, 1 if size == axis.sizes[-1] else 3)
         yield list(point_figures(row, points))
 
 
 def point(name: str, count: int, rounds: int) -> dict[str, float]:
-    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory beyond the start's."""
+    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory
+    beyond the start's."""
     with mpgrad.Pool(WORKERS, **sent(mpgrad.Pool)) as pool:
         AXES[name].job(pool, min(count, 10))
         before = peaks(pool)
@@ -254,12 +273,16 @@ def point(name: str, count: int, rounds: int) -> dict[str, float]:
 
 def peaks(pool: mpgrad.Pool) -> tuple[int, int]:
     """The most bytes that the parent, and all workers together, have ever had."""
-    return status_bytes(os.getpid(), "VmHWM"), sum(status_bytes(worker.pid, "VmHWM") for worker in pool.stats().workers)
+    return status_bytes(os.getpid(), "VmHWM"), sum(
+        status_bytes(worker.pid, "VmHWM") for worker in pool.stats().workers
+    )
 
 
 def fresh_point(axis: str, size: int, rounds: int) -> Record:
     command = [sys.executable, __file__, "--point", axis, str(size), str(rounds)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=POINT_LIMIT)
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, text=True, timeout=POINT_LIMIT
+    )
     found: Record = json.loads(ended.stdout.splitlines()[-1])
     return found
 
@@ -281,7 +304,9 @@ def point_figures(row: str, points: dict[int, Record]) -> Iterator[Figure]:
 def slope(values: dict[int, float]) -> float:
     """Of the straight line through the last points in a log-log picture, by least squares."""
     last = sorted(values.items())[-LAST_POINTS:]
-    return statistics.linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in last), strict=True)).slope
+    return statistics.linear_regression(
+        *zip(*((math.log(x), math.log(y)) for x, y in last), strict=True)
+    ).slope
 
 
 def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
@@ -303,7 +328,8 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
                 }
                 panel.loglog(list(values), list(values.values()), "o-", label=kind)
             panel.set(xlabel=axis.what, ylabel=unit)
-            panel.set_aspect("equal", adjustable="datalim")  # linear growth has a slope of 45 degrees
+            # linear growth has a slope of 45 degrees
+            panel.set_aspect("equal", adjustable="datalim")
             panel.legend(frameon=False)
     canvas.savefig(file, dpi=120)
 
@@ -319,13 +345,32 @@ PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), metavar="AXIS", help=", ".join(AXES))
-    parser.add_argument("--largest", type=at_least_1, metavar="N", help="of an axis (default: its own, quick: 100)")
-    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds, but of growth (default: 5, quick: 1)")
-    parser.add_argument("--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=", ".join(PARTS),
+    )
+    parser.add_argument(
+        "--axes", nargs="+", choices=AXES, default=list(AXES), metavar="AXIS", help=", ".join(AXES)
+    )
+    parser.add_argument(
+        "--largest", type=at_least_1, metavar="N", help="of an axis (default: its own, quick: 100)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=at_least_1,
+        metavar="N",
+        help="timed rounds, but of growth (default: 5, quick: 1)",
+    )
+    parser.add_argument(
+        "--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth"
+    )
     add_options(parser)
-    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with
+    # what a fresh process is started with
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     return parser
 
 
@@ -337,7 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(point(axis, int(size), int(rounds))))
         return 0
     given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
-    plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})
+    plan = replace(
+        QUICK if options.quick else Plan(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
     around = surroundings(WORKERS)
     print_surroundings(around)
     figures: list[Figure] = []

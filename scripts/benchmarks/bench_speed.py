@@ -1,17 +1,19 @@
-"""How fast the pool is, against the figures that it has to reach: every row of that table, in one run.
+"""How fast the pool is, against the figures that it has to reach: every row of that table, in one
+run.
 
-Contenders take turns in a random order, every figure is the median over such rounds, and ratios are taken within a round.
-Whatever gives values and gradients is compared with the serial loop before it is timed. "over one backward" is the
-speed-up over the serial loop with one backward over all items; "over the best order" that over the faster of it and a
-backward right after each item.
+Contenders take turns in a random order, every figure is the median over such rounds, and ratios are
+taken within a round. Whatever gives values and gradients is compared with the serial loop before it
+is timed. "over one backward" is the speed-up over the serial loop with one backward over all items;
+"over the best order" that over the faster of it and a backward right after each item.
 
     row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json
 
-With --compare each row is measured with the code of another checkout, and right afterwards with this one's.
+With --compare each row is measured with the code of another checkout, and right afterwards with
+this one's.
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
-    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000       # what a long run leaves behind
+    python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000  # a long run
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ from torch import Tensor
 
 import mpgrad
 
-EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
+EPILOG = (
+    "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for "
+    "wrong arguments"
+)
 
 TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
 # by grain in ms: how fast a pool without options is, as a share of as many loops that share nothing
@@ -94,7 +99,8 @@ SHARE_AIMS = {10: 0.93, 1: 0.90, 0.3: 0.85, 0.1: 0.70}
 STEP_AIMS = {1: 31.0, 0.3: 25.0}  # microseconds of the caller, by grain in ms
 STEP_AIM = 1.07
 MANY_WORKERS = 64
-LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}  # microseconds of the caller, of workers
+# microseconds of the caller, of workers
+LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}
 LONE_AIM = 1.25
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
@@ -136,7 +142,9 @@ class Plan:
     further_workers: int = 8
     idle_seconds: float = 10.0
     megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
-    calls: int = 20_000  # over which memory may grow: workers still warm up, and do so ten times as fast as over a million
+    # over which memory may grow: workers still warm up, and do so ten times as fast as over a
+    # million
+    calls: int = 20_000
     limit: int = 3000  # seconds; the whole run is stopped then
 
 
@@ -163,7 +171,8 @@ QUICK = Plan(
 
 
 class Pools:
-    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the others nothing."""
+    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the
+    others nothing."""
 
     def __init__(self, processes: int, stack: contextlib.ExitStack) -> None:
         self._processes = processes
@@ -210,7 +219,10 @@ def bench_budget(pools: Pools, plan: Plan) -> Iterator[Figure]:
     """Whose CPU time a tiny call takes."""
     items = [item.requires_grad_() for item in tiny_items(2 * plan.tiny_items)]
     ways = {"one by one": CALLS, "in bundles": None}
-    turns = {name: partial(cpu_of_parts, pools["keep"], items, chunksize) for name, chunksize in ways.items()}
+    turns = {
+        name: partial(cpu_of_parts, pools["keep"], items, chunksize)
+        for name, chunksize in ways.items()
+    }
     for name, rounds in interleaved(turns, plan.repeats).items():
         row = f"budget: CPU time of x * 2, forward and backward, calls {name}"
         for part, values in zip(PARTS, zip(*rounds, strict=True), strict=True):
@@ -226,7 +238,11 @@ def cpu_of_parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | No
     moments.append(cpu_so_far(pool))
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
     moments.append(cpu_so_far(pool))
-    spent = [now - then for before, after in itertools.pairwise(moments) for then, now in zip(before, after, strict=True)]
+    spent = [
+        now - then
+        for before, after in itertools.pairwise(moments)
+        for then, now in zip(before, after, strict=True)
+    ]
     return [1e6 * seconds / len(items) for seconds in spent]
 
 
@@ -254,21 +270,32 @@ def grain_figures(name: str, work: Work, ms: float, pools: Pools, plan: Plan) ->
         "serial": partial(one_backward, serial, function),
         "serial, at once": partial(backward_at_once, function),
     }
-    maps: dict[str, Run] = {graphs: partial(one_backward, pools[graphs].map, function) for graphs in GRAPHS}
+    maps: dict[str, Run] = {
+        graphs: partial(one_backward, pools[graphs].map, function) for graphs in GRAPHS
+    }
     with contextlib.ExitStack() as stack:
         turns = timed_turns({**orders, **maps}, items)
         for order, run in orders.items():
             loops = stack.enter_context(contextlib.closing(LoopsApart(run, items, plan.processes)))
             turns[apart(order)] = loops.seconds
         seconds = interleaved(turns, plan.repeats)
-    best, limit = (min(map(seconds.__getitem__, names), key=statistics.median) for names in (orders, map(apart, orders)))
+    best, limit = (
+        min(map(seconds.__getitem__, names), key=statistics.median)
+        for names in (orders, map(apart, orders))
+    )
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     for contender, values in seconds.items():
         yield median_figure(row, contender, [1e3 * value for value in values], "ms/item")
     for graphs in GRAPHS:
-        yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], seconds[graphs]), "x")
-        yield median_figure(row, f"{graphs} over the best order", ratios(best, seconds[graphs]), "x")
-    yield median_figure(row, "loops that share nothing over the best order", ratios(best, limit), "x")
+        yield median_figure(
+            row, f"{graphs} over one backward", ratios(seconds["serial"], seconds[graphs]), "x"
+        )
+        yield median_figure(
+            row, f"{graphs} over the best order", ratios(best, seconds[graphs]), "x"
+        )
+    yield median_figure(
+        row, "loops that share nothing over the best order", ratios(best, limit), "x"
+    )
     share = ratios(limit, seconds["auto"])
     yield median_figure(row, "auto, as a share of these loops", share, "", (">=", SHARE_AIMS[ms]))
 
@@ -282,7 +309,9 @@ def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for work, ms in itertools.product((PYTHON, OP), STEP_AIMS):
         function, items = work_items(work, ms / 1e3, plan.work_seconds)
         run = partial(one_backward, pools["auto"].map, function)
-        with contextlib.closing(LoopsApart(partial(backward_at_once, function), items, plan.processes)) as loops:
+        with contextlib.closing(
+            LoopsApart(partial(backward_at_once, function), items, plan.processes)
+        ) as loops:
             turns = {
                 "pool": partial(cpu_of_step, run, pools["auto"], items),
                 "loops": lambda loops=loops: [1e6 * loops.cpu_seconds()],
@@ -291,19 +320,27 @@ def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
         callers, workers = zip(*rounds["pool"], strict=True)
         over_loops = ratios(*[[sum(each) for each in rounds[name]] for name in turns])
         row = f"step: CPU time of {work.name} items of {ms:g} ms, forward and backward"
-        yield median_figure(row, "caller", callers, "us/item", ("<=", STEP_AIMS[ms]) if work is PYTHON else None)
+        yield median_figure(
+            row, "caller", callers, "us/item", ("<=", STEP_AIMS[ms]) if work is PYTHON else None
+        )
         yield median_figure(row, "workers", workers, "us/item")
-        yield median_figure(row, "both, over loops that share nothing", over_loops, "x", ("<=", STEP_AIM))
+        yield median_figure(
+            row, "both, over loops that share nothing", over_loops, "x", ("<=", STEP_AIM)
+        )
         # by arithmetic: no machine with as many CPUs was at hand
         busy = [1e3 * ms / (MANY_WORKERS * caller) for caller in callers]
-        yield median_figure(row, f"share of the time of {MANY_WORKERS} workers that the caller can fill", busy, "")
+        yield median_figure(
+            row, f"share of the time of {MANY_WORKERS} workers that the caller can fill", busy, ""
+        )
 
 
 def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[float]:
     """Microseconds an item: of the caller, and of the workers."""
     batch, before = batch_of(items), cpu_so_far(pool)
     timed(run, batch)
-    return [1e6 * (now - then) / len(items) for then, now in zip(before, cpu_so_far(pool), strict=True)]
+    return [
+        1e6 * (now - then) / len(items) for then, now in zip(before, cpu_so_far(pool), strict=True)
+    ]
 
 
 # --- calls that go one by one
@@ -322,21 +359,33 @@ def bench_lone(pools: Pools, plan: Plan) -> Iterator[Figure]:
     with executor:
         for way in ways.values():
             way()
-        turns = {name: partial(cost_of_calls, way, pool, plan.lone_calls) for name, way in ways.items()}
+        turns = {
+            name: partial(cost_of_calls, way, pool, plan.lone_calls) for name, way in ways.items()
+        }
         rounds = interleaved(turns, plan.repeats)
     peer, _, _ = zip(*rounds["ProcessPoolExecutor.submit"], strict=True)
     for name, each in rounds.items():
         walls, callers, workers = zip(*each, strict=True)
-        of_caller, of_workers = [("<=", aim) for aim in LONE_AIMS[name]] if name in LONE_AIMS else (None, None)
+        of_caller, of_workers = (
+            [("<=", aim) for aim in LONE_AIMS[name]] if name in LONE_AIMS else (None, None)
+        )
         yield median_figure(f"lone: {name}", "wall time", walls, "us")
         yield median_figure(f"lone: {name}", "CPU time of the caller", callers, "us", of_caller)
         if "." not in name:  # the pool's
             yield median_figure(f"lone: {name}", "CPU time of workers", workers, "us", of_workers)
             aim = ("<=", LONE_AIM) if name == "submit" else None
-            yield median_figure(f"lone: {name}", "wall time over ProcessPoolExecutor.submit's", ratios(walls, peer), "x", aim)
+            yield median_figure(
+                f"lone: {name}",
+                "wall time over ProcessPoolExecutor.submit's",
+                ratios(walls, peer),
+                "x",
+                aim,
+            )
 
 
-def cost_of_calls(way: Callable[[], object], pool: mpgrad.Pool, count: int) -> tuple[float, float, float]:
+def cost_of_calls(
+    way: Callable[[], object], pool: mpgrad.Pool, count: int
+) -> tuple[float, float, float]:
     """Microseconds of a call: by the wall clock, and of CPU time, the caller's and the workers'."""
     before, started = cpu_so_far(pool), time.perf_counter()
     for _ in range(count):
@@ -356,11 +405,18 @@ def bench_layers(pools: Pools, plan: Plan) -> Iterator[Figure]:
         for part, backward in (("forward", False), ("forward and backward", True)):
             call = partial(sines_of_two, steps=steps_for(ms / 1e3, backward))
             ways = {"serial": call, "pool": partial(pool.submit, call)}
-            turns = {name: partial(seconds_of_layers, way, plan.layers, backward) for name, way in ways.items()}
+            turns = {
+                name: partial(seconds_of_layers, way, plan.layers, backward)
+                for name, way in ways.items()
+            }
             seconds = interleaved(turns, plan.repeats)
-            row = f"layers: {plan.layers} of {WIDTH} calls of {ms:g} ms, each of two results, {part}"
+            row = (
+                f"layers: {plan.layers} of {WIDTH} calls of {ms:g} ms, each of two results, {part}"
+            )
             aim = (">=", LAYERS_AIMS[ms])
-            yield median_figure(row, "pool over serial", ratios(seconds["serial"], seconds["pool"]), "x", aim)
+            yield median_figure(
+                row, "pool over serial", ratios(seconds["serial"], seconds["pool"]), "x", aim
+            )
 
 
 def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
@@ -371,7 +427,8 @@ def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
 
 
 def steps_for(seconds: float, backward: bool) -> int:
-    """With as many a call takes so long, forward; with a graph, which takes longer, where there is a backward."""
+    """With as many a call takes so long, forward; with a graph, which takes longer, where there is
+    a backward."""
     x, steps = torch.randn(10, requires_grad=backward), 100
     took = min(timeit.repeat(lambda: sines_of_two(x, x, steps), number=1, repeat=20))
     return max(1, round(steps * seconds / took))
@@ -394,7 +451,13 @@ def seconds_of_layers(call: Callable[[Any, Any], Any], layers: int, backward: bo
 class Maps:
     """Maps of a function, one after another, and what gradient their losses get."""
 
-    def __init__(self, loop: Loop, function: Function, items: Sequence[Tensor], gradient: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        function: Function,
+        items: Sequence[Tensor],
+        gradient: Callable[[int], float],
+    ) -> None:
         self._loop = loop
         self._function = function
         self._items = items
@@ -432,7 +495,9 @@ def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
             right, *given = (each.gradients(plan.maps) for each in maps.values())
             for each in given:
                 torch.testing.assert_close(each, right)
-            seconds = interleaved({each: partial(own.seconds, plan.maps) for each, own in maps.items()}, plan.repeats)
+            seconds = interleaved(
+                {each: partial(own.seconds, plan.maps) for each, own in maps.items()}, plan.repeats
+            )
         row = f"gradients: {plan.maps} maps of {len(items)} Python-bound items of 1 ms, {name}"
         for each, values in seconds.items():
             yield median_figure(row, each, [1e3 * value for value in values], "ms/map")
@@ -442,15 +507,23 @@ def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
 def bench_huge(pools: Pools, plan: Plan) -> Iterator[Figure]:
     """The first map of a pool, which knows nothing of its losses yet."""
     function, items = work_items(OP, 1e-3, plan.huge_seconds)
-    turns = {graphs: partial(first_map, plan.processes, graphs, function, items) for graphs in GRAPHS}
-    row = f"huge: the first map of a pool, {len(items)} op-bound items of 1 ms, forward and backward"
+    turns = {
+        graphs: partial(first_map, plan.processes, graphs, function, items) for graphs in GRAPHS
+    }
+    row = (
+        f"huge: the first map of a pool, {len(items)} op-bound items of 1 ms, forward and backward"
+    )
     for graphs, rounds in interleaved(turns, plan.repeats).items():
         seconds, taken = zip(*rounds, strict=True)
         yield median_figure(row, graphs, [1e3 * value / len(items) for value in seconds], "ms/item")
-        yield median_figure(row, f"{graphs}, memory between the two", [value / 2**20 for value in taken], "MiB")
+        yield median_figure(
+            row, f"{graphs}, memory between the two", [value / 2**20 for value in taken], "MiB"
+        )
 
 
-def first_map(processes: int, graphs: str, function: Function, items: Sequence[Tensor]) -> tuple[float, float]:
+def first_map(
+    processes: int, graphs: str, function: Function, items: Sequence[Tensor]
+) -> tuple[float, float]:
     """Seconds, and the bytes that the workers take more between forward and backward."""
     batch = batch_of(items)
     with new_pool(processes, graphs) as pool:
@@ -493,16 +566,24 @@ def bench_captures(pools: Pools, plan: Plan) -> Iterator[Figure]:
     captured = Captured(weights, partial(with_captures, weights, steps=steps), items)
     loops: dict[str, Loop] = {"serial": serial, "pool": pools["keep"].map}
     captured.check(loops["pool"])
-    seconds = interleaved({name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats)
-    row = f"captures: {PARAMETERS} parameters, {plan.capture_bytes / 1e6:g} MB, {len(items)} items, forward and backward"
+    seconds = interleaved(
+        {name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats
+    )
+    row = (
+        f"captures: {PARAMETERS} parameters, {plan.capture_bytes / 1e6:g} MB, {len(items)} items, "
+        "forward and backward"
+    )
     for name, values in seconds.items():
         yield median_figure(row, name, [1e3 * value for value in values], "ms")
 
 
 class Captured:
-    """A function and the parameters that it captures, which change before every run, as an optimiser would change them."""
+    """A function and the parameters that it captures, which change before every run, as an
+    optimiser would change them."""
 
-    def __init__(self, weights: Sequence[Tensor], function: Function, items: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], function: Function, items: Sequence[Tensor]
+    ) -> None:
         self._weights = weights
         self._function = function
         self._items = items
@@ -516,7 +597,9 @@ class Captured:
         try:
             torch.testing.assert_close(given, right)
         except AssertionError as error:
-            raise WrongResultError("pool: a gradient of a capture differs from the serial loop's") from error
+            raise WrongResultError(
+                "pool: a gradient of a capture differs from the serial loop's"
+            ) from error
 
     def _gradients(self, loop: Loop) -> list[Tensor | None]:
         self._step()
@@ -531,7 +614,8 @@ class Captured:
                 weight.grad = None
 
 
-# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing else is idle
+# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing
+# else is idle
 
 STARTED = """
 import time
@@ -584,12 +668,15 @@ with Pool(processes, **options) as pool:
 HELD = """
 import logging, re, threading
 
-logging.getLogger("mpgrad").setLevel(logging.ERROR)  # it says of tiny functions that they cost more to send than to run
+# it says of tiny functions that they cost more to send than to run
+logging.getLogger("mpgrad").setLevel(logging.ERROR)
 
 def held():
-    '''MiB of the caller and each other: PSS, so shared memory counts once, without files, which others may map too.'''
+    '''MiB of the caller and each other: PSS, so shared memory counts once, without files, which
+    others may map too.'''
+    what = "Pss_(?:Anon|Shmem): *([0-9]+)"
     rollups = [pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in everyone()]
-    return [sum(map(int, re.findall("Pss_(?:Anon|Shmem): *([0-9]+)", each))) / 2**10 for each in rollups]
+    return [sum(map(int, re.findall(what, each))) / 2**10 for each in rollups]
 
 def exp_of(leaves):
     results = pool.map(torch.exp, leaves)
@@ -621,7 +708,8 @@ with Pool(processes, **options) as pool:
     before = held()
     go_on(calls)
     after = held()
-    peaks = [peak() - sum(after) for _ in range(repeats)]  # the first few are lower: what is freed is kept for later
+    # the first few are lower: what is freed is kept for later
+    peaks = [peak() - sum(after) for _ in range(repeats)]
     print(json.dumps([after[0] - before[0], sum(after[1:]) - sum(before[1:]), peaks]))
 """
 
@@ -633,7 +721,8 @@ def used(tasks):
 
 def state():
     tasks = [task for pid in everyone() for task in pathlib.Path(f"/proc/{pid}/task").iterdir()]
-    return used([task for task in tasks if task.name != str(os.getpid())])  # this thread sleeps and reads
+    # this thread sleeps and reads
+    return used([task for task in tasks if task.name != str(os.getpid())])
 
 with Pool(processes, **options) as pool:
     all_answer(pool, processes)
@@ -650,8 +739,11 @@ def run_program(program: str, plan: Plan) -> Any:
     settings = [plan.processes, plan.further_workers, options, plan.idle_seconds, *counts]
     command = [sys.executable, "-c", STARTED + program, json.dumps(settings)]
     limit = PROGRAM_LIMIT + plan.calls / 1000
-    folder = Path(mpgrad.__file__).parents[1]  # else the program would import mpgrad from where this one was started
-    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=limit, cwd=folder)
+    # else the program would import mpgrad from where this one was started
+    folder = Path(mpgrad.__file__).parents[1]
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, text=True, timeout=limit, cwd=folder
+    )
     return json.loads(ended.stdout)
 
 
@@ -661,9 +753,17 @@ def bench_start(pools: Pools, plan: Plan) -> Iterator[Figure]:
     row = f"start: of a pool of {plan.processes} in a fresh program"
     yield median_figure(row, "import torch", imports, "s")
     yield median_figure(row, "from Pool() to the first result", firsts, "s")
-    yield median_figure(row, "from Pool() to the first result over import torch", ratios(firsts, imports), "x", START_AIM)
+    yield median_figure(
+        row,
+        "from Pool() to the first result over import torch",
+        ratios(firsts, imports),
+        "x",
+        START_AIM,
+    )
     milliseconds = [1e3 * seconds for seconds in furthers]
-    yield median_figure(row, "each further worker, until it has answered", milliseconds, "ms", FURTHER_AIM)
+    yield median_figure(
+        row, "each further worker, until it has answered", milliseconds, "ms", FURTHER_AIM
+    )
 
 
 def bench_memory(pools: Pools, plan: Plan) -> Iterator[Figure]:
@@ -672,10 +772,16 @@ def bench_memory(pools: Pools, plan: Plan) -> Iterator[Figure]:
     yield median_figure(row, "USS of an idle worker", private, "MiB", MEMORY_AIM)
     yield median_figure(row, "PSS of an idle worker", proportional, "MiB")
     *growths, peaks = run_program(HELD, plan)
-    row = f"memory: {plan.calls} calls, half of them abs, half torch.exp of tiny tensors, forward and backward"
+    row = (
+        f"memory: {plan.calls} calls, half of them abs, half torch.exp of tiny tensors, forward "
+        "and backward"
+    )
     for name, growth in zip(("caller", "workers"), growths, strict=True):
         yield Figure(row, f"growth of the {name}", 1e6 * growth / plan.calls, "MiB/million")
-    row = f"memory: maps of torch.exp over {plan.megabytes} tensors of 1 MB each, forward and backward"
+    row = (
+        f"memory: maps of torch.exp over {plan.megabytes} tensors of 1 MB each, forward and "
+        "backward"
+    )
     yield median_figure(row, "peak of PSS and shared memory, over that before all", peaks, "MiB")
 
 
@@ -701,9 +807,13 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
     loops |= {graphs: pools[graphs].map for graphs in GRAPHS}
     right = script.evaluate(script.serial, infants, parameters)
     for name, loop in loops.items():
-        difference = float((script.evaluate(loop, infants, parameters).gradient - right.gradient).abs().max())
+        difference = float(
+            (script.evaluate(loop, infants, parameters).gradient - right.gradient).abs().max()
+        )
         if not difference <= script.GRADIENT_TOLERANCE:  # true for nan
-            raise WrongResultError(f"{name}: the gradient differs from the serial loop's by {difference:g}")
+            raise WrongResultError(
+                f"{name}: the gradient differs from the serial loop's by {difference:g}"
+            )
 
     def seconds(name: str) -> float:
         return float(script.evaluate(loops[name], infants, parameters).seconds)
@@ -723,7 +833,16 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
 def figures_of_checkout(checkout: Path, row: str, options: argparse.Namespace) -> list[Figure]:
     """Measure a row with this script and the package of another checkout."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, "--rows", row, "--json", file.name, "--processes", str(options.processes)]
+        command = [
+            sys.executable,
+            __file__,
+            "--rows",
+            row,
+            "--json",
+            file.name,
+            "--processes",
+            str(options.processes),
+        ]
         command += ["--quick"] if options.quick else []
         command += ["--repeats", str(options.repeats)] if options.repeats else []
         command += ["--calls", str(options.calls)] if options.calls else []
@@ -745,13 +864,18 @@ def print_comparison(old: Sequence[Figure], new: Sequence[Figure]) -> None:
             print(f"  {figure.row}, {figure.name}: new")
         else:
             ratio = f"{value / figure.value:.2f}" if figure.value else "-"
-            print(f"  {figure.row}, {figure.name}: {value:.4g} {figure.value:.4g} {ratio} {figure.unit}")
+            print(
+                f"  {figure.row}, {figure.name}: {value:.4g} {figure.value:.4g} {ratio} "
+                f"{figure.unit}"
+            )
 
 
 def older_checkout(text: str) -> Path:
     path = Path(text).resolve()
     if not (path / "mpgrad" / "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"no checkout of mpgrad ({text!r}); make one with git worktree add")
+        raise argparse.ArgumentTypeError(
+            f"no checkout of mpgrad ({text!r}); make one with git worktree add"
+        )
     return path
 
 
@@ -798,9 +922,19 @@ def bench(options: argparse.Namespace, plan: Plan) -> list[Figure]:
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="workers (default: %(default)s)")
-    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 9, quick: 1)")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
+    )
+    parser.add_argument(
+        "--processes",
+        type=at_least_1,
+        default=2,
+        metavar="N",
+        help="workers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 9, quick: 1)"
+    )
     calls = "calls over which memory may grow (default: 20000, quick: 200)"
     parser.add_argument("--calls", type=at_least_1, metavar="N", help=calls)
     compare = "measure each row with the code of this checkout, too, and print the ratios"

@@ -1,8 +1,9 @@
-"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a run.
+"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a
+run.
 
-Contenders take turns in a random order within a round, so that noise of the machine meets them all alike. A figure is the
-median over rounds, and a ratio is taken within a round. Assumes nothing of mpgrad, which this module does not import:
-scripts about other systems use it too.
+Contenders take turns in a random order within a round, so that noise of the machine meets them all
+alike. A figure is the median over rounds, and a ratio is taken within a round. Assumes nothing of
+mpgrad, which this module does not import: scripts about other systems use it too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-# mpgrad says once of each tiny function that it costs more to send than to run: here that is what is measured
+# mpgrad says once of each tiny function that it costs more to send than to run: here that is what
+# is measured
 logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 
 T = TypeVar("T")
@@ -44,7 +46,8 @@ class WrongResultError(Exception):
 
 
 def sent(pool: type) -> Record:
-    """The options of a pool that sends all calls: older versions may run cheap ones in the caller."""
+    """The options of a pool that sends all calls: older versions may run cheap ones in the
+    caller."""
     return {"send": "always"} if "send" in inspect.signature(pool).parameters else {}
 
 
@@ -69,7 +72,8 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in steps of 10 ms."""
+    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in
+    steps of 10 ms."""
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -79,7 +83,8 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def status_bytes(pid: int, name: str) -> int:
-    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it had (VmHWM)."""
+    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it
+    had (VmHWM)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -92,7 +97,8 @@ def status_bytes(pid: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a value."""
+    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a
+    value."""
 
     row: str
     name: str
@@ -117,7 +123,9 @@ class Figure:
         return dataclasses.asdict(self) | {"reached": self.reached}
 
 
-def median_figure(row: str, name: str, rounds: Sequence[float], unit: str, aim: tuple[str, float] | None = None) -> Figure:
+def median_figure(
+    row: str, name: str, rounds: Sequence[float], unit: str, aim: tuple[str, float] | None = None
+) -> Figure:
     return Figure(row, name, statistics.median(rounds), unit, aim, list(rounds))
 
 
@@ -132,10 +140,16 @@ def print_figures(figures: Sequence[Figure]) -> None:
         print(f"  {figure.name:58}{value:>11} {unit:10}{aim:>9}  {reached}".rstrip(), flush=True)
 
 
-def report(options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any) -> None:
+def report(
+    options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any
+) -> None:
     """Write the file that `add_options` asks for."""
     if options.json is not None:
-        record = {"surroundings": around, **more, "figures": [figure.record() for figure in figures]}
+        record = {
+            "surroundings": around,
+            **more,
+            "figures": [figure.record() for figure in figures],
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
         print(f"\nall rounds: {options.json}")
 
@@ -153,7 +167,9 @@ def surroundings(processes: int) -> Record:
         "load_average": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("mpgrad", "numpy", "torch")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("mpgrad", "numpy", "torch")
+        },
     }
 
 
@@ -167,13 +183,17 @@ def cpu_model() -> str:
 def print_surroundings(around: Record) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
     print(f"{versions}, Python {around['python']}, {around['date']}")
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
+    print(
+        f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, "
+        f"{around['system']}"
+    )
     print(f"{around['processes']} processes; load average {around['load_average']:.2f} before")
 
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds; end the process if it then does not leave the block."""
+    """Raise TimeoutError in the block after so many seconds; end the process if it then does not
+    leave the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -199,8 +219,12 @@ def fail(error: Exception) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what all benchmarks take."""
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a little of everything, only to see that it runs"
+    )
 
 
 def at_least_1(text: str) -> int:
@@ -223,5 +247,7 @@ def file_to_write(text: str) -> Path:
 def picture_to_write(text: str) -> Path:
     path = file_to_write(text)
     if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(
+            f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}"
+        )
     return path

@@ -1,7 +1,9 @@
-"""How many Python functions the caller calls, in its own thread and the pool's, for a call or a map of a warm pool.
+"""How many Python functions the caller calls, in its own thread and the pool's, for a call or a map
+of a warm pool.
 
-Counts are the same on every machine, where seconds are not. Of each case the smallest count of several runs is shown: what a
-turn of the pool's thread finds to do depends on when it wakes up. `--functions` lists which functions were called how often.
+Counts are the same on every machine, where seconds are not. Of each case the smallest count of
+several runs is shown: what a turn of the pool's thread finds to do depends on when it wakes up.
+`--functions` lists which functions were called how often.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ CASES: dict[str, tuple[Callable[[mpgrad.Pool], None], dict[str, Any]]] = {
 
 
 class Counter:
-    """Notes calls of Python functions in all threads that start after it was made, and in the caller's, while it is on."""
+    """Notes calls of Python functions in all threads that start after it was made, and in the
+    caller's, while it is on."""
 
     def __init__(self) -> None:
         self._counts: Counts | None = None
@@ -62,7 +65,9 @@ class Counter:
         if event == "call" and (counts := self._counts) is not None:
             code = frame.f_code
             thread = "caller" if threading.get_ident() == self._main else "pool"
-            counts[thread, f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"] += 1
+            counts[
+                thread, f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"
+            ] += 1
 
     def counted(self, run: Callable[[mpgrad.Pool], None], pool: mpgrad.Pool) -> Counts:
         counts = self._counts = collections.Counter()
@@ -91,7 +96,10 @@ def main() -> None:
             time.sleep(0.1)  # the pool's thread has told what there was to tell
             runs = [counter.counted(run, pool) for _ in range(RUNS)]
         least = min(runs, key=lambda counts: counts.total())
-        sums = {thread: sum(n for (own, _), n in least.items() if own == thread) for thread in ("caller", "pool")}
+        sums = {
+            thread: sum(n for (own, _), n in least.items() if own == thread)
+            for thread in ("caller", "pool")
+        }
         found[name] = sums
         print(f"{name:40} {sums['caller']:7} {sums['pool']:7}")
         if options.functions:

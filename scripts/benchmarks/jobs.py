@@ -1,7 +1,9 @@
-"""What the benchmarks map, and how: small and large tensors, losses of a given length, loops with their backward.
+"""What the benchmarks map, and how: small and large tensors, losses of a given length, loops with
+their backward.
 
-The serial loop has two orders. One backward over all items is how a loop is usually written. A backward right after each
-item is faster where graphs are small, because they are still in the cache; that is what a pool has to beat.
+The serial loop has two orders. One backward over all items is how a loop is usually written. A
+backward right after each item is faster where graphs are small, because they are still in the
+cache; that is what a pool has to beat.
 """
 
 from __future__ import annotations
@@ -94,17 +96,21 @@ OP = Work("op-bound", lambda width: op_loss, op_item)
 
 
 def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list[Tensor]]:
-    """A function and items of which each takes so many seconds, forward and backward, and all together about `total`.
+    """A function and items of which each takes so many seconds, forward and backward, and all
+    together about `total`.
 
     With 0 seconds the items are the cheapest there are.
     """
     size = calibrated(work, seconds) if seconds else 1
-    count = min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds))) if seconds else MOST_ITEMS
+    count = (
+        min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds))) if seconds else MOST_ITEMS
+    )
     return work.function(size), [work.item(size) for _ in range(count)]
 
 
 def calibrated(work: Work, seconds: float) -> int:
-    """The size at which forward and backward right after it take about so many seconds in this process."""
+    """The size at which forward and backward right after it take about so many seconds in this
+    process."""
 
     def own_seconds(size: int) -> float:
         one = partial(backward_at_once, work.function(size))
@@ -174,7 +180,8 @@ def backward_at_once(function: Function, batch: Batch) -> Outcome:
 
 
 class LoopsApart:
-    """Serial loops in processes of their own, each over a part of the items: what no pool can beat. To be closed."""
+    """Serial loops in processes of their own, each over a part of the items: what no pool can beat.
+    To be closed."""
 
     def __init__(self, run: Run, items: Sequence[Tensor], processes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -195,7 +202,11 @@ class LoopsApart:
 
     def cpu_seconds(self) -> float:
         """Seconds of CPU an item, of all loops."""
-        return self._spent(lambda: cpu_seconds([process.pid for process in self._processes if process.pid is not None]))
+        return self._spent(
+            lambda: cpu_seconds(
+                [process.pid for process in self._processes if process.pid is not None]
+            )
+        )
 
     def _spent(self, clock: Callable[[], float]) -> float:
         """An item, by what the clock says before the loops and after them."""
@@ -255,8 +266,11 @@ def array_pairs(function: Function, items: Sequence[Array]) -> list[Pair]:
 
 
 def batch_of(items: Sequence[Tensor]) -> Batch:
-    """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be another item."""
-    return Batch([item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items])
+    """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be
+    another item."""
+    return Batch(
+        [item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items]
+    )
 
 
 def timed(run: Run, batch: Batch) -> float:
@@ -267,13 +281,19 @@ def timed(run: Run, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def measured(contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int) -> dict[str, list[float]]:
-    """Seconds an item that each contender takes in every round, once all give what the first one gives."""
+def measured(
+    contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds an item that each contender takes in every round, once all give what the first one
+    gives."""
     return interleaved(timed_turns(contenders, items), rounds)
 
 
-def timed_turns(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> dict[str, Callable[[], float]]:
-    """What measures the seconds an item of each contender, once all give what the first one gives."""
+def timed_turns(
+    contenders: Mapping[str, Run], items: Sequence[Tensor]
+) -> dict[str, Callable[[], float]]:
+    """What measures the seconds an item of each contender, once all give what the first one
+    gives."""
     check(contenders, items)
 
     def seconds(run: Run) -> float:
@@ -295,4 +315,6 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
                     size = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
                     torch.testing.assert_close(one, wanted, rtol=ROUNDING, atol=ROUNDING * size)
             except AssertionError as error:
-                raise WrongResultError(f"{name}: a {kind} differs from the serial loop's") from error
+                raise WrongResultError(
+                    f"{name}: a {kind} differs from the serial loop's"
+                ) from error

@@ -1,10 +1,12 @@
-"""One infant's share of a population fit: first-order conditional estimation (FOCE) with interaction, differentiable.
+"""One infant's share of a population fit: first-order conditional estimation (FOCE) with
+interaction, differentiable.
 
-A population model gives each infant its own clearance and volume, drawn around those of the population by random
-effects `eta` that nobody observes. FOCE replaces the integral over them by its Laplace approximation at their
-most probable value, so an infant's objective holds a minimisation of its own. Infants differ in doses, samples and
-Newton steps, so they cannot be batched. Autograd through the steps would be slow, and exact only in the limit;
-`most_probable` gives autograd the implicit function theorem instead, which needs nothing but the optimum.
+A population model gives each infant its own clearance and volume, drawn around those of the
+population by random effects `eta` that nobody observes. FOCE replaces the integral over them by its
+Laplace approximation at their most probable value, so an infant's objective holds a minimisation of
+its own. Infants differ in doses, samples and Newton steps, so they cannot be batched. Autograd
+through the steps would be slow, and exact only in the limit; `most_probable` gives autograd the
+implicit function theorem instead, which needs nothing but the optimum.
 
     parameters ──┬──► most_probable(infant) ──► eta ──┐
                  │        Newton, no graph            ├──► objective(infant, parameters), a scalar
@@ -25,14 +27,17 @@ __all__ = ["estimates", "log_concentration", "most_probable", "objective", "scal
 LOW_APGAR = 5  # below it, the volume of distribution is 1 + th3 times as large
 
 NEWTON_STEPS = 100  # about 5 are needed; a saddle far from the optimum may take twenty
-STEP_ENOUGH = 1e-8  # Newton squares the error at each step, so after one this small only round-off is left
+# Newton squares the error at each step, so after one this small only round-off is left
+STEP_ENOUGH = 1e-8
 ROUND_OFF = 1e-12  # relative; a rise of the objective below it says nothing
 
 
 def scaled(natural: Tensor) -> Tensor:
-    """Parameters that may take any real value, from (th1, th2, th3, om1, om2, s2) in the model's units.
+    """Parameters that may take any real value, from (th1, th2, th3, om1, om2, s2) in the model's
+    units.
 
-    They are the logarithms of all but th3, which is a relative change and may be negative, and of 1 + th3.
+    They are the logarithms of all but th3, which is a relative change and may be negative, and of 1
+    + th3.
     """
     return (natural + natural.new_tensor([0, 0, 1, 0, 0, 0])).log()
 
@@ -43,10 +48,12 @@ def estimates(parameters: Tensor) -> Tensor:
 
 
 def log_concentration(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
-    """The logarithm of the predicted concentrations (mg/l) at the infant's samples, of shape (samples,).
+    """The logarithm of the predicted concentrations (mg/l) at the infant's samples, of shape
+    (samples,).
 
-    One compartment, eliminated at rate clearance / volume; doses add up. In logarithms because eta and parameters enter
-    there linearly, because the objective asks for no more, and because a drug that is all but gone stays above zero.
+    One compartment, eliminated at rate clearance / volume; doses add up. In logarithms because eta
+    and parameters enter there linearly, because the objective asks for no more, and because a drug
+    that is all but gone stays above zero.
     """
     log_weight = math.log(infant.weight)
     log_clearance = parameters[0] + log_weight + eta[0]
@@ -61,10 +68,11 @@ def log_concentration(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor
 
 
 def surprise(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
-    """-2 log of the joint density of the infant's samples and `eta`, up to a constant: what `most_probable` minimises.
+    """-2 log of the joint density of the infant's samples and `eta`, up to a constant: what
+    `most_probable` minimises.
 
-    sum_j [(y_j - f_j)^2 / R_j + log R_j] + eta' Om^-1 eta, where R_j = f_j^2 s2 grows with the prediction f_j
-    (the "interaction").
+    sum_j [(y_j - f_j)^2 / R_j + log R_j] + eta' Om^-1 eta, where R_j = f_j^2 s2 grows with the
+    prediction f_j (the "interaction").
     """
     log_prediction = log_concentration(infant, parameters, eta)
     variances, log_s2 = parameters[3:5].exp(), parameters[5]
@@ -74,11 +82,12 @@ def surprise(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
 
 
 def objective(infant: Infant, parameters: Tensor) -> Tensor:
-    """The infant's share of NONMEM's objective (FOCE with interaction, without the N log 2 pi term).
+    """The infant's share of NONMEM's objective (FOCE with interaction, without the N log 2 pi
+    term).
 
-    surprise + log |Om| + log |H| at the most probable `eta`, where H takes the expected curvature of the samples,
-    sum_j [grad f_j grad f_j' / R_j + 1/2 c_j c_j'] with c_j = grad R_j / R_j. As R_j = f_j^2 s2, that is
-    (1 / s2 + 2) sum_j grad log f_j grad log f_j'.
+    surprise + log |Om| + log |H| at the most probable `eta`, where H takes the expected curvature
+    of the samples, sum_j [grad f_j grad f_j' / R_j + 1/2 c_j c_j'] with c_j = grad R_j / R_j. As
+    R_j = f_j^2 s2, that is (1 / s2 + 2) sum_j grad log f_j grad log f_j'.
 
     Arguments:
         infant: what was done and measured.
@@ -99,7 +108,8 @@ def objective(infant: Infant, parameters: Tensor) -> Tensor:
 
 
 def most_probable(infant: Infant, parameters: Tensor) -> Tensor:
-    """The random effects on log clearance and log volume that minimise `surprise`, of shape (2,), differentiable."""
+    """The random effects on log clearance and log volume that minimise `surprise`, of shape (2,),
+    differentiable."""
     eta: Tensor = MostProbable.apply(parameters, infant)  # type: ignore[no-untyped-call]
     return eta
 
@@ -107,8 +117,9 @@ def most_probable(infant: Infant, parameters: Tensor) -> Tensor:
 class MostProbable(torch.autograd.Function):
     """The optimum by Newton, its derivative by the implicit function theorem.
 
-    At the optimum d surprise / d eta = 0 for all parameters, so d eta / d parameters = -H^-1 M, with H the Hessian of
-    `surprise` in eta and M its mixed derivative. Backward is itself differentiable.
+    At the optimum d surprise / d eta = 0 for all parameters, so d eta / d parameters = -H^-1 M,
+    with H the Hessian of `surprise` in eta and M its mixed derivative. Backward is itself
+    differentiable.
     """
 
     @staticmethod
@@ -122,7 +133,8 @@ class MostProbable(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views, because eta depends on the parameters, and the theorem asks for partial derivatives.
+            # Views, because eta depends on the parameters, and the theorem asks for partial
+            # derivatives.
             parameters, eta = (saved.view_as(saved) for saved in ctx.saved_tensors)
             gradient = differentiate(surprise(ctx.infant, parameters, eta), eta)
             weights = torch.linalg.solve(jacobian(gradient, eta), grad_outputs[0])
@@ -139,7 +151,8 @@ class Expansion(NamedTuple):
 
 
 def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
-    """Newton with step halving, from zero: a call then depends on nothing but its arguments, wherever it runs."""
+    """Newton with step halving, from zero: a call then depends on nothing but its arguments,
+    wherever it runs."""
     here = torch.zeros_like(parameters[:2])
     around = expand(infant, parameters, here)
     step = downhill(around)
@@ -147,7 +160,10 @@ def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
         there = here + step
         around_there = expand(infant, parameters, there)
         promised = around.gradient @ step
-        if not around_there.value <= around.value + 1e-4 * promised + ROUND_OFF * around.value.abs():  # true for nan
+        if (
+            not around_there.value
+            <= around.value + 1e-4 * promised + ROUND_OFF * around.value.abs()
+        ):  # true for nan
             step = step / 2
             continue
         here, around = there, around_there
@@ -156,7 +172,8 @@ def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
             return here + step
     raise ArithmeticError(
         f"no most probable random effects in {NEWTON_STEPS} Newton steps"
-        f" (infant: {infant.subject}, parameters: {parameters.tolist()}); start nearer to plausible parameters"
+        f" (infant: {infant.subject}, parameters: {parameters.tolist()}); start nearer to "
+        "plausible parameters"
     )
 
 
@@ -170,7 +187,8 @@ def expand(infant: Infant, parameters: Tensor, eta: Tensor) -> Expansion:
 
 
 def downhill(around: Expansion) -> Tensor:
-    """Newton's step, with curvatures taken as positive: near an optimum they are, elsewhere the step still descends."""
+    """Newton's step, with curvatures taken as positive: near an optimum they are, elsewhere the
+    step still descends."""
     curvatures, directions = torch.linalg.eigh(around.hessian)
     slopes = torch.mv(directions.T, around.gradient)
     return -torch.mv(directions, slopes / curvatures.abs())
@@ -182,5 +200,6 @@ def differentiate(value: Tensor, point: Tensor) -> Tensor:
 
 
 def jacobian(values: Tensor, point: Tensor) -> Tensor:
-    """d values / d point, of shape (values, point): one row at a time, for a handful of rows is quicker than vmap."""
+    """d values / d point, of shape (values, point): one row at a time, for a handful of rows is
+    quicker than vmap."""
     return torch.stack([differentiate(value, point) for value in values])

@@ -1,4 +1,5 @@
-"""`Pool.submit`: a graph of calls that is handed over at once. What only calls ask for goes from worker to worker."""
+"""`Pool.submit`: a graph of calls that is handed over at once. What only calls ask for goes from
+worker to worker."""
 
 import time
 
@@ -24,7 +25,8 @@ def joined(left, right):
 def run(submit):
     """The same program for both: `submit(function, *arguments)` gives a value or a future."""
     top = submit(torch.sin, x)
-    return submit(joined, submit(branch, top, 1), submit(branch, top, -1))  # two branches side by side
+    # two branches side by side
+    return submit(joined, submit(branch, top, 1), submit(branch, top, -1))
 
 
 with mpgrad.Pool(2) as pool:
@@ -32,7 +34,8 @@ with mpgrad.Pool(2) as pool:
     future = run(pool.submit)
     handed_over = time.perf_counter() - began
     value = future.result()
-    (ours,) = torch.autograd.grad(value, x)  # backward takes the same way back, the branches side by side again
+    # backward takes the same way back, the branches side by side again
+    (ours,) = torch.autograd.grad(value, x)
 
 right = run(lambda function, *arguments: function(*arguments))
 torch.testing.assert_close([value, ours], [right, *torch.autograd.grad(right, x)])

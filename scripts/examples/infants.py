@@ -1,7 +1,8 @@
 """The infants of a population fit, read from a CSV file; data/README.md says what its columns are.
 
-The model asks for logarithms of doses, weights and concentrations, and for a dose before every sample. A file that
-breaks such a rule would come out of a fit as a `nan` hours from its cause, so it is refused here, at the cell.
+The model asks for logarithms of doses, weights and concentrations, and for a dose before every
+sample. A file that breaks such a rule would come out of a fit as a `nan` hours from its cause, so
+it is refused here, at the cell.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Infant:
         doses: intravenous boluses in mg, of shape (doses,).
         dose_times: in h, of shape (doses,).
         sample_times: in h, of shape (samples,).
-        doses_before: how many doses had been given by each sample, at least 1; integers of shape (samples,). Times do
-            not settle it: a dose and a sample at the same time are in the order in which they were written down.
+        doses_before: how many doses had been given by each sample, at least 1; integers of shape
+            (samples,). Times do not settle it: a dose and a sample at the same time are in the
+            order in which they were written down.
         concentrations: measured in plasma in mg/l, of shape (samples,).
     """
 
@@ -106,7 +108,9 @@ def read_infants(path: Path) -> list[Infant]:
     """
     lines = read_lines(path)
     header = next(lines)
-    for index, (name, cell) in enumerate(itertools.zip_longest(COLUMNS, header.cells, fillvalue="")):
+    for index, (name, cell) in enumerate(
+        itertools.zip_longest(COLUMNS, header.cells, fillvalue="")
+    ):
         if name != cell:
             raise header.mistake(index, f"the header must be {','.join(COLUMNS)} (here: {cell!r})")
     histories: dict[int, list[Event]] = {}
@@ -114,7 +118,9 @@ def read_infants(path: Path) -> list[Infant]:
         event = read_event(line)
         histories.setdefault(event.subject, []).append(event)
     if not histories:
-        raise replace(header, number=header.number + 1).mistake("subject", "no infants below the header")
+        raise replace(header, number=header.number + 1).mistake(
+            "subject", "no infants below the header"
+        )
     return [infant_of(events) for events in histories.values()]
 
 
@@ -124,13 +130,17 @@ def read_lines(path: Path) -> Iterator[Line]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise start.mistake("subject", f"cannot read the file ({error.strerror}); see --data") from error
+        raise start.mistake(
+            "subject", f"cannot read the file ({error.strerror}); see --data"
+        ) from error
     for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             cells = [cell.strip() for cell in raw.decode().split(",")]
         except UnicodeDecodeError as error:
             column = raw[: error.start].count(b",")
-            raise Line(path, number, []).mistake(column, f"not UTF-8 (byte: {raw[error.start]:#x})") from error
+            raise Line(path, number, []).mistake(
+                column, f"not UTF-8 (byte: {raw[error.start]:#x})"
+            ) from error
         if number == 1 or cells != [""]:
             yield Line(path, number, cells)
 
@@ -146,14 +156,21 @@ def read_event(line: Line) -> Event:
         dose=line.positive("dose_mg") if line.cell("dose_mg") else None,
         weight=line.positive("weight_kg"),
         apgar=line.whole("apgar"),
-        concentration=line.positive("concentration_mg_per_l") if line.cell("concentration_mg_per_l") else None,
+        concentration=line.positive("concentration_mg_per_l")
+        if line.cell("concentration_mg_per_l")
+        else None,
     )
     if not 1 <= event.apgar <= 10:
         raise line.mistake("apgar", f"must be from 1 to 10 ({event.apgar})")
     if event.dose is None and event.concentration is None:
-        raise line.mistake("dose_mg", "neither a dose nor a concentration (both empty); give one of them")
+        raise line.mistake(
+            "dose_mg", "neither a dose nor a concentration (both empty); give one of them"
+        )
     if event.dose is not None and event.concentration is not None:
-        what = f"both a dose and a concentration ({event.dose:g} and {event.concentration:g}); give each its own line"
+        what = (
+            f"both a dose and a concentration ({event.dose:g} and {event.concentration:g}); give "
+            "each its own line"
+        )
         raise line.mistake("concentration_mg_per_l", what)
     return event
 
@@ -164,11 +181,17 @@ def infant_of(events: Sequence[Event]) -> Infant:
     for before, event in itertools.pairwise(events):
         check_succession(before, event)
     doses = [(event.dose, event.time) for event in events if event.dose is not None]
-    samples = [(event.concentration, event.time) for event in events if event.concentration is not None]
+    samples = [
+        (event.concentration, event.time) for event in events if event.concentration is not None
+    ]
     if not samples:
-        raise first.line.mistake("concentration_mg_per_l", f"no sample of this infant (subject: {first.subject})")
+        raise first.line.mistake(
+            "concentration_mg_per_l", f"no sample of this infant (subject: {first.subject})"
+        )
     if first.dose is None:  # no concentration is predicted before a dose, so none can be explained
-        raise first.line.mistake("dose_mg", f"no dose before this sample (subject: {first.subject})")
+        raise first.line.mistake(
+            "dose_mg", f"no dose before this sample (subject: {first.subject})"
+        )
     given = itertools.accumulate(event.dose is not None for event in events)
     return Infant(
         subject=first.subject,
@@ -177,20 +200,30 @@ def infant_of(events: Sequence[Event]) -> Infant:
         doses=torch.tensor([dose for dose, _ in doses], dtype=torch.float64),
         dose_times=torch.tensor([hour for _, hour in doses], dtype=torch.float64),
         sample_times=torch.tensor([hour for _, hour in samples], dtype=torch.float64),
-        doses_before=torch.tensor([n for n, event in zip(given, events, strict=True) if event.dose is None]),
-        concentrations=torch.tensor([concentration for concentration, _ in samples], dtype=torch.float64),
+        doses_before=torch.tensor(
+            [n for n, event in zip(given, events, strict=True) if event.dose is None]
+        ),
+        concentrations=torch.tensor(
+            [concentration for concentration, _ in samples], dtype=torch.float64
+        ),
     )
 
 
 def check_succession(before: Event, event: Event) -> None:
     """One infant's lines go forward in time, and agree on what it was born with."""
     if event.time < before.time:
-        what = f"earlier than line {before.line.number} ({event.time:g} after {before.time:g}); sort the infant's lines"
+        what = (
+            f"earlier than line {before.line.number} ({event.time:g} after {before.time:g}); sort "
+            "the infant's lines"
+        )
         raise event.line.mistake("time_h", what)
     for column, here, there in (
         ("weight_kg", event.weight, before.weight),
         ("apgar", event.apgar, before.apgar),
     ):
         if here != there:
-            what = f"differs from line {before.line.number} ({here:g}, not {there:g}); an infant has one"
+            what = (
+                f"differs from line {before.line.number} ({here:g}, not {there:g}); an infant has "
+                "one"
+            )
             raise event.line.mistake(column, what)

@@ -1,4 +1,5 @@
-"""`mpgrad.jacobian`: the derivative of every output of a simulation, rows and columns shared by the workers."""
+"""`mpgrad.jacobian`: the derivative of every output of a simulation, rows and columns shared by the
+workers."""
 
 import time
 
@@ -9,7 +10,8 @@ import mpgrad
 torch.manual_seed(0)
 torch.set_num_threads(1)  # as each worker has
 rates = torch.rand(4, dtype=torch.float64)
-patients = [torch.rand(n, dtype=torch.float64) for n in (40, 5, 80, 20)]  # how much each has, at his own times
+# how much each has, at his own times
+patients = [torch.rand(n, dtype=torch.float64) for n in (40, 5, 80, 20)]
 
 
 def concentrations(rates, doses):
@@ -27,14 +29,19 @@ def row_by_row(doses):
 
 
 with mpgrad.Pool() as pool:
-    mpgrad.jacobian(concentrations, rates, patients[:1], argnums=0, pool=pool)  # the workers have started
+    # the workers have started
+    mpgrad.jacobian(concentrations, rates, patients[:1], argnums=0, pool=pool)
     began = time.perf_counter()
-    ours = mpgrad.jacobian(concentrations, rates, patients, argnums=0, pool=pool)  # one Jacobian for each patient
+    # one Jacobian for each patient
+    ours = mpgrad.jacobian(concentrations, rates, patients, argnums=0, pool=pool)
     pool_time = time.perf_counter() - began
 
 began = time.perf_counter()
 serial = [row_by_row(doses) for doses in patients]
 serial_time = time.perf_counter() - began
 torch.testing.assert_close(ours, serial)
-print(f"{len(ours)} Jacobians of shapes {[tuple(each.shape) for each in ours]}: as row by row in a serial loop")
+print(
+    f"{len(ours)} Jacobians of shapes {[tuple(each.shape) for each in ours]}: as row by row in a "
+    "serial loop"
+)
 print(f"serial, row by row {1e3 * serial_time:.0f} ms; pool {1e3 * pool_time:.0f} ms")

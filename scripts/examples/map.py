@@ -1,4 +1,5 @@
-"""`Pool.map`: one model of how springs swing, fitted to series of different lengths. Compared with the serial loop."""
+"""`Pool.map`: one model of how springs swing, fitted to series of different lengths. Compared with
+the serial loop."""
 
 import time
 
@@ -8,8 +9,10 @@ import mpgrad
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # as each worker has
-stiffness = torch.tensor(2.0, requires_grad=True)  # shared by all series; the function reaches it, nobody passes it
-starts = [torch.randn(1 + n % 5, requires_grad=True) for n in range(16)]  # ragged: they cannot be batched
+# shared by all series; the function reaches it, nobody passes it
+stiffness = torch.tensor(2.0, requires_grad=True)
+# ragged: they cannot be batched
+starts = [torch.randn(1 + n % 5, requires_grad=True) for n in range(16)]
 
 
 def energy_left(start):
@@ -29,10 +32,18 @@ def gradients(loop):
 
 with mpgrad.Pool() as pool:
     pool.map(energy_left, starts[:2])  # the workers have started
-    serial_time, serial_loss, serial = gradients(lambda function, items: [function(item) for item in items])
+    serial_time, serial_loss, serial = gradients(
+        lambda function, items: [function(item) for item in items]
+    )
     pool_time, pool_loss, ours = gradients(pool.map)
 
 worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, serial, strict=True))
 assert torch.equal(pool_loss, serial_loss) and worst < 1e-5, worst
-print(f"loss {pool_loss:.6f}, d loss / d stiffness {ours[0]:.4f}, and a gradient for each of {len(starts)} starts")
-print(f"serial loop {serial_time:.2f} s, {pool.processes} workers {pool_time:.2f} s; gradients differ by {worst:.0e} at most")
+print(
+    f"loss {pool_loss:.6f}, d loss / d stiffness {ours[0]:.4f}, and a gradient for each of "
+    f"{len(starts)} starts"
+)
+print(
+    f"serial loop {serial_time:.2f} s, {pool.processes} workers {pool_time:.2f} s; gradients "
+    f"differ by {worst:.0e} at most"
+)

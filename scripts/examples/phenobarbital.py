@@ -1,12 +1,14 @@
-"""A population fit on real data: phenobarbital in 59 newborns, whose objectives are mapped over a pool.
+"""A population fit on real data: phenobarbital in 59 newborns, whose objectives are mapped over a
+pool.
 
     infants ──► pool.map(objective) ──► 59 scalars ──► sum ──► backward ──► BFGS ──► six estimates
                      ▲ each with its own Newton optimum inside                │
                      └───────────────── six parameters, captured ◄────────────┘
 
-Every infant has doses and samples of its own, at its own times: a slow differentiable loop that cannot be batched. The
-script fits it with the pool's gradients, sets the result beside NONMEM's, then evaluates the fit's whole path again,
-serially and with the pool in turns, and compares times and gradients. Data, model and reference: data/README.md.
+Every infant has doses and samples of its own, at its own times: a slow differentiable loop that
+cannot be batched. The script fits it with the pool's gradients, sets the result beside NONMEM's,
+then evaluates the fit's whole path again, serially and with the pool in turns, and compares times
+and gradients. Data, model and reference: data/README.md.
 
     pip install '.[scripts]'
     python scripts/examples/phenobarbital.py --processes 2
@@ -42,8 +44,13 @@ from tqdm import tqdm
 import mpgrad
 from mpgrad.others_clock import OthersClock
 
-DESCRIPTION = "A population fit of phenobarbital in 59 newborns, mapped over a pool; beside NONMEM's."
-EPILOG = "exit status: 0 if the result is NONMEM's, 1 if not, 2 for a mistake in the arguments or in the data"
+DESCRIPTION = (
+    "A population fit of phenobarbital in 59 newborns, mapped over a pool; beside NONMEM's."
+)
+EPILOG = (
+    "exit status: 0 if the result is NONMEM's, 1 if not, 2 for a mistake in the arguments or in "
+    "the data"
+)
 DATA = Path(__file__).parent / "data" / "phenobarbital.csv"
 
 NAMES = ("th1 (l/h/kg)", "th2 (l/kg)", "th3", "om1", "om2", "s2")
@@ -57,13 +64,15 @@ OBJECTIVE_TOLERANCE = 1e-3
 ESTIMATE_TOLERANCE = 5e-3  # relative
 GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in another order
 
-GRADIENT_ENOUGH = 1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
+# in every scaled parameter; the objective is then within 1e-9 of its minimum
+GRADIENT_ENOUGH = 1e-4
 ENGINES = ("process", "thread", "inline", "ray")
 TAKEN = 0.25  # CPUs that others may take before it is worth a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
-Loop = Callable[[Callable[[Infant], Tensor], Sequence[Infant]], Sequence[Tensor]]  # `serial`, or a pool's `map`
+# `serial`, or a pool's `map`
+Loop = Callable[[Callable[[Infant], Tensor], Sequence[Infant]], Sequence[Tensor]]
 
 
 class Evaluation(NamedTuple):
@@ -85,11 +94,14 @@ class Comparison(NamedTuple):
 
     serial: list[Evaluation]
     pool: list[Evaluation]
-    taken: list[float]  # CPUs that others took during each of the serial ones (a cluster's workers would count as others)
+    # CPUs that others took during each of the serial ones (a cluster's workers would count as
+    # others)
+    taken: list[float]
 
     @property
     def speed_up(self) -> float:
-        """The median over rounds of serial to pool time; the two halves of a round share the machine's mood."""
+        """The median over rounds of serial to pool time; the two halves of a round share the
+        machine's mood."""
         return statistics.median(one.seconds / other.seconds for one, other in self.rounds)
 
     @property
@@ -104,7 +116,11 @@ class Comparison(NamedTuple):
     def remark(self) -> str:
         """What a reader has to know who would take the speed-up for that of a quiet machine."""
         taken = statistics.median(self.taken)
-        return f"(others used {taken:.1f} CPUs meanwhile: more on a quiet machine)" if taken > TAKEN else ""
+        return (
+            f"(others used {taken:.1f} CPUs meanwhile: more on a quiet machine)"
+            if taken > TAKEN
+            else ""
+        )
 
 
 # --- the fit
@@ -115,7 +131,8 @@ def serial(function: Callable[[Infant], Tensor], infants: Sequence[Infant]) -> S
 
 
 def evaluate(loop: Loop, infants: Sequence[Infant], parameters: Tensor) -> Evaluation:
-    """The objective over all infants, and its gradient in the scaled parameters, which the mapped function captures."""
+    """The objective over all infants, and its gradient in the scaled parameters, which the mapped
+    function captures."""
     parameters = parameters.detach().requires_grad_()
     began = time.perf_counter()
     total = torch.stack(tuple(loop(partial(objective, parameters=parameters), infants))).sum()
@@ -136,18 +153,28 @@ def fit(loop: Loop, infants: Sequence[Infant], start: Tensor) -> Fit:
 
     with tqdm(desc="fit", unit=" evaluations") as bar:
         result = scipy.optimize.minimize(
-            value_and_gradient, start.numpy(), jac=True, method="BFGS", options={"gtol": GRADIENT_ENOUGH}
+            value_and_gradient,
+            start.numpy(),
+            jac=True,
+            method="BFGS",
+            options={"gtol": GRADIENT_ENOUGH},
         )
     complaint = "" if result.success else str(result.message)
     return Fit(evaluations, torch.tensor(result.x), float(result.fun), complaint)
 
 
-def compare(loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], rounds: int) -> Comparison:
-    """Evaluate at the path's parameters, serially and by `loop` in turns, so that both meet the same noise."""
+def compare(
+    loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], rounds: int
+) -> Comparison:
+    """Evaluate at the path's parameters, serially and by `loop` in turns, so that both meet the
+    same noise."""
     comparison = Comparison([], [], [])
     sides = [(serial, comparison.serial), (loop, comparison.pool)]
     for parameters in tqdm(
-        itertools.islice(itertools.cycle(path), rounds), total=rounds, desc="serial and pool", unit=" rounds"
+        itertools.islice(itertools.cycle(path), rounds),
+        total=rounds,
+        desc="serial and pool",
+        unit=" rounds",
     ):
         for side, evaluations in sides:
             others = OthersClock() if side is serial else None
@@ -160,7 +187,8 @@ def compare(loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], round
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The serial loop gets one intra-op thread, as each worker does; for tensors this small more would be no faster."""
+    """The serial loop gets one intra-op thread, as each worker does; for tensors this small more
+    would be no faster."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -179,12 +207,27 @@ def report_fit(fitted: Fit, with_nonmem: bool) -> None:
         objective_row("objective at start", at_start, NONMEM_START_OBJECTIVE),
         objective_row("objective at end", fitted.objective, NONMEM_OBJECTIVE),
     ]
-    for name, estimate, reference in zip(NAMES, estimates(fitted.parameters).tolist(), NONMEM, strict=True):
-        rows.append((name, f"{estimate:.6g}", f"{reference:.6g}", f"{100 * (estimate / reference - 1):+.4f} %"))
+    for name, estimate, reference in zip(
+        NAMES, estimates(fitted.parameters).tolist(), NONMEM, strict=True
+    ):
+        rows.append(
+            (
+                name,
+                f"{estimate:.6g}",
+                f"{reference:.6g}",
+                f"{100 * (estimate / reference - 1):+.4f} %",
+            )
+        )
     for name, *figures in rows:
-        print(f"{name:20}" + "".join(f"{figure:>13}" for figure in (figures if with_nonmem else figures[:1])))
+        print(
+            f"{name:20}"
+            + "".join(f"{figure:>13}" for figure in (figures if with_nonmem else figures[:1]))
+        )
     seconds = sum(evaluation.seconds for evaluation in fitted.evaluations)
-    print(f"\nfit: {len(fitted.evaluations)} evaluations in {seconds:.1f} s, start of the workers included")
+    print(
+        f"\nfit: {len(fitted.evaluations)} evaluations in {seconds:.1f} s, start of the workers "
+        "included"
+    )
 
 
 def objective_row(name: str, value: float, reference: float) -> tuple[str, str, str, str]:
@@ -192,11 +235,17 @@ def objective_row(name: str, value: float, reference: float) -> tuple[str, str, 
 
 
 def report_comparison(comparison: Comparison) -> None:
-    print(f"one evaluation of objective and gradient, median of {len(comparison.serial)} rounds in turns:")
+    print(
+        f"one evaluation of objective and gradient, median of {len(comparison.serial)} rounds in "
+        "turns:"
+    )
     print(f"  serial             {median_seconds(comparison.serial):.3f} s")
     print(f"  pool               {median_seconds(comparison.pool):.3f} s")
     print(f"  speed-up           {comparison.speed_up:.2f} {comparison.remark}".rstrip())
-    print(f"largest difference between serial and pool gradients: {comparison.gradient_difference:.1e}")
+    print(
+        "largest difference between serial and pool gradients: "
+        f"{comparison.gradient_difference:.1e}"
+    )
 
 
 def median_seconds(evaluations: Sequence[Evaluation]) -> float:
@@ -212,7 +261,9 @@ def complaints(fitted: Fit, comparison: Comparison, with_nonmem: bool) -> Iterat
         at_start = fitted.evaluations[0].objective
         differences["objective at start"] = (at_start - NONMEM_START_OBJECTIVE, START_TOLERANCE)
         differences["objective at end"] = (fitted.objective - NONMEM_OBJECTIVE, OBJECTIVE_TOLERANCE)
-        for name, estimate, reference in zip(NAMES, estimates(fitted.parameters).tolist(), NONMEM, strict=True):
+        for name, estimate, reference in zip(
+            NAMES, estimates(fitted.parameters).tolist(), NONMEM, strict=True
+        ):
             differences[name] = (estimate / reference - 1, ESTIMATE_TOLERANCE)
     for name, (difference, tolerance) in differences.items():
         if not abs(difference) <= tolerance:  # true for nan
@@ -227,7 +278,9 @@ SERIAL_COLOUR, POOL_COLOUR, SECOND_COLOUR = "#8a8f98", "#1f6fb4", "#d1603d"
 def draw(infants: Sequence[Infant], fitted: Fit, comparison: Comparison, workers: str) -> Figure:
     etas = [most_probable(infant, fitted.parameters) for infant in infants]
     figure = Figure(figsize=(11, 9), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
-    figure.suptitle(f"Phenobarbital in {len(infants)} newborns: a population fit by mpgrad", fontsize=15)
+    figure.suptitle(
+        f"Phenobarbital in {len(infants)} newborns: a population fit by mpgrad", fontsize=15
+    )
     (predictions, courses), (convergence, speed) = figure.subplots(2, 2)
     draw_predictions(predictions, infants, fitted.parameters, etas)
     draw_courses(courses, infants, fitted.parameters, etas)
@@ -239,28 +292,62 @@ def draw(infants: Sequence[Infant], fitted: Fit, comparison: Comparison, workers
     return figure
 
 
-def draw_predictions(axes: Axes, infants: Sequence[Infant], parameters: Tensor, etas: Sequence[Tensor]) -> None:
+def draw_predictions(
+    axes: Axes, infants: Sequence[Infant], parameters: Tensor, etas: Sequence[Tensor]
+) -> None:
     observed = torch.cat([infant.concentrations for infant in infants])
-    typical = torch.cat([log_concentration(infant, parameters, torch.zeros_like(parameters[:2])) for infant in infants])
-    own = torch.cat([log_concentration(infant, parameters, eta) for infant, eta in zip(infants, etas, strict=True)])
+    typical = torch.cat(
+        [
+            log_concentration(infant, parameters, torch.zeros_like(parameters[:2]))
+            for infant in infants
+        ]
+    )
+    own = torch.cat(
+        [
+            log_concentration(infant, parameters, eta)
+            for infant, eta in zip(infants, etas, strict=True)
+        ]
+    )
     limit = 1.05 * float(torch.cat([observed, typical.exp(), own.exp()]).max())
     axes.plot([0, limit], [0, limit], color="black", linewidth=0.8)
-    axes.scatter(typical.exp(), observed, s=18, facecolors="none", edgecolors=SERIAL_COLOUR, label="typical infant")
-    axes.scatter(own.exp(), observed, s=18, color=POOL_COLOUR, alpha=0.8, linewidths=0, label="this infant")
+    axes.scatter(
+        typical.exp(),
+        observed,
+        s=18,
+        facecolors="none",
+        edgecolors=SERIAL_COLOUR,
+        label="typical infant",
+    )
+    axes.scatter(
+        own.exp(), observed, s=18, color=POOL_COLOUR, alpha=0.8, linewidths=0, label="this infant"
+    )
     axes.set(xlim=(0, limit), ylim=(0, limit), title="Observed against predicted")
     axes.set(xlabel="predicted concentration (mg/l)", ylabel="observed concentration (mg/l)")
     axes.legend(frameon=False, title="predicted for", alignment="left", loc="upper left")
 
 
-def draw_courses(axes: Axes, infants: Sequence[Infant], parameters: Tensor, etas: Sequence[Tensor]) -> None:
-    most_sampled = sorted(zip(infants, etas, strict=True), key=lambda pair: -len(pair[0].sample_times))
+def draw_courses(
+    axes: Axes, infants: Sequence[Infant], parameters: Tensor, etas: Sequence[Tensor]
+) -> None:
+    most_sampled = sorted(
+        zip(infants, etas, strict=True), key=lambda pair: -len(pair[0].sample_times)
+    )
     for (infant, eta), colour in zip(most_sampled, (POOL_COLOUR, SECOND_COLOUR), strict=False):
         end = float(torch.cat([infant.dose_times, infant.sample_times]).max())
         hours = torch.linspace(float(infant.dose_times[0]), end, 1000, dtype=torch.float64)
         given = torch.searchsorted(infant.dose_times, hours, right=True)
-        course = log_concentration(dataclasses.replace(infant, sample_times=hours, doses_before=given), parameters, eta)
+        course = log_concentration(
+            dataclasses.replace(infant, sample_times=hours, doses_before=given), parameters, eta
+        )
         axes.plot(hours, course.exp(), color=colour, linewidth=1, label=f"infant {infant.subject}")
-        axes.scatter(infant.sample_times, infant.concentrations, s=34, color=colour, edgecolors="white", zorder=3)
+        axes.scatter(
+            infant.sample_times,
+            infant.concentrations,
+            s=34,
+            color=colour,
+            edgecolors="white",
+            zorder=3,
+        )
     axes.set(title="Courses of the two infants with most samples", ylim=(0, None))
     axes.set(xlabel="time since the first dose (h)", ylabel="concentration (mg/l)")
     axes.legend(frameon=False, loc="lower right")
@@ -268,24 +355,44 @@ def draw_courses(axes: Axes, infants: Sequence[Infant], parameters: Tensor, etas
 
 def draw_convergence(axes: Axes, fitted: Fit) -> None:
     numbers = range(1, len(fitted.evaluations) + 1)
-    above = [evaluation.objective - fitted.objective or math.nan for evaluation in fitted.evaluations]
+    above = [
+        evaluation.objective - fitted.objective or math.nan for evaluation in fitted.evaluations
+    ]
     steepest = [float(evaluation.gradient.abs().max()) for evaluation in fitted.evaluations]
-    axes.semilogy(numbers, steepest, "o-", color=SERIAL_COLOUR, markersize=4, label="its largest partial derivative")
-    axes.semilogy(numbers, above, "o-", color=POOL_COLOUR, markersize=4, label="objective above its minimum")
+    axes.semilogy(
+        numbers,
+        steepest,
+        "o-",
+        color=SERIAL_COLOUR,
+        markersize=4,
+        label="its largest partial derivative",
+    )
+    axes.semilogy(
+        numbers, above, "o-", color=POOL_COLOUR, markersize=4, label="objective above its minimum"
+    )
     axes.set(title="Convergence", xlabel="evaluation", ylabel="-2 log likelihood")
     axes.legend(frameon=False)
 
 
 def draw_speed(axes: Axes, comparison: Comparison, workers: str) -> None:
     for one, other in comparison.rounds:
-        axes.plot([0, 1], [one.seconds, other.seconds], color=SERIAL_COLOUR, linewidth=0.6, alpha=0.5)
-    for x, evaluations, colour in ((0, comparison.serial, SERIAL_COLOUR), (1, comparison.pool, POOL_COLOUR)):
+        axes.plot(
+            [0, 1], [one.seconds, other.seconds], color=SERIAL_COLOUR, linewidth=0.6, alpha=0.5
+        )
+    for x, evaluations, colour in (
+        (0, comparison.serial, SERIAL_COLOUR),
+        (1, comparison.pool, POOL_COLOUR),
+    ):
         seconds = [evaluation.seconds for evaluation in evaluations]
         median = median_seconds(evaluations)
-        axes.scatter([x] * len(seconds), seconds, s=18, color=colour, alpha=0.8, linewidths=0, zorder=3)
+        axes.scatter(
+            [x] * len(seconds), seconds, s=18, color=colour, alpha=0.8, linewidths=0, zorder=3
+        )
         axes.hlines(median, x - 0.1, x + 0.1, color=colour, linewidth=3)
         where, align = (x - 0.13, "right") if x == 0 else (x + 0.13, "left")
-        axes.text(where, median, f"{median:.3f} s", color=colour, va="center", ha=align, fontsize=11)
+        axes.text(
+            where, median, f"{median:.3f} s", color=colour, va="center", ha=align, fontsize=11
+        )
     axes.set_xticks([0, 1], ["serial loop", workers])
     axes.set(xlim=(-0.5, 1.5), ylim=(0, None), ylabel="time of objective and gradient (s)")
     title = f"Speed-up {comparison.speed_up:.2f}, median of {len(comparison.serial)} rounds"
@@ -302,18 +409,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"phenobarbital.py: {error}", file=sys.stderr)
         return 2
-    with_nonmem = DATA.exists() and options.data.read_bytes() == DATA.read_bytes()  # its figures are for no other data
+    # its figures are for no other data
+    with_nonmem = DATA.exists() and options.data.read_bytes() == DATA.read_bytes()
     doses = sum(len(infant.doses) for infant in infants)
     samples = sum(len(infant.concentrations) for infant in infants)
     print(f"{len(infants)} infants, {doses} doses, {samples} samples\n")
     cluster = mpgrad.Ray(address=options.ray_address) if options.engine == "ray" else None
-    with one_thread(), mpgrad.Pool(processes=options.processes, engine=options.engine, ray=cluster) as pool:
+    with (
+        one_thread(),
+        mpgrad.Pool(processes=options.processes, engine=options.engine, ray=cluster) as pool,
+    ):
         fitted = fit(pool.map, infants, scaled(torch.tensor(START, dtype=torch.float64)))
         report_fit(fitted, with_nonmem)
         path = [evaluation.parameters for evaluation in fitted.evaluations]
         comparison = compare(pool.map, infants, path, ROUNDS)
     report_comparison(comparison)
-    workers = f"pool, engine {options.engine}" + (f" × {options.processes}" if options.processes else "")
+    workers = f"pool, engine {options.engine}" + (
+        f" × {options.processes}" if options.processes else ""
+    )
     draw(infants, fitted, comparison, workers).savefig(options.output, dpi=150)
     print(f"picture: {options.output}")
     found = list(complaints(fitted, comparison, with_nonmem))
@@ -324,13 +437,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("--processes", type=positive, help="workers (default: as many as there are CPUs to use)")
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="of the pool (default: %(default)s)")
     parser.add_argument(
-        "--ray-address", default="local", help='with --engine ray: the cluster, or "auto" (default: one on this machine)'
+        "--processes", type=positive, help="workers (default: as many as there are CPUs to use)"
     )
-    parser.add_argument("--data", type=Path, default=DATA, help="CSV file, as data/README.md has it (default: shipped)")
-    parser.add_argument("--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default=ENGINES[0], help="of the pool (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ray-address",
+        default="local",
+        help='with --engine ray: the cluster, or "auto" (default: one on this machine)',
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=DATA,
+        help="CSV file, as data/README.md has it (default: shipped)",
+    )
+    parser.add_argument(
+        "--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)"
+    )
     return parser
 
 
@@ -355,7 +481,9 @@ def positive(text: str) -> int:
 def picture(text: str) -> Path:
     endings = Figure().canvas.get_supported_filetypes()
     if Path(text).suffix[1:].lower() not in endings:
-        raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of .{', .'.join(sorted(endings))}")
+        raise argparse.ArgumentTypeError(
+            f"no picture format ({text!r}); end in one of .{', .'.join(sorted(endings))}"
+        )
     return file_to_write(text)
 
 

@@ -1,4 +1,5 @@
-"""`Pool.map_reduce` and `Pool.reduce`: a log-likelihood summed by the workers, and two folds side by side."""
+"""`Pool.map_reduce` and `Pool.reduce`: a log-likelihood summed by the workers, and two folds side
+by side."""
 
 import torch
 
@@ -16,7 +17,8 @@ def log_likelihood(group):
 
 
 def fold(average, group):
-    return decay * average + (1 - decay) * group.mean(0)  # the order matters: each step needs the one before
+    # the order matters: each step needs the one before
+    return decay * average + (1 - decay) * group.mean(0)
 
 
 def serial_fold(average, groups):
@@ -26,14 +28,21 @@ def serial_fold(average, groups):
 
 
 with mpgrad.Pool() as pool:
-    total = pool.map_reduce(log_likelihood, groups, "sum")  # workers add up; one small tensor comes back from each
+    # workers add up; one small tensor comes back from each
+    total = pool.map_reduce(log_likelihood, groups, "sum")
     found = torch.autograd.grad(total, [mean, log_scale])
-    averages = pool.reduce(fold, groups, [torch.zeros(3), torch.ones(3)])  # one fold for each start, side by side
+    # one fold for each start, side by side
+    averages = pool.reduce(fold, groups, [torch.zeros(3), torch.ones(3)])
     (slope,) = torch.autograd.grad(sum(averages).sum(), decay)
 
 right = sum(log_likelihood(group) for group in groups)
 torch.testing.assert_close([total, *found], [right, *torch.autograd.grad(right, [mean, log_scale])])
 expected = [serial_fold(start, groups) for start in (torch.zeros(3), torch.ones(3))]
-torch.testing.assert_close([*averages, slope], [*expected, *torch.autograd.grad(sum(expected).sum(), decay)])
+torch.testing.assert_close(
+    [*averages, slope], [*expected, *torch.autograd.grad(sum(expected).sum(), decay)]
+)
 print(f"log-likelihood {total:.1f}, its gradient to the mean {found[0].numpy().round(1)}")
-print(f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, gradients too")
+print(
+    f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, "
+    "gradients too"
+)

@@ -1,17 +1,20 @@
-"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over gloo.
+"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over
+gloo.
 
-PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with its own copy of the model,
-gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves the script as it is and wraps the model. Which is
-faster is measured here, and that both train the same model is checked: a small convolutional network learns scikit-learn's
-digits by SGD from the same parameters on the same batches, and every batch's loss has to be that of one process, to rounding.
-The loss is a sum over images, so that gradients of parts add up to those of the whole; DistributedDataParallel takes their
-mean, and gets each loss times the number of processes. All ways stay alive and take turns, an epoch each, in a random order.
+PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with
+its own copy of the model, gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves
+the script as it is and wraps the model. Which is faster is measured here, and that both train the
+same model is checked: a small convolutional network learns scikit-learn's digits by SGD from the
+same parameters on the same batches, and every batch's loss has to be that of one process, to
+rounding. The loss is a sum over images, so that gradients of parts add up to those of the whole;
+DistributedDataParallel takes their mean, and gets each loss times the number of processes. All ways
+stay alive and take turns, an epoch each, in a random order.
 
-    rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread or on several
-        ├── first part  ──► worker 0 ─┐
+    rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread
+        ├── first part  ──► worker 0 ─┐                             or on several
         └── second part ──► worker 1 ─┴► logits ──► sum of losses   mpgrad: one SGD step, here
-        ├── first part  ──► rank 0 ──► its share of the sum ─┐
-        └── second part ──► rank 1 ──► its share of the sum ─┴──►   gloo: gradients averaged, the same SGD step in each
+        ├── first part  ──► rank 0 ──► its share of the sum ─┐      gloo: gradients averaged, the
+        └── second part ──► rank 1 ──► its share of the sum ─┴──►   same SGD step in each
 
     python scripts/examples/train_data_parallel.py --processes 2
 """
@@ -48,11 +51,15 @@ from common import at_least_1, print_surroundings, surroundings
 import mpgrad
 import mpgrad.nn
 
-EPILOG = "exit status: 0 if all ways agree, 1 if they differ or a process ended, 2 for wrong arguments or without scikit-learn"
+EPILOG = (
+    "exit status: 0 if all ways agree, 1 if they differ or a process ended, 2 for wrong arguments "
+    "or without scikit-learn"
+)
 
-# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had become 4e-7 at most; gradients
-# wrong by a thousandth show in the quick run's second epoch as 6e-5. The network has to be smooth for the two to stay apart:
-# with ReLU and max-pooling a first difference of 1e-7 had grown to 1e-2 after 15 epochs.
+# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had
+# become 4e-7 at most; gradients wrong by a thousandth show in the quick run's second epoch as 6e-5.
+# The network has to be smooth for the two to stay apart: with ReLU and max-pooling a first
+# difference of 1e-7 had grown to 1e-2 after 15 epochs.
 TOLERANCE = 1e-5
 
 TEST_IMAGES = 360  # the last fifth of 1,797
@@ -93,7 +100,9 @@ def load_images() -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingError(f"the digits come with scikit-learn ({error}); pip install '.[examples]'") from error
+        raise MissingError(
+            f"the digits come with scikit-learn ({error}); pip install '.[examples]'"
+        ) from error
     numbers, labels = load_digits(return_X_y=True)
     x = torch.from_numpy(numbers).to(torch.float32).div(BRIGHTEST).reshape(-1, 1, 8, 8)
     y = torch.from_numpy(labels).to(torch.int64)
@@ -118,7 +127,9 @@ def network(width: int) -> nn.Module:
         nn.Linear(4 * width, 10),
     )
     for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # with PyTorch's own, nothing is learned for five epochs
+        if isinstance(
+            layer, (nn.Conv2d, nn.Linear)
+        ):  # with PyTorch's own, nothing is learned for five epochs
             nn.init.kaiming_normal_(layer.weight)
     return layers
 
@@ -127,7 +138,8 @@ def network(width: int) -> nn.Module:
 
 
 class Share(NamedTuple):
-    """The part of each batch that a process trains on, and what its loss is multiplied by before backward."""
+    """The part of each batch that a process trains on, and what its loss is multiplied by before
+    backward."""
 
     part: int = 0
     parts: int = 1
@@ -136,7 +148,8 @@ class Share(NamedTuple):
 
 @dataclass
 class Training:
-    """A model with its optimizer. All ways run this code; they differ in the model, and in the share of a batch."""
+    """A model with its optimizer. All ways run this code; they differ in the model, and in the
+    share of a batch."""
 
     model: nn.Module
     digits: Digits
@@ -149,7 +162,8 @@ class Training:
     def epoch(self, number: int) -> Losses:
         losses = []
         for rows in torch.split(shuffled(len(self.digits.labels), number), self.plan.batch):
-            own = rows.tensor_split(self.share.parts)[self.share.part]  # maybe none of a short last batch: a sum over nothing
+            # maybe none of a short last batch: a sum over nothing
+            own = rows.tensor_split(self.share.parts)[self.share.part]
             self.optimizer.zero_grad()
             logits = self.model(self.digits.images[own])
             loss = nn.functional.cross_entropy(logits, self.digits.labels[own], reduction="sum")
@@ -199,7 +213,9 @@ def over_workers(digits: Digits, plan: Plan, perturb: float) -> Iterator[Way]:
 
 
 @contextlib.contextmanager
-def processes(run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> Iterator[list[Connection[Any, Any]]]:
+def processes(
+    run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
+) -> Iterator[list[Connection[Any, Any]]]:
     """One for each `arguments`; `run` gets its end of the pipe behind them."""
     spawning = torch.multiprocessing.get_context("spawn")
     connections: list[Connection[Any, Any]] = []
@@ -260,11 +276,16 @@ def over_ranks(digits: Digits, plan: Plan) -> Iterator[Way]:
             )
 
 
-def run_rank(rank: int, digits: Digits, plan: Plan, rendezvous: str, connection: Connection[Any, Any]) -> None:
+def run_rank(
+    rank: int, digits: Digits, plan: Plan, rendezvous: str, connection: Connection[Any, Any]
+) -> None:
     torch.set_num_threads(1)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo looks up the host's name, which need not have an address
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.processes)
+    # else gloo looks up the host's name, which need not have an address
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.processes
+    )
     try:
         model = nn.parallel.DistributedDataParallel(network(plan.width))
         training = Training(model, digits, plan, Share(rank, plan.processes, float(plan.processes)))
@@ -303,7 +324,9 @@ class Result:
         }
 
     def speed_over(self, other: Result) -> float:
-        return statistics.median(theirs / own for theirs, own in zip(other.seconds, self.seconds, strict=True))
+        return statistics.median(
+            theirs / own for theirs, own in zip(other.seconds, self.seconds, strict=True)
+        )
 
 
 def largest_difference(found: Losses, expected: Losses) -> float:
@@ -337,34 +360,54 @@ def trained(plan: Plan, perturb: float) -> list[Result]:
 
 
 def print_table(rows: Sequence[Record]) -> None:
-    print(f"\n{'':26}{'s an epoch':>12}{'speed-up':>10}{'of gloo':>10}{'difference':>12}{'accuracy':>10}")
+    print(
+        f"\n{'':26}{'s an epoch':>12}{'speed-up':>10}{'of gloo':>10}"
+        f"{'difference':>12}{'accuracy':>10}"
+    )
     for row in rows:
         print(
             f"{row['way']:26}{row['median_seconds_per_epoch']:12.3f}{row['speed_up']:10.2f}"
             f"{row['speed_over_gloo']:10.2f}{row['largest_loss_difference']:12.1e}{row['accuracy']:10.3f}"
         )
-    print("medians; speed-up: over the first within a round; of gloo: speed over gloo's within a round")
+    print(
+        "medians; speed-up: over the first within a round; of gloo: speed over gloo's within a "
+        "round"
+    )
     print("difference: of a batch's loss, from the first's, relative, largest")
 
 
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="a little training, only to see that it runs")
-    for name, what in (("epochs", "of each way"), ("batch", "images in it"), ("width", "channels of the first convolution")):
+    parser.add_argument(
+        "--quick", action="store_true", help="a little training, only to see that it runs"
+    )
+    for name, what in (
+        ("epochs", "of each way"),
+        ("batch", "images in it"),
+        ("width", "channels of the first convolution"),
+    ):
         default = f"(default: {getattr(Plan, name)}, quick: {getattr(QUICK, name)})"
         parser.add_argument(f"--{name}", type=at_least_1, metavar="N", help=f"{what} {default}")
     processes = "workers, and ranks (default: %(default)s)"
-    parser.add_argument("--processes", type=at_least_1, default=Plan.processes, metavar="N", help=processes)
-    parser.add_argument("--perturb", type=float, default=0.0, help=argparse.SUPPRESS)  # to see that a wrong gradient is found
+    parser.add_argument(
+        "--processes", type=at_least_1, default=Plan.processes, metavar="N", help=processes
+    )
+    # to see that a wrong gradient is found
+    parser.add_argument("--perturb", type=float, default=0.0, help=argparse.SUPPRESS)
     out = Path("train_data_parallel.json")
-    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=out, metavar="FILE", help="default: %(default)s"
+    )
     return parser
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     given = {name: getattr(options, name) for name in ("processes", "epochs", "batch", "width")}
-    return replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})
+    return replace(
+        QUICK if options.quick else Plan(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -378,13 +421,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, MissingError) else 1
     around["versions"]["scikit-learn"] = importlib.metadata.version("scikit-learn")
     print_surroundings(around)
-    print(f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a process but where it says more")
+    print(
+        f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a "
+        "process but where it says more"
+    )
     rows = [result.record(one=results[0], gloo=results[-1]) for result in results]
     print_table(rows)
     largest = max(row["largest_loss_difference"] for row in rows)
     agree = largest <= TOLERANCE
-    print(f"largest difference: {largest:.1e}, {'within' if agree else 'above'} the tolerance of {TOLERANCE:.0e}")
-    record = {"surroundings": around, "plan": asdict(plan), "tolerance": TOLERANCE, "agree": agree, "ways": rows}
+    print(
+        f"largest difference: {largest:.1e}, {'within' if agree else 'above'} the tolerance of "
+        f"{TOLERANCE:.0e}"
+    )
+    record = {
+        "surroundings": around,
+        "plan": asdict(plan),
+        "tolerance": TOLERANCE,
+        "agree": agree,
+        "ways": rows,
+    }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"all epochs: {options.out}")
     return 0 if agree else 1

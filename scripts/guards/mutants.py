@@ -2,9 +2,9 @@
 
     python scripts/guards/mutants.py [--only WORD ...] [--out FILE.json]
 
-The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must be found once in `mpgrad/` or
-`workers/`, in any file. First, all tests must pass in a copy without a fault. Tests that take too long have noticed. The exit
-code is 1 if a mutant survives, or is not found.
+The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must be found
+once in `mpgrad/` or `workers/`, in any file. First, all tests must pass in a copy without a fault.
+Tests that take too long have noticed. The exit code is 1 if a mutant survives, or is not found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ AT_ONCE = 2
 
 
 class Mutant(NamedTuple):
-    """A fault: the text that it replaces, the new text, and the tests (in `tests/`) that notice it."""
+    """A fault: the text that it replaces, the new text, and the tests (in `tests/`) that notice
+    it."""
 
     old: str
     new: str
@@ -37,7 +38,8 @@ class Mutant(NamedTuple):
 
 
 def mutants_in(text: str) -> list[Mutant]:
-    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # is for people."""
+    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # is for
+    people."""
     found = []
     for paragraph in text.split("\n\n"):
         lines = [line for line in paragraph.splitlines() if line[:2] in ("- ", "+ ", "? ")]
@@ -58,7 +60,9 @@ class Found(NamedTuple):
 
 def copy_of(tree: Path, folder: Path) -> Path:
     """Copy what git tracks, links as links: mpgrad/workers is one."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (tree / name).exists():
@@ -67,7 +71,9 @@ def copy_of(tree: Path, folder: Path) -> Path:
 
 
 def sources(tree: Path) -> list[Path]:
-    return sorted(file for package in ("mpgrad", "workers") for file in (tree / package).rglob("*.py"))
+    return sorted(
+        file for package in ("mpgrad", "workers") for file in (tree / package).rglob("*.py")
+    )
 
 
 def places(tree: Path, text: str) -> list[Path]:
@@ -87,13 +93,30 @@ def plant(tree: Path, mutant: Mutant) -> Path | None:
 def run_tests(tree: Path, tests: Sequence[str], seconds: float) -> str:
     """Run tests until one fails: its name, or "" if all pass."""
     names = [f"tests/{test}" for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", *names]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        *names,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds)
+        ended = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return f"no end within {seconds} s"
-    failed = [line.split(" - ")[0] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        line.split(" - ")[0]
+        for line in ended.stdout.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     return (failed or [f"exit code {ended.returncode}"])[0] if ended.returncode else ""
 
 
@@ -105,12 +128,22 @@ def tried(mutant: Mutant, tree: Path) -> Found:
         if file is None:
             return Found(f"in {len(places(copy, mutant.old))} places", "", 0.0, "")
         by = run_tests(copy, mutant.tests.split(), SECONDS)
-        return Found("killed" if by else "SURVIVED", str(file.relative_to(copy)), time.monotonic() - start, by)
+        return Found(
+            "killed" if by else "SURVIVED",
+            str(file.relative_to(copy)),
+            time.monotonic() - start,
+            by,
+        )
 
 
 def main(arguments: Sequence[str] | None = None, tree: Path = ROOT, text: str | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[""], help="mutants whose text or tests contain one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        help="mutants whose text or tests contain one of these words",
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the table")
     given = parser.parse_args(arguments)
     every = mutants_in(LIST.read_text() if text is None else text)
@@ -122,9 +155,15 @@ def main(arguments: Sequence[str] | None = None, tree: Path = ROOT, text: str | 
             return 1
     rows = []
     with ThreadPoolExecutor(AT_ONCE) as executor:
-        for mutant, found in zip(chosen, executor.map(lambda each: tried(each, tree), chosen), strict=True):
+        for mutant, found in zip(
+            chosen, executor.map(lambda each: tried(each, tree), chosen), strict=True
+        ):
             line = mutant.old.strip().partition("\n")[0]
-            print(f"{found.outcome:9} {found.seconds:4.0f} s  {found.file:40} {line[:60]:60}  {found.by}", flush=True)
+            print(
+                f"{found.outcome:9} {found.seconds:4.0f} s  {found.file:40} {line[:60]:60}  "
+                f"{found.by}",
+                flush=True,
+            )
             rows.append({**mutant._asdict(), **found._asdict()})
     survivors = sum(row["outcome"] != "killed" for row in rows)
     print(f"{len(rows) - survivors} of {len(rows)} mutants killed")

@@ -2,8 +2,9 @@
 
     python scripts/guards/planted_faults.py [--only WORD ...] [--histories 10000]
 
-The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of tests. Each runs in a copy of
-what git tracks. Printed is after how many histories it was found, and by which check. The exit code is 1 if one is not found.
+The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of
+tests. Each runs in a copy of what git tracks. Printed is after how many histories it was found, and
+by which check. The exit code is 1 if one is not found.
 """
 
 from __future__ import annotations
@@ -35,16 +36,28 @@ def found_by(fault: Mutant, histories: int, tree: Path) -> tuple[bool, str]:
         ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     match = FOUND.search(ended.stdout)
     if match is None:
-        return False, "NOT FOUND" if ended.returncode == 0 else f"it cannot be tried ({ended.stderr[-300:]})"
+        return (
+            False,
+            "NOT FOUND" if ended.returncode == 0 else f"it cannot be tried ({ended.stderr[-300:]})",
+        )
     return True, f"{match[1]:>6} histories: {match[2]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[""], help="faults whose text or name contains one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        help="faults whose text or name contains one of these words",
+    )
     parser.add_argument("--histories", type=int, default=10_000)
     given = parser.parse_args(arguments)
-    faults = [each for each in mutants_in(LIST.read_text()) if any(word in "\n".join(each) for word in given.only)]
+    faults = [
+        each
+        for each in mutants_in(LIST.read_text())
+        if any(word in "\n".join(each) for word in given.only)
+    ]
     is_found = []
     with ThreadPoolExecutor(AT_ONCE) as executor:
         results = executor.map(lambda fault: found_by(fault, given.histories, ROOT), faults)

@@ -10,7 +10,8 @@ promises bit for bit: a deterministic pool, where each item uses a capture once.
 
 Each version has one process for all programs, with its tree as PYTHONPATH (`--serve`). It reads
 seeds and answers each with a line of JSON. The exit code is 1 after the first program that differs,
-hangs or ends its process. `--seed N --programs 1` runs that program again; five of them share a pool.
+hangs or ends its process. `--seed N --programs 1` runs that program again; five of them share a
+pool.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class Task:
     Its traits: it may raise, draw random numbers, kill its worker once, or return a loss.
     """
 
-    def __init__(self, seed: int, operations: Sequence[Operation], captures: Sequence[Tensor], **traits: Any) -> None:
+    def __init__(
+        self, seed: int, operations: Sequence[Operation], captures: Sequence[Tensor], **traits: Any
+    ) -> None:
         self.seed, self.operations, self.captures, self.traits = seed, operations, captures, traits
 
     def __call__(self, *given: Any) -> Any:
@@ -141,7 +144,9 @@ class Task:
                 last.register_hook(die)  # type: ignore[no-untyped-call]
         if "loss" in self.traits:
             return last.sum().remainder(11)
-        return choose.choice([last, (last, made[-2] * 2), {"a": last, "n": 3, "b": [made[0] + 1, None]}])
+        return choose.choice(
+            [last, (last, made[-2] * 2), {"a": last, "n": 3, "b": [made[0] + 1, None]}]
+        )
 
     def method(self, *given: Any) -> Any:
         return self(*given)
@@ -189,7 +194,9 @@ class Loop:
 
     submit = Future
 
-    def starmap(self, fn: Any, items: Iterable[Any], chunksize: Any = None, on_error: str = "raise") -> list[Any]:
+    def starmap(
+        self, fn: Any, items: Iterable[Any], chunksize: Any = None, on_error: str = "raise"
+    ) -> list[Any]:
         calls = [Future(fn, *item) for item in items]
         return [call.value if on_error == "return" else call.result() for call in calls]
 
@@ -219,7 +226,8 @@ LOOP = Loop()
 
 
 class Entry(NamedTuple):
-    """A recorded value: which it is, its type, a digest of its bytes, and what can be read of it."""
+    """A recorded value: which it is, its type, a digest of its bytes, and what can be read of
+    it."""
 
     label: str
     kind: str
@@ -242,10 +250,16 @@ def entry(label: str, value: Any) -> Entry:
 
 
 class Program:
-    """A program of whole numbers. `allowed` are traits of its tasks; `is_alone`: no other thread runs one."""
+    """A program of whole numbers. `allowed` are traits of its tasks; `is_alone`: no other thread
+    runs one."""
 
     def __init__(self, seed: int, calls: Any, allowed: dict[str, Any], is_alone: bool) -> None:
-        self.choose, self.calls, self.allowed, self.is_alone = random.Random(seed), calls, allowed, is_alone
+        self.choose, self.calls, self.allowed, self.is_alone = (
+            random.Random(seed),
+            calls,
+            allowed,
+            is_alone,
+        )
         self.record: list[Entry] = []
         numbers = torch.Generator().manual_seed(seed)
         shapes = [self.choose.choice(SHAPES) for _ in range(4)]
@@ -288,9 +302,19 @@ class Program:
         return [self.choose.choice(ways)(self.choose.choice(self.made)) for _ in range(count)]
 
     def items(self) -> list[tuple[Any, ...]]:
-        others = [3, None, "text", torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.tensor(True)]
+        others = [
+            3,
+            None,
+            "text",
+            torch.arange(3),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.tensor(True),
+        ]
         count = self.choose.randrange(1, 7)
-        return [(*self.some(self.choose.randrange(1, 3)), self.choose.choice(others)) for _ in range(count)]
+        return [
+            (*self.some(self.choose.randrange(1, 3)), self.choose.choice(others))
+            for _ in range(count)
+        ]
 
     def task(self) -> Callable[..., Any]:
         traits = {name: value for name, value in self.allowed.items() if self.choose.random() < 0.2}
@@ -298,12 +322,20 @@ class Program:
             traits["dies"] = f"{traits['dies']}/{self.choose.random()}", os.getpid()
         captures = self.some(self.choose.randrange(3))
         made = Task(self.choose.randrange(10**6), [*SMOOTH, *ORDINARY], captures, **traits)
-        forms: list[Callable[..., Any]] = [made, made.method, functools.partial(made), lambda *given: made(*given)]
+        forms: list[Callable[..., Any]] = [
+            made,
+            made.method,
+            functools.partial(made),
+            lambda *given: made(*given),
+        ]
         return self.choose.choice(forms)
 
     def map(self, label: str) -> None:
         choose, task, items = self.choose, self.task(), self.items()
-        options = {"chunksize": choose.choice([None, None, 1, 3]), "on_error": choose.choice(["raise", "return"])}
+        options = {
+            "chunksize": choose.choice([None, None, 1, 3]),
+            "on_error": choose.choice(["raise", "return"]),
+        }
         way = choose.choice([self.calls.map, self.calls.starmap, None])
         if way is None:
             self.attempt(label, self.calls.apply, task, items[0])
@@ -317,7 +349,9 @@ class Program:
             return [*self.calls.imap(task, iter(items), size)]
 
         def added() -> Any:  # as any of them may come first
-            return sum(each.sum() for each in numbers_in([*self.calls.imap_unordered(task, items, size)]))
+            return sum(
+                each.sum() for each in numbers_in([*self.calls.imap_unordered(task, items, size)])
+            )
 
         self.attempt(label, self.choose.choice([collected, added]))
 
@@ -345,10 +379,13 @@ class Program:
 
         fold = choose.choice([in_place, returned, "sum"])
         self.attempt(label, self.calls.reduce, fold, items, targets, associative=fold == "sum")
-        self.attempt(label, self.calls.map_reduce, lambda x: (x * x * factor).remainder(5), items, "sum")
+        self.attempt(
+            label, self.calls.map_reduce, lambda x: (x * x * factor).remainder(5), items, "sum"
+        )
 
     def train(self, label: str) -> None:
-        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a parameter between."""
+        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a
+        parameter between."""
         choose, weight = self.choose, self.some(1)[0].detach().clone().requires_grad_()
         leaves = [weight]
 
@@ -362,7 +399,9 @@ class Program:
         wanted = [each for each in leaves if each.requires_grad]
         task = Task(choose.randrange(10**6), SMOOTH, [], loss=True)
         for _ in range(choose.randrange(2, 8)):
-            losses = self.calls.map(lambda item: task(weight, item), items, choose.choice([None, None, 1]))
+            losses = self.calls.map(
+                lambda item: task(weight, item), items, choose.choice([None, None, 1])
+            )
             self.note(label, losses)
             scale, inputs = choose.choice([1] * 7 + [3]), choose.choice([wanted] * 7 + [[weight]])
             total = sum(losses) * scale + 0 * weight.sum()
@@ -371,21 +410,37 @@ class Program:
                 weight.sub_(losses[0].remainder(3))
 
     def transform(self, label: str) -> None:
-        task, items = Task(self.choose.randrange(10**6), SMOOTH, self.some(1)), list(map(three, self.some(3)))
+        task, items = (
+            Task(self.choose.randrange(10**6), SMOOTH, self.some(1)),
+            list(map(three, self.some(3))),
+        )
 
         def total(x: Tensor) -> Tensor:
-            return sum((each.sum() for each in numbers_in(self.calls.map(task, [(x, item) for item in items]))), 0 * x.sum())
+            return sum(
+                (
+                    each.sum()
+                    for each in numbers_in(self.calls.map(task, [(x, item) for item in items]))
+                ),
+                0 * x.sum(),
+            )
 
         func: Any = torch.func
-        way = self.choose.choice([func.grad, func.jacrev, func.jacfwd, lambda f: func.grad(lambda x: func.grad(f)(x).sum())])
+        way = self.choose.choice(
+            [
+                func.grad,
+                func.jacrev,
+                func.jacfwd,
+                lambda f: func.grad(lambda x: func.grad(f)(x).sum()),
+            ]
+        )
         try:
             self.note(label, way(total)(items[0].detach()))
         except Exception as error:
             self.note(label, error)
 
     def backward(self) -> None:
-        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere: what is chosen does not
-        depend on that.
+        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere:
+        what is chosen does not depend on that.
         """
         choose, inputs = self.choose, [each for each in self.leaves if each.requires_grad]
         chosen = [each for each in self.made if choose.random() < 0.7]
@@ -396,7 +451,9 @@ class Program:
             self.gradients(kind, chosen, inputs, retain_graph=True)
             self.gradients(kind, chosen[:2], inputs)
         elif kind == "some inputs":
-            self.gradients(kind, chosen, choose.sample(inputs, min(1, len(inputs))), retain_graph=True)
+            self.gradients(
+                kind, chosen, choose.sample(inputs, min(1, len(inputs))), retain_graph=True
+            )
             self.gradients(kind, chosen, inputs)
         elif kind == "batched":
             self.gradients(kind, chosen, inputs, is_grads_batched=True)
@@ -407,16 +464,24 @@ class Program:
             found: Any = chosen
             for order in range(choose.randrange(1, 4)):
                 squares = [each.remainder(7).square().sum() for each in numbers_in(found)]
-                found = self.gradients(f"order {order + 1}", [sum(squares, torch.zeros(()))], inputs, create_graph=True)
+                found = self.gradients(
+                    f"order {order + 1}", [sum(squares, torch.zeros(()))], inputs, create_graph=True
+                )
 
-    def gradients(self, label: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> Any:
+    def gradients(
+        self, label: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any
+    ) -> Any:
         outputs = [each for each in outputs if each.requires_grad]
         if not outputs or not inputs:
             return self.attempt(label, lambda: [None] * len(inputs))
-        weights = [torch.arange(each.numel()).double().reshape(each.shape) % 3 + 1 for each in outputs]
+        weights = [
+            torch.arange(each.numel()).double().reshape(each.shape) % 3 + 1 for each in outputs
+        ]
         if options.get("is_grads_batched"):
             weights = [torch.stack([each, each * 2, each * 0]) for each in weights]
-        return self.attempt(label, torch.autograd.grad, outputs, inputs, weights, allow_unused=True, **options)
+        return self.attempt(
+            label, torch.autograd.grad, outputs, inputs, weights, allow_unused=True, **options
+        )
 
 
 def three(tensor: Tensor) -> Tensor:
@@ -425,7 +490,9 @@ def three(tensor: Tensor) -> Tensor:
 
 def real_program(seed: int, calls: Any) -> list[Entry]:
     choose, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype = choose.choice([torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128])
+    dtype = choose.choice(
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128]
+    )
 
     def drawn(shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=numbers, dtype=torch.float64).to(dtype)
@@ -444,7 +511,11 @@ def real_program(seed: int, calls: Any) -> list[Entry]:
     results = [*choose.choice([calls.map, calls.imap])(task, items)]
     torch.autograd.backward(results, [drawn(each.shape) for each in results])
     found = {"result": results, "gradient": [each.grad for each in (*items, *captures)]}
-    return [entry(f"real, {name} [{k}]", each) for name, values in found.items() for k, each in enumerate(values)]
+    return [
+        entry(f"real, {name} [{k}]", each)
+        for name, values in found.items()
+        for k, each in enumerate(values)
+    ]
 
 
 def options_of(seed: int) -> dict[str, Any]:
@@ -462,11 +533,14 @@ def options_of(seed: int) -> dict[str, Any]:
 
 
 def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the program of a seed on a pool and on the loop: what it found, and where the two disagree first."""
+    """Run the program of a seed on a pool and on the loop: what it found, and where the two
+    disagree first."""
     choose = random.Random(f"program {seed}")
     is_real = options["deterministic"] and choose.random() < 0.5
     threads = choose.choice([1, 1, 1, 3])
-    draws = not is_real and threads == 1 and options["engine"] != "thread" and choose.random() < 0.15
+    draws = (
+        not is_real and threads == 1 and options["engine"] != "thread" and choose.random() < 0.15
+    )
     with tempfile.TemporaryDirectory() as folder:
         dies = options["engine"] == "process" and choose.random() < 0.15
         traits = {"raises": choose.random() < 0.5, "draws": draws, "dies": folder if dies else ""}
@@ -476,7 +550,10 @@ def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]
             torch.manual_seed(seed)
             if is_real:
                 return real_program(seed, calls)
-            parts = [Program(1000 * seed + number, calls, allowed, threads == 1) for number in range(threads)]
+            parts = [
+                Program(1000 * seed + number, calls, allowed, threads == 1)
+                for number in range(threads)
+            ]
             with ThreadPoolExecutor(1 if calls is LOOP else threads) as executor:
                 return [each for record in executor.map(Program.run, parts) for each in record]
 
@@ -485,7 +562,9 @@ def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]
     return {"record": found, "serial": serial, "options": options}
 
 
-def first_difference(ours: Sequence[Any], theirs: Sequence[Any], zeros_are_none: bool = False) -> Any:
+def first_difference(
+    ours: Sequence[Any], theirs: Sequence[Any], zeros_are_none: bool = False
+) -> Any:
     """The first two entries that differ, or None."""
     for one, other in zip(ours, theirs, strict=False):
         unused = {"None", "zeros"} >= {one[3], other[3]} and zeros_are_none
@@ -500,7 +579,10 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any], zeros_are_none:
 def serve(planted: str) -> None:
     import mpgrad
 
-    assert mpgrad.__file__ is not None and Path(os.environ["PYTHONPATH"]) in Path(mpgrad.__file__).parents
+    assert (
+        mpgrad.__file__ is not None
+        and Path(os.environ["PYTHONPATH"]) in Path(mpgrad.__file__).parents
+    )
     faulthandler.enable()
     logging.disable()
     warnings.simplefilter("ignore")
@@ -508,25 +590,33 @@ def serve(planted: str) -> None:
     exec(planted, {"mpgrad": mpgrad})
     known = inspect.signature(mpgrad.Pool).parameters
     options: dict[str, Any] = {}
-    with mpgrad.Pool(1), contextlib.ExitStack() as stack:  # the first is there so that others start in milliseconds
+    with (
+        mpgrad.Pool(1),
+        contextlib.ExitStack() as stack,
+    ):  # the first is there so that others start in milliseconds
         for line in sys.stdin:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             if options_of(int(line)) != options:
                 stack.close()
                 options = options_of(int(line))
-                pool = stack.enter_context(mpgrad.Pool(**{name: options[name] for name in options.keys() & known}))
+                pool = stack.enter_context(
+                    mpgrad.Pool(**{name: options[name] for name in options.keys() & known})
+                )
             print(json.dumps(run_program(int(line), pool, options)), flush=True)
             faulthandler.cancel_dump_traceback_later()
 
 
 class Version:
-    """A tree, and the process that runs programs with it. `planted` is a statement that spoils it, for tests."""
+    """A tree, and the process that runs programs with it. `planted` is a statement that spoils it,
+    for tests."""
 
     def __init__(self, tree: Path, planted: str = "") -> None:
         self.tree = tree
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", planted]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
-        self.process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def ask(self, seed: int) -> None:
         assert self.process.stdin is not None
@@ -537,7 +627,11 @@ class Version:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            return {"record": [], "serial": f"its process ended ({self.process.wait()})", "options": {}}
+            return {
+                "record": [],
+                "serial": f"its process ended ({self.process.wait()})",
+                "options": {},
+            }
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -559,16 +653,25 @@ def compare(versions: Sequence[Version], seeds: Sequence[int]) -> int:
             others[str(versions[0].tree)] = first_difference(answers[0]["record"], answer["record"])
             for other, difference in others.items():
                 if difference is not None:
-                    print(f"seed {seed}: {version.tree} and {other} differ {answer['options']}\n  {difference}")
+                    print(
+                        f"seed {seed}: {version.tree} and {other} differ {answer['options']}\n  "
+                        f"{difference}"
+                    )
                     return 1
-    print(f"{len(seeds)} programs, {values} values: no difference ({time.monotonic() - start:.0f} s)")
+    print(
+        f"{len(seeds)} programs, {values} values: no difference ({time.monotonic() - start:.0f} s)"
+    )
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to test (this one)")
-    parser.add_argument("--against", type=Path, help="another checkout; without one, only the serial loop is compared")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        help="another checkout; without one, only the serial loop is compared",
+    )
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--serve", metavar="PLANTED", help=argparse.SUPPRESS)
@@ -578,7 +681,10 @@ def main() -> int:
         serve(given.serve)
         return 0
     trees = [given.tree] if given.against is None else [given.tree, given.against]
-    versions = [Version(tree.resolve(), given.planted if not number else "") for number, tree in enumerate(trees)]
+    versions = [
+        Version(tree.resolve(), given.planted if not number else "")
+        for number, tree in enumerate(trees)
+    ]
     try:
         return compare(versions, range(given.seed, given.seed + given.programs))
     finally:

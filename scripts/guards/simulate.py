@@ -3,9 +3,9 @@
     python scripts/guards/simulate.py --histories 1000000 [--seed N] [--processes 2]
     python scripts/guards/simulate.py --replay SEED
 
-The history of each seed from `--seed` on is checked (see `tests/simulation`). For the first fault it prints the seed, the check
-that failed and the shortest history that still fails it, and exits with 1. `--replay` prints one history, whole if nothing
-fails.
+The history of each seed from `--seed` on is checked (see `tests/simulation`). For the first fault
+it prints the seed, the check that failed and the shortest history that still fails it, and exits
+with 1. `--replay` prints one history, whole if nothing fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def faulty_seed(seeds: range) -> int | None:
 
 
 def looked_at(seeds: range, processes: int) -> Iterator[tuple[int, int | None]]:
-    """How many histories have been checked so far, and the first seed with a fault among the last ones."""
+    """How many histories have been checked so far, and the first seed with a fault among the last
+    ones."""
     parts = [seeds[start : start + AT_ONCE] for start in range(0, len(seeds), AT_ONCE)]
     counts = itertools.accumulate(map(len, parts))
     if processes == 1:
@@ -66,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = 0
     for count, seed in looked_at(range(given.seed, given.seed + given.histories), given.processes):  # noqa: B007
         if seed is not None:
-            print(f"seed {seed}, found within {seed - given.seed + 1} histories, {time.perf_counter() - started:.0f} s")
+            print(
+                f"seed {seed}, found within {seed - given.seed + 1} histories, "
+                f"{time.perf_counter() - started:.0f} s"
+            )
             return replay(seed)
     print(f"{count} histories in {time.perf_counter() - started:.0f} s, no fault")
     return 0

@@ -1,8 +1,9 @@
-"""What worker pools do when something goes wrong: mpgrad and its peers under the same faults, by the same code.
+"""What worker pools do when something goes wrong: mpgrad and its peers under the same faults, by
+the same code.
 
-Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky. All run as they come: their
-own start method, chunks and number of retries. Each fault gets a fresh process per peer, and a time limit, so that a hang is a
-result like any other.
+Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky.
+All run as they come: their own start method, chunks and number of retries. Each fault gets a fresh
+process per peer, and a time limit, so that a hang is a result like any other.
 
     this process ──► fresh process: start ──► fault ──► next map ──► what came, as a line of output
          └── waits for the line; what takes longer than the limit "hangs", and is killed
@@ -62,8 +63,11 @@ Item = tuple[int, Tensor]
 
 
 class Peer(Protocol):
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """Results, or an error once a limit is exceeded: that of a call if the peer has one, else that of the wait."""
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
+        """Results, or an error once a limit is exceeded: that of a call if the peer has one, else
+        that of the wait."""
         ...
 
     def close(self) -> None: ...
@@ -73,7 +77,9 @@ class TorchPool:
     def __init__(self) -> None:
         self._pool = torch.multiprocessing.Pool(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         return self._pool.map_async(function, items).get(seconds)
 
     def close(self) -> None:
@@ -84,7 +90,9 @@ class Executor:
     def __init__(self) -> None:
         self._executor = concurrent.futures.ProcessPoolExecutor(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         return list(self._executor.map(function, items, timeout=seconds))
 
     def close(self) -> None:
@@ -92,25 +100,32 @@ class Executor:
 
 
 class Joblib:
-    """Every map is a `Parallel` of its own, which takes the workers of the one before, or new ones if those are broken."""
+    """Every map is a `Parallel` of its own, which takes the workers of the one before, or new ones
+    if those are broken."""
 
     def __init__(self) -> None:
         self._joblib = importlib.import_module("joblib")
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         parallel = self._joblib.Parallel(n_jobs=PROCESSES, backend="loky", timeout=seconds)
         results: list[Any] = parallel(self._joblib.delayed(function)(item) for item in items)
         return results
 
     def close(self) -> None:
-        pass  # the workers stay for the next `Parallel`, until they have been idle for long or the program ends
+        # the workers stay for the next `Parallel`, until they have been idle for long or the
+        # program ends
+        pass
 
 
 class Mpgrad:
     def __init__(self) -> None:
         self._pool = importlib.import_module("mpgrad").Pool(PROCESSES)
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
+    ) -> list[Any]:
         results: list[Any] = self._pool.map(function, items, timeout=seconds)
         return results
 
@@ -169,7 +184,8 @@ def endless(folder: Path, item: Item) -> Tensor:
 
 
 class TwoPartsError(Exception):
-    """Can be pickled, but not loaded again: pickle calls the class with one argument. Nothing unusual in a library."""
+    """Can be pickled, but not loaded again: pickle calls the class with one argument. Nothing
+    unusual in a library."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"code {code}, {detail}")
@@ -184,7 +200,9 @@ def raising(item: Item) -> Tensor:
 def busy(folder: Path, item: int) -> None:
     leave_word(folder, f"busy-{item}")
     ends = time.monotonic() + BUSY_CALL
-    while time.monotonic() < ends:  # computes, as a worker does that has no time to look whether its caller is there
+    while (
+        time.monotonic() < ends
+    ):  # computes, as a worker does that has no time to look whether its caller is there
         pass
 
 
@@ -212,8 +230,12 @@ def outcome(peer: Peer, function: Callable[[Item], Tensor], seconds: float | Non
         results = peer.map(function, numbered(), seconds)
     except Exception as error:
         shown = "".join(traceback.format_exception(error))
-        return type(error).__name__ + (", names the original" if "the original text" in shown else "")
-    right = all(torch.equal(result, doubled(item)) for result, item in zip(results, numbered(), strict=True))
+        return type(error).__name__ + (
+            ", names the original" if "the original text" in shown else ""
+        )
+    right = all(
+        torch.equal(result, doubled(item)) for result, item in zip(results, numbered(), strict=True)
+    )
     return "right" if right else "wrong"
 
 
@@ -226,14 +248,19 @@ def differentiated(peer: Peer, folder: Path) -> str:
     leaves = [torch.ones(number % 5 + 1, requires_grad=True) for number in range(ITEMS)]
     weight = torch.tensor(0.5, requires_grad=True)
     everything = [*leaves, weight]
-    expected = torch.autograd.grad(torch.stack([weighted(weight, x) for x in leaves]).sum(), everything)
+    expected = torch.autograd.grad(
+        torch.stack([weighted(weight, x) for x in leaves]).sum(), everything
+    )
     try:
         losses = peer.map(functools.partial(weighted, weight), leaves)
         torch.autograd.backward(torch.stack(losses).sum())
     except Exception as error:
         return type(error).__name__
     found = [leaf.grad for leaf in everything]
-    right = all(one is not None and torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+    right = all(
+        one is not None and torch.allclose(one, other)
+        for one, other in zip(found, expected, strict=True)
+    )
     return "right" if right else "none, no error"
 
 
@@ -387,9 +414,29 @@ def merged(texts: Sequence[str]) -> str:
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS))
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
-    parser.add_argument("--limit", type=at_least_1, default=15, metavar="SECONDS", help="what takes longer hangs (default: 15)")
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=FAULTS,
+        default=list(FAULTS),
+        metavar="FAULT",
+        help=", ".join(FAULTS),
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=list(PEERS),
+        metavar="PEER",
+        help=", ".join(PEERS),
+    )
+    parser.add_argument(
+        "--limit",
+        type=at_least_1,
+        default=15,
+        metavar="SECONDS",
+        help="what takes longer hangs (default: 15)",
+    )
     return parser
 
 

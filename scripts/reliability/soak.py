@@ -1,15 +1,20 @@
-"""A small model is trained in a pool whose workers are hurt all the time; then again in one whose workers are left alone.
+"""A small model is trained in a pool whose workers are hurt all the time; then again in one whose
+workers are left alone.
 
-Every step maps an encoder over ragged items and a head over what came out, with dropout; every few steps a penalty on the
-gradients of the items makes it second order. Both runs have to end with the same parameters, bit for bit. Meanwhile a thread
-takes a random worker at random moments, several within a millisecond at times, and
+Every step maps an encoder over ragged items and a head over what came out, with dropout; every few
+steps a penalty on the gradients of the items makes it second order. Both runs have to end with the
+same parameters, bit for bit. Meanwhile a thread takes a random worker at random moments, several
+within a millisecond at times, and
 
-    kills it (SIGKILL)                          its calls go to others, another worker takes its place
-    stops it (SIGSTOP)                          nobody sees that, until a call exceeds the pool's timeout: then likewise
-    slows it down (SIGSTOP, and soon SIGCONT)   it goes on, unless it was slow for longer than the timeout
+    kills it (SIGKILL)                  its calls go to others, another worker takes its place
+    stops it (SIGSTOP)                  nobody sees that, until a call exceeds the pool's timeout:
+                                        then likewise
+    slows it down (SIGSTOP, and soon    it goes on, unless it was slow for longer than the timeout
+    SIGCONT)
 
-A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow each other faster
-than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is left that could get a step done.
+A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow
+each other faster than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is
+left that could get a step done.
 
     python scripts/reliability/soak.py --kills 1000 --seconds 600
 """
@@ -48,7 +53,8 @@ from common import at_least_1, file_to_write, limited, print_surroundings, surro
 import mpgrad
 
 EPILOG = (
-    "exit status: 0 if both runs end with the same parameters and no step hung, 1 if they differ, or a step hung or failed, "
+    "exit status: 0 if both runs end with the same parameters and no step hung, 1 if they differ, "
+    "or a step hung or failed, "
     "2 for wrong arguments"
 )
 
@@ -58,7 +64,8 @@ FEATURES, HIDDEN = 6, 16
 LENGTHS = (3, 60)  # of most items, which ride in a message
 LONG = 1200  # of a few, which lie in shared memory
 SECOND_ORDER_EVERY = 4  # steps
-WARM_UP = 5  # steps, after which memory, descriptors and threads are first looked at, and injuries begin
+# steps, after which memory, descriptors and threads are first looked at, and injuries begin
+WARM_UP = 5
 ALL_RETRIES = 10**6
 
 INJURIES = {"kill": 0.85, "stop": 0.05, "slow": 0.10}  # how likely each is
@@ -75,11 +82,14 @@ Record = dict[str, Any]
 
 
 class Model(nn.Module):
-    """Both halves are captures of what is mapped: their parameters get gradients from every item."""
+    """Both halves are captures of what is mapped: their parameters get gradients from every
+    item."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Dropout(0.2), nn.Linear(HIDDEN, HIDDEN))
+        self.encoder = nn.Sequential(
+            nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Dropout(0.2), nn.Linear(HIDDEN, HIDDEN)
+        )
         self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Softplus(), nn.Linear(HIDDEN, 1))
 
     def encode(self, x: Tensor) -> Tensor:
@@ -108,7 +118,8 @@ class Training:
         self.model = Model()
         self.data = data()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-        self.marks: list[str] = []  # of the parameters after each step, to find the first one that differs
+        # of the parameters after each step, to find the first one that differs
+        self.marks: list[str] = []
 
     def step(self) -> float:
         number = len(self.marks)
@@ -118,7 +129,10 @@ class Training:
         items = [x.clone().requires_grad_(second_order) for x, _ in chosen]
         self.optimizer.zero_grad()
         codes = self.pool.map(self.model.encode, items)
-        errors = self.pool.starmap(self.model.error, [(code, target) for code, (_, target) in zip(codes, chosen, strict=True)])
+        errors = self.pool.starmap(
+            self.model.error,
+            [(code, target) for code, (_, target) in zip(codes, chosen, strict=True)],
+        )
         loss = torch.stack(errors).mean()
         total = loss
         if second_order:
@@ -165,7 +179,8 @@ class Harm:
 class Tormentor:
     """A thread that hurts the pool's workers until it has killed enough, or is told to stop.
 
-    Its random numbers are its own, so that training does not depend on it. What becomes of the pool it sees in `Pool.stats`.
+    Its random numbers are its own, so that training does not depend on it. What becomes of the pool
+    it sees in `Pool.stats`.
     """
 
     def __init__(self, pool: mpgrad.Pool, plan: Plan) -> None:
@@ -173,7 +188,8 @@ class Tormentor:
         self._pool = pool
         self._plan = plan
         self._random = random.Random(plan.seed)
-        self._doomed: dict[int, bool] = {}  # by number, until the pool has seen its death: whether it was only stopped
+        # by number, until the pool has seen its death: whether it was only stopped
+        self._doomed: dict[int, bool] = {}
         self._slowed: list[Slowed] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -195,20 +211,27 @@ class Tormentor:
         return not self._thread.is_alive()
 
     def all_deaths_seen(self) -> bool:
-        """After the end: whether the pool knows of all deaths, also of those that only a timeout brings to light."""
+        """After the end: whether the pool knows of all deaths, also of those that only a timeout
+        brings to light."""
         self._look()
         return not self._doomed
 
     def _run(self) -> None:
         try:
             next_blow = time.monotonic()
-            while not self._over.is_set() and (self._plan.kills is None or self.harm.kills < self._plan.kills):
+            while not self._over.is_set() and (
+                self._plan.kills is None or self.harm.kills < self._plan.kills
+            ):
                 if time.monotonic() >= next_blow:
                     self._strike()
                     burst = self._random.random() < SHARE_OF_BURSTS
-                    next_blow = time.monotonic() + (BURST_GAP if burst else self._random.uniform(0.5, 1.5) * self._plan.gap)
+                    next_blow = time.monotonic() + (
+                        BURST_GAP if burst else self._random.uniform(0.5, 1.5) * self._plan.gap
+                    )
                 self._release(lambda slowed: slowed.until <= time.monotonic())
-                due = min([next_blow, *(slowed.until for slowed in self._slowed)]) - time.monotonic()
+                due = (
+                    min([next_blow, *(slowed.until for slowed in self._slowed)]) - time.monotonic()
+                )
                 self._over.wait(max(0.0, due))
         except BaseException as error:
             self._error = error
@@ -217,16 +240,21 @@ class Tormentor:
 
     def _strike(self) -> None:
         self._look()
-        victims = [worker for worker in self._pool.stats().workers if worker.number not in self._doomed]
+        victims = [
+            worker for worker in self._pool.stats().workers if worker.number not in self._doomed
+        ]
         if not victims:
             return
         number, pid, *_ = self._random.choice(victims)
         (injury,) = self._random.choices(list(INJURIES), list(INJURIES.values()))
         stopped = sum(self._doomed.values())
         if injury == "stop" and stopped >= max(1, self._plan.processes // 2):
-            injury = "kill"  # with all workers stopped all the time there is no training, only timeouts
+            # with all workers stopped all the time there is no training, only timeouts
+            injury = "kill"
         with contextlib.suppress(ProcessLookupError), held(pid) as descriptor:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL if injury == "kill" else signal.SIGSTOP)
+            signal.pidfd_send_signal(
+                descriptor, signal.SIGKILL if injury == "kill" else signal.SIGSTOP
+            )
             if injury == "slow":
                 self.harm.slow_downs += 1
                 until = time.monotonic() + self._random.uniform(0.0, LONGEST_SLOW)
@@ -251,12 +279,15 @@ class Tormentor:
 
     def _look(self) -> None:
         there = {worker.number for worker in self._pool.stats().workers}
-        self._doomed = {number: stopped for number, stopped in self._doomed.items() if number in there}
+        self._doomed = {
+            number: stopped for number, stopped in self._doomed.items() if number in there
+        }
 
 
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[int]:
-    """A descriptor of a worker's process: its number may be given to a stranger as soon as it is dead and buried.
+    """A descriptor of a worker's process: its number may be given to a stranger as soon as it is
+    dead and buried.
 
     Raises:
         ProcessLookupError: it is.
@@ -289,7 +320,8 @@ class Plan:
     timeout: float = 1.0  # of the pool
     hang: int = 60  # seconds of a step
     seed: int = 0
-    perturb: int | None = None  # the step of the undisturbed run before which a parameter is changed
+    # the step of the undisturbed run before which a parameter is changed
+    perturb: int | None = None
 
 
 QUICK = Plan(seconds=20, kills=20, gap=0.15, timeout=0.5, hang=30)
@@ -320,7 +352,10 @@ class Run:
     error: str | None = None
 
     def record(self) -> Record:
-        held = {name: None if each is None else each._asdict() for name, each in (("start", self.start), ("end", self.end))}
+        held = {
+            name: None if each is None else each._asdict()
+            for name, each in (("start", self.start), ("end", self.end))
+        }
         each = asdict(replace(self, marks=[], start=None, end=None))
         del each["marks"]
         last = self.marks[-1] if self.marks else None
@@ -334,7 +369,9 @@ def held_by(pool: mpgrad.Pool, plan: Plan) -> Held:
         time.sleep(0.02)
     workers = sum(worker.resident_bytes for worker in stats.workers)
     own = psutil.Process()
-    return Held(own.memory_info().rss, workers, stats.shared_bytes, own.num_fds(), own.num_threads())
+    return Held(
+        own.memory_info().rss, workers, stats.shared_bytes, own.num_fds(), own.num_threads()
+    )
 
 
 def injured(plan: Plan) -> Run:
@@ -350,9 +387,14 @@ def injured(plan: Plan) -> Run:
             end = time.monotonic() + plan.seconds
             take_steps(run, training, plan, lambda: tormentor.done or time.monotonic() > end)
         end = time.monotonic() + plan.hang
-        take_steps(run, training, plan, lambda: tormentor.all_deaths_seen() or time.monotonic() > end)
+        take_steps(
+            run, training, plan, lambda: tormentor.all_deaths_seen() or time.monotonic() > end
+        )
         if not tormentor.all_deaths_seen():
-            raise TimeoutError(f"the pool did not find out about a worker's death, or a stopped worker, in {plan.hang} s")
+            raise TimeoutError(
+                "the pool did not find out about a worker's death, or a stopped worker, in "
+                f"{plan.hang} s"
+            )
         run.end = held_by(pool, plan)
     return run
 
@@ -369,7 +411,9 @@ def undisturbed(plan: Plan, steps: int) -> Run:
 
 
 def started(plan: Plan) -> mpgrad.Pool:
-    return mpgrad.Pool(plan.processes, deterministic=True, retries=ALL_RETRIES, timeout=plan.timeout)
+    return mpgrad.Pool(
+        plan.processes, deterministic=True, retries=ALL_RETRIES, timeout=plan.timeout
+    )
 
 
 def take_steps(run: Run, training: Training, plan: Plan, enough: Callable[[], bool]) -> None:
@@ -387,12 +431,15 @@ def take_steps(run: Run, training: Training, plan: Plan, enough: Callable[[], bo
 
 @contextlib.contextmanager
 def watched(run: Run, pool: mpgrad.Pool) -> Iterator[None]:
-    """Note what a run ends with, also one that ends before its time: a hang, or an error that no step should raise."""
+    """Note what a run ends with, also one that ends before its time: a hang, or an error that no
+    step should raise."""
     try:
         yield
     except Exception as error:
         # the pool's own error is a TimeoutError too, of a call that was given up
-        run.hangs = int(isinstance(error, TimeoutError) and not isinstance(error, mpgrad.CallTimeoutError))
+        run.hangs = int(
+            isinstance(error, TimeoutError) and not isinstance(error, mpgrad.CallTimeoutError)
+        )
         run.error = f"{type(error).__name__} in step {len(run.marks)}: {error}"
         traceback.print_exc()
         faulthandler.dump_traceback(all_threads=True)  # what the pool's thread was at
@@ -432,10 +479,22 @@ def print_runs(runs: Sequence[Run]) -> None:
         ("step, ms: median", lambda run: ms_of(statistics.median, run.seconds[WARM_UP:])),
         ("step, ms: mean", lambda run: ms_of(statistics.fmean, run.seconds[WARM_UP:])),
         ("step, ms: worst", lambda run: ms_of(max, run.seconds[WARM_UP:])),
-        ("resident, MiB: parent, start -> end", lambda run: change(run, lambda held: f"{held.parent_bytes / MIB:.1f}")),
-        ("resident, MiB: all workers, start -> end", lambda run: change(run, lambda held: f"{held.workers_bytes / MIB:.1f}")),
-        ("shared memory in use, KiB, start -> end", lambda run: change(run, lambda held: f"{held.shared_bytes / 1024:.0f}")),
-        ("parent's descriptors, start -> end", lambda run: change(run, lambda held: str(held.descriptors))),
+        (
+            "resident, MiB: parent, start -> end",
+            lambda run: change(run, lambda held: f"{held.parent_bytes / MIB:.1f}"),
+        ),
+        (
+            "resident, MiB: all workers, start -> end",
+            lambda run: change(run, lambda held: f"{held.workers_bytes / MIB:.1f}"),
+        ),
+        (
+            "shared memory in use, KiB, start -> end",
+            lambda run: change(run, lambda held: f"{held.shared_bytes / 1024:.0f}"),
+        ),
+        (
+            "parent's descriptors, start -> end",
+            lambda run: change(run, lambda held: str(held.descriptors)),
+        ),
         ("parent's threads, start -> end", lambda run: change(run, lambda held: str(held.threads))),
     ]
     for name, cell in rows:
@@ -456,16 +515,29 @@ def ms_of(of: Callable[[Sequence[float]], float], seconds: Sequence[float]) -> s
 def soak(plan: Plan) -> Record:
     around = surroundings(plan.processes)
     print_surroundings(around)
-    print(f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of {plan.timeout:g} s, seed {plan.seed}")
+    print(
+        f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of "
+        f"{plan.timeout:g} s, seed {plan.seed}"
+    )
     torch.set_num_threads(1)  # as the workers have
     gentle = replace(plan, perturb=None)
     hurt = injured(gentle)
     whole = undisturbed(plan, len(hurt.marks)) if hurt.error is None else Run()
     print_runs([hurt, whole])
-    errors = [f"{name}: {run.error}" for name, run in (("injured", hurt), ("undisturbed", whole)) if run.error is not None]
+    errors = [
+        f"{name}: {run.error}"
+        for name, run in (("injured", hurt), ("undisturbed", whole))
+        if run.error is not None
+    ]
     differs = first_difference(hurt.marks, whole.marks)
     equal = differs is None and not errors
-    verdict = "equal, bit for bit" if equal else "not all compared" if errors else f"DIFFERENT, from step {differs} on"
+    verdict = (
+        "equal, bit for bit"
+        if equal
+        else "not all compared"
+        if errors
+        else f"DIFFERENT, from step {differs} on"
+    )
     print("\n" + "\n".join([*errors, f"parameters after each step: {verdict}"]), flush=True)
     return {
         "surroundings": around,
@@ -481,10 +553,25 @@ def soak(plan: Plan) -> Record:
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--seconds", type=at_least_1, metavar="S", help="of injuries (default: 60, without --kills)")
-    parser.add_argument("--kills", type=at_least_1, metavar="N", help="after which injuries end, if that comes first")
-    parser.add_argument("--processes", type=at_least_1, default=Plan.processes, metavar="N", help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK.kills} kills, only to see that it runs")
+    parser.add_argument(
+        "--seconds", type=at_least_1, metavar="S", help="of injuries (default: 60, without --kills)"
+    )
+    parser.add_argument(
+        "--kills",
+        type=at_least_1,
+        metavar="N",
+        help="after which injuries end, if that comes first",
+    )
+    parser.add_argument(
+        "--processes",
+        type=at_least_1,
+        default=Plan.processes,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK.kills} kills, only to see that it runs"
+    )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all steps there")
     return parser
 
@@ -497,7 +584,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
-    logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # the deaths are meant, and the table counts them
+    # the deaths are meant, and the table counts them
+    logging.getLogger("mpgrad").addHandler(logging.NullHandler())
     record = soak(plan_of(options))
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

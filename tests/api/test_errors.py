@@ -1,4 +1,5 @@
-"""What a user sees when a task fails: his own lines, the item, and what a worker that died was at."""
+"""What a user sees when a task fails: his own lines, the item, and what a worker that died was
+at."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def count_of_own(error: BaseException) -> int:
 
 
 def has_no_frames_of_ours(error: BaseException) -> None:
-    assert count_of_own(error) <= KEPT_BY_OLD_PYTHON, "".join(traceback.format_tb(error.__traceback__))
+    assert count_of_own(error) <= KEPT_BY_OLD_PYTHON, "".join(
+        traceback.format_tb(error.__traceback__)
+    )
     assert files_of(error)[0] == __file__
     text = str(error.__cause__)
     assert text.count('  File "') >= 1 and OWN_FOLDER not in text
@@ -75,10 +78,14 @@ ASKED: dict[str, Callable[[mpgrad.Pool], object]] = {
     "submit": lambda pool: pool.submit(fails, 1).result(),
     "backward": lambda pool: pool.map(FailsInBackward.apply, [X * 2])[0].sum().backward(),
     "backward of leaves": lambda pool: pool.map(FailsInBackward.apply, [X])[0].sum().backward(),
-    "backward of captures": lambda pool: pool.map(lambda k: FailsInBackward.apply(X) * k, [2])[0].sum().backward(),
+    "backward of captures": lambda pool: (
+        pool.map(lambda k: FailsInBackward.apply(X) * k, [2])[0].sum().backward()
+    ),
     "jacobian": lambda pool: mpgrad.jacobian(fails, X.detach(), pool=pool, mode="reverse"),
     "func": lambda pool: torch.func.grad(lambda x: pool.map(fails, [x])[0].sum())(X.detach()),
-    "per_item_grad": lambda pool: mpgrad.per_item_grad(pool.map(lambda x: FailsInBackward.apply(x).sum(), [X]), [X]),
+    "per_item_grad": lambda pool: mpgrad.per_item_grad(
+        pool.map(lambda x: FailsInBackward.apply(x).sum(), [X]), [X]
+    ),
 }
 
 
@@ -103,7 +110,10 @@ class Refuses(torch.nn.Module):
 
 def test_tracebacks_of_an_executor(nursery: mpgrad.Pool) -> None:
     with mpgrad.Executor(max_workers=1) as executor:
-        for ask in (lambda: list(executor.map(fails, [1])), lambda: executor.submit(fails, 1).result()):
+        for ask in (
+            lambda: list(executor.map(fails, [1])),
+            lambda: executor.submit(fails, 1).result(),
+        ):
             with pytest.raises(ValueError, match="fails") as caught:
                 ask()
             has_no_frames_of_ours(caught.value)
@@ -151,18 +161,27 @@ def test_what_code_in_c_raises_is_the_tasks(pool: mpgrad.Pool) -> None:
     assert OWN_FOLDER not in str(twice.value.__cause__)
 
 
-def test_a_mistake_of_ours_in_what_we_call_shows_where(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpgrad.submission.starting.requested", functools.partial(torch.nn.functional.cross_entropy, None))
+def test_a_mistake_of_ours_in_what_we_call_shows_where(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mpgrad.submission.starting.requested",
+        functools.partial(torch.nn.functional.cross_entropy, None),
+    )
     with pytest.raises((TypeError, AttributeError)) as caught:
         pool2.map(abs, [1])
     assert count_of_own(caught.value) > 1
 
 
-def test_full_tracebacks_where_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_tracebacks_where_asked_for(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MPGRAD_FULL_TRACEBACK", "1")
     with pytest.raises(ValueError, match="fails") as caught:
         pool2.map(fails, [1])
-    assert count_of_own(caught.value) > 3 and os.path.join(OWN_FOLDER, "workers") in str(caught.value.__cause__)
+    assert count_of_own(caught.value) > 3 and os.path.join(OWN_FOLDER, "workers") in str(
+        caught.value.__cause__
+    )
 
 
 def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +189,9 @@ def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.M
     source = "def of_a_cell(x):\n    return x.no_such_attribute\n"
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "<cell 7>", "exec"), namespace)
-    monkeypatch.setitem(linecache.cache, "<cell 7>", (len(source), None, source.splitlines(True), "<cell 7>"))
+    monkeypatch.setitem(
+        linecache.cache, "<cell 7>", (len(source), None, source.splitlines(True), "<cell 7>")
+    )
     with pytest.raises(AttributeError) as caught:
         pool.map(namespace["of_a_cell"], [1])
     text = str(caught.value.__cause__)
@@ -179,21 +200,39 @@ def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.M
 
 WORKER = os.path.join(OWN_FOLDER, "workers", "worker.py")
 OURS = "".join(f'  File "{WORKER}", line {n}, in _run\n    made = 1\n' for n in (1, 2))
-THEIRS = '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more times]\n'
+THEIRS = (
+    '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more '
+    "times]\n"
+)
 
 
 def test_each_traceback_of_a_chain_is_shortened() -> None:
-    title, between = "Traceback (most recent call last):\n", "\nDuring handling of the above exception, another occurred:\n\n"
-    text = f"{title}{OURS}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
-    expected = f"{title}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
+    title, between = (
+        "Traceback (most recent call last):\n",
+        "\nDuring handling of the above exception, another occurred:\n\n",
+    )
+    text = (
+        f"{title}{OURS}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: "
+        f"'ours'\n{between}{title}{OURS}E\n"
+    )
+    expected = (
+        f"{title}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: "
+        f"'ours'\n{between}{title}{OURS}E\n"
+    )
     assert shown(text) == expected
 
 
 def test_exception_groups_are_shortened() -> None:
     margin = "  | "
-    lines = ["Exception Group Traceback (most recent call last):", *(OURS + THEIRS).splitlines(), "ExceptionGroup: two (1)"]
+    lines = [
+        "Exception Group Traceback (most recent call last):",
+        *(OURS + THEIRS).splitlines(),
+        "ExceptionGroup: two (1)",
+    ]
     text = "\n".join(margin + each for each in lines)
-    assert shown(text) == "\n".join(margin + each for each in [lines[0], *THEIRS.splitlines(), lines[-1]])
+    assert shown(text) == "\n".join(
+        margin + each for each in [lines[0], *THEIRS.splitlines(), lines[-1]]
+    )
 
 
 # --- notes
@@ -205,7 +244,9 @@ def test_the_note_says_what_the_function_was_given(pool: mpgrad.Pool) -> None:
     assert note.endswith(", phase: forward (tensor float32 [3, 4])")
     items = [({"a": torch.ones(2, dtype=torch.int64), 1: [None, (1, (2, 3))]}, "text", *range(9))]
     (note,) = note_of(lambda: pool.map(fails, items))
-    assert note.endswith("(({'a': tensor int64 [2], 1: [...]}, str, int, int, int, int, and 5 more))")
+    assert note.endswith(
+        "(({'a': tensor int64 [2], 1: [...]}, str, int, int, int, int, and 5 more))"
+    )
     (note,) = note_of(lambda: pool.apply(lambda a, b: fails(a), (1,), {"b": torch.nn.Parameter(X)}))
     assert note.endswith("(int, b=tensor float32 [2])")
 
@@ -236,7 +277,9 @@ def test_tensors_of_an_exception_are_values(pool: mpgrad.Pool) -> None:
         caught.value.loss.backward()
 
 
-def test_a_task_that_ends_the_program_is_named(pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_ends_the_program_is_named(
+    pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     def ends(k: int) -> None:
         if k == 2:
             sys.exit(3)
@@ -245,7 +288,9 @@ def test_a_task_that_ends_the_program_is_named(pool: mpgrad.Pool, caplog: pytest
         pool.map(ends, range(4))
     (record,) = [each for each in caplog.records if each.name == "mpgrad"]
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("a task called sys.exit: raised in item 2 of ends, worker ")
+    assert record.getMessage().startswith(
+        "a task called sys.exit: raised in item 2 of ends, worker "
+    )
 
 
 # --- warnings and log records
@@ -262,7 +307,9 @@ def test_warnings_of_who_calls_a_task_point_at_the_callers_line(pool2: mpgrad.Po
 
     with pytest.warns(UserWarning, match="of the caller") as caught:
         ask()
-    assert {(each.filename, each.lineno) for each in caught} == {(__file__, ask.__code__.co_firstlineno + 1)}
+    assert {(each.filename, each.lineno) for each in caught} == {
+        (__file__, ask.__code__.co_firstlineno + 1)
+    }
 
 
 class Counts(torch.nn.Module):
@@ -292,10 +339,14 @@ WARNED: dict[str, Callable[[mpgrad.Pool], object]] = {
 def test_warnings_of_the_pool_point_at_the_callers_line(pool2: mpgrad.Pool, asked: str) -> None:
     with pytest.warns(UserWarning) as caught:
         WARNED[asked](pool2)
-    assert {(each.filename, each.lineno) for each in caught} == {(__file__, WARNED[asked].__code__.co_firstlineno)}
+    assert {(each.filename, each.lineno) for each in caught} == {
+        (__file__, WARNED[asked].__code__.co_firstlineno)
+    }
 
 
-def test_log_records_name_their_worker(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_name_their_worker(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     pool2.map(lambda k: logging.getLogger("task").warning("of %d", k), range(6), 1)
     numbers = {worker.number for worker in pool2.stats().workers}
     names = {each.processName for each in caplog.records if each.name == "task"}
@@ -336,10 +387,16 @@ def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.P
     def stuck_with_the_interpreters_lock(k: int) -> None:
         ctypes.PyDLL(None).sleep(60)
 
-    function, source = (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)") if in_c else (stuck, "time.sleep(60)")
+    function, source = (
+        (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)")
+        if in_c
+        else (stuck, "time.sleep(60)")
+    )
     with mpgrad.Pool(1, retries=1) as pool:
         pool.apply(time.sleep, (0,))
-        with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried 2 times \(retries: 1\)") as caught:
+        with pytest.raises(
+            mpgrad.CallTimeoutError, match=r"; the call was tried 2 times \(retries: 1\)"
+        ) as caught:
             pool.map(function, [1], timeout=0.2)
         assert_at(caught.value, source)
         assert pool.apply(abs, (-1,)) == 1
@@ -358,11 +415,14 @@ class LoadedBy:
 
 
 def test_how_often_a_function_was_loaded_in_vain(nursery: mpgrad.Pool) -> None:
-    # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken for a worker that had died
-    # for another reason before the call began; and such deaths were counted as tries.
+    # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken
+    # for a worker that had died for another reason before the call began; and such deaths were
+    # counted as tries.
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(abs, (-1,))
-        with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried once \(retries: 0\)") as caught:
+        with pytest.raises(
+            mpgrad.CallTimeoutError, match=r"; the call was tried once \(retries: 0\)"
+        ) as caught:
             pool.map(LoadedBy(time.sleep, (60,)), [1], timeout=0.1)
         assert caught.value.phase == "loading the function" and pool.stats().deaths == 1
         with pytest.raises(mpgrad.WorkerDiedError, match="; 3 workers died when the call was next"):
@@ -392,7 +452,8 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mp
 def test_a_call_that_ends_just_in_time_is_not_blamed(
     nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker answers after it was told to end; what it has been given meanwhile is done by its successor."""
+    """The worker answers after it was told to end; what it has been given meanwhile is done by its
+    successor."""
 
     def be_deaf() -> None:
         signal.signal(FAREWELL, lambda number, frame: None)
@@ -430,7 +491,8 @@ def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_process_that_such_a_process_forks_is_left_alone(pool2: mpgrad.Pool) -> None:
-    """What is closed in the first must not be closed again in the second, where the number is that of another file."""
+    """What is closed in the first must not be closed again in the second, where the number is that
+    of another file."""
 
     def fork_twice() -> int:
         if (child := os.fork()) == 0:
@@ -476,18 +538,26 @@ def test_stacks_of_workers_of_a_context() -> None:
 
 @pytest.mark.parametrize("name", ["n_jobs", "max_workers", "num_workers", "nprocs", "proceses"])
 def test_other_names_of_arguments_suggest_ours(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^Pool got an unexpected keyword argument '{name}'; did you mean 'processes'\?$"):
+    with pytest.raises(
+        TypeError,
+        match=rf"^Pool got an unexpected keyword argument '{name}'; did you mean 'processes'\?$",
+    ):
         mpgrad.Pool(**{name: 2})
 
 
 @pytest.mark.parametrize("name", ["n_jobs", "processes", "num_workers"])
 def test_an_executor_suggests_its_own(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^Executor got an unexpected .* '{name}'; did you mean 'max_workers'\?$"):
+    with pytest.raises(
+        TypeError, match=rf"^Executor got an unexpected .* '{name}'; did you mean 'max_workers'\?$"
+    ):
         mpgrad.Executor(**{name: 2})
 
 
 def test_arguments_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour' \(there are: processes, initializer, "):
+    with pytest.raises(
+        TypeError,
+        match=r"unexpected keyword argument 'colour' \(there are: processes, initializer, ",
+    ):
         mpgrad.Pool(colour="red")
     with pytest.raises(TypeError, match="'maxtasksperchild'; did you mean 'max_tasks_per_child'"):
         mpgrad.Executor(1, maxtasksperchild=3)
@@ -497,9 +567,14 @@ def test_arguments_that_nobody_knows() -> None:
 
 @pytest.mark.parametrize("second", [[1, 2], torch.ones(2), iter(())])
 @pytest.mark.parametrize("operation", ["map", "map_async", "imap", "imap_unordered", "starmap"])
-def test_a_second_iterable_suggests_starmap(pool2: mpgrad.Pool, operation: str, second: Any) -> None:
+def test_a_second_iterable_suggests_starmap(
+    pool2: mpgrad.Pool, operation: str, second: Any
+) -> None:
     kind = type(second).__name__
-    with pytest.raises(TypeError, match=rf"use pool.starmap\(function, zip\(first, second\)\) \(chunksize: a {kind}\)$"):
+    with pytest.raises(
+        TypeError,
+        match=rf"use pool.starmap\(function, zip\(first, second\)\) \(chunksize: a {kind}\)$",
+    ):
         getattr(pool2, operation)(max, [1, 2], second)
 
 

@@ -58,15 +58,24 @@ def fails(kind: Any) -> None:
     try:
         raise kind("said")
     except kind:
-        logger.exception("caught in %s", "fails", extra={"number": 3, "tensor": torch.ones(2), "other": (each for each in ())})
+        logger.exception(
+            "caught in %s",
+            "fails",
+            extra={"number": 3, "tensor": torch.ones(2), "other": (each for each in ())},
+        )
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, OwnError])
 def test_exceptions_of_records(any_pool: mpgrad.Pool, kept: Kept, kind: Any) -> None:
-    """Symptom: `exc_info` was None, its text part of the message. Cause: the handler of a queue was used."""
+    """Symptom: `exc_info` was None, its text part of the message. Cause: the handler of a queue was
+    used."""
     any_pool.map(fails, [kind])
     (record,) = kept.records
-    assert (record.msg, record.args, record.getMessage()) == ("caught in %s", ("fails",), "caught in fails")
+    assert (record.msg, record.args, record.getMessage()) == (
+        "caught in %s",
+        ("fails",),
+        "caught in fails",
+    )
     assert record.exc_info is not None
     assert record.exc_info[0] is kind
     assert str(record.exc_info[1]) == "said"
@@ -98,28 +107,41 @@ def levels(_: int) -> list[Any]:
     logger, other = logging.getLogger("of_a_task.inner"), logging.getLogger("another_one")
     logger.log(HINT, "a hint")
     logger.debug("nobody wants it")
-    own = [logger.getEffectiveLevel(), other.getEffectiveLevel(), logger.isEnabledFor(16), logger.isEnabledFor(14)]
+    own = [
+        logger.getEffectiveLevel(),
+        other.getEffectiveLevel(),
+        logger.isEnabledFor(16),
+        logger.isEnabledFor(14),
+    ]
     return [*own, logging.getLevelName(HINT), logging.getLevelName("HINT"), logging.root.level]
 
 
 def test_levels_that_a_task_sees(any_pool: mpgrad.Pool, kept: Kept) -> None:
-    """Symptom: each logger had the lowest level of all, and the record was of "Level 27". Cause: only that level was sent."""
+    """Symptom: each logger had the lowest level of all, and the record was of "Level 27". Cause:
+    only that level was sent."""
     assert any_pool.map(levels, [0]) == [levels(0)]
-    assert [(each.levelname, each.levelno, each.getMessage()) for each in kept.records] == [("HINT", HINT, "a hint")] * 2
+    assert [(each.levelname, each.levelno, each.getMessage()) for each in kept.records] == [
+        ("HINT", HINT, "a hint")
+    ] * 2
 
 
 def test_levels_that_are_disabled(kept: Kept) -> None:
     logging.disable(logging.ERROR)
     try:
         with mpgrad.Pool(1) as pool:
-            assert pool.map(lambda _: logging.getLogger("of_a_task").isEnabledFor(logging.ERROR), [0]) == [False]
+            assert pool.map(
+                lambda _: logging.getLogger("of_a_task").isEnabledFor(logging.ERROR), [0]
+            ) == [False]
     finally:
         logging.disable(logging.NOTSET)
 
 
 def test_loggers_that_are_disabled_or_do_not_propagate(kept: Kept) -> None:
     """Symptom: a task saw neither. Cause: only levels were sent."""
-    loggers = disabled, apart = logging.getLogger("of_a_task.disabled"), logging.getLogger("of_a_task.apart")
+    loggers = disabled, apart = (
+        logging.getLogger("of_a_task.disabled"),
+        logging.getLogger("of_a_task.apart"),
+    )
     own = Kept()
     apart.addHandler(own)
 

@@ -26,9 +26,13 @@ class Body:
     path: list[torch.Tensor]
 
 
-def ragged(count: int = 9, requires_grad: bool = True, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def ragged(
+    count: int = 9, requires_grad: bool = True, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    return [torch.randn(n, 1 + n % 3, dtype=dtype, requires_grad=requires_grad) for n in range(count)]
+    return [
+        torch.randn(n, 1 + n % 3, dtype=dtype, requires_grad=requires_grad) for n in range(count)
+    ]
 
 
 def smooth(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,10 @@ def test_non_leaf_items(pool: mpgrad.Pool) -> None:
     assert_same_as_serial(smooth, [x * 2 for x in ragged()], pool)
 
 
-@pytest.mark.parametrize("nbytes", [8, 4096, 8192, 8200, 70_000, 300_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "nbytes",
+    [8, 4096, 8192, 8200, 70_000, 300_000, pytest.param(5_000_000, marks=pytest.mark.slow)],
+)
 def test_sizes_around_every_border(pool2: mpgrad.Pool, nbytes: int) -> None:
     items = [torch.randn(nbytes // 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert_same_as_serial(smooth, items, pool2)
@@ -71,7 +78,9 @@ def test_a_tuple_of_tensors(pool: mpgrad.Pool) -> None:
 def test_items_may_be_any_structure(pool: mpgrad.Pool) -> None:
     a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     items = [{"a": a, "rest": (b, [a, 2.0], None)}, {"a": b, "rest": (a, [b, -1.0], None)}]
-    assert_same_as_serial(lambda item: item["a"] * item["rest"][1][1] + item["rest"][0].exp(), items, pool)
+    assert_same_as_serial(
+        lambda item: item["a"] * item["rest"][1][1] + item["rest"][0].exp(), items, pool
+    )
 
 
 def test_dataclasses_go_and_come(pool: mpgrad.Pool) -> None:
@@ -137,7 +146,9 @@ def test_starmap(pool: mpgrad.Pool) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
         return x * y * k
 
-    assert_same_as_serial(lambda args: fn(*args), items, pool, run=lambda pool, _, items: pool.starmap(fn, items))
+    assert_same_as_serial(
+        lambda args: fn(*args), items, pool, run=lambda pool, _, items: pool.starmap(fn, items)
+    )
 
 
 def test_apply_with_keywords(pool: mpgrad.Pool) -> None:
@@ -162,7 +173,9 @@ def test_an_iterable_without_length(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("chunksize", [1, 3, 1000])
 def test_chunksize_changes_nothing(pool: mpgrad.Pool, chunksize: int) -> None:
-    assert_same_as_serial(smooth, ragged(20), pool, run=lambda pool, fn, items: pool.map(fn, items, chunksize))
+    assert_same_as_serial(
+        smooth, ragged(20), pool, run=lambda pool, fn, items: pool.map(fn, items, chunksize)
+    )
 
 
 def test_a_list_that_can_be_walked_twice(pool2: mpgrad.Pool) -> None:
@@ -184,7 +197,9 @@ def test_a_chain_of_maps(pool: mpgrad.Pool) -> None:
 
     large = [torch.randn(50_000, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     for items in (ragged(), large):
-        assert_same_as_serial(thrice, items, pool, run=lambda pool, _, items: run(pool, smooth, items))
+        assert_same_as_serial(
+            thrice, items, pool, run=lambda pool, _, items: run(pool, smooth, items)
+        )
 
 
 def test_former_results_are_read_in_place_and_not_changed(pool2: mpgrad.Pool) -> None:
@@ -211,7 +226,10 @@ def test_in_place_writes_stay_in_the_task(pool: mpgrad.Pool, size: int) -> None:
 
 def test_an_in_place_write_to_a_leaf_raises_as_it_does_serially(pool: mpgrad.Pool) -> None:
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+    with pytest.raises(
+        RuntimeError,
+        match="a leaf Variable that requires grad is being used in an in-place operation",
+    ):
         pool.map(lambda t: t.mul_(2), [x])
 
 
@@ -225,7 +243,16 @@ def test_results_may_be_written_in_place(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int8, torch.bool],
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int8,
+        torch.bool,
+    ],
 )
 def test_dtypes(pool2: mpgrad.Pool, dtype: torch.dtype) -> None:
     needs_grad = dtype.is_floating_point or dtype.is_complex
@@ -248,10 +275,16 @@ def test_strides_survive(pool2: mpgrad.Pool) -> None:
         torch.randn(0, 3),
         torch.tensor(3.0),
     ]
-    for item, (result, stride) in zip(items, pool2.map(lambda x: (x, x.stride()), items), strict=True):
+    for item, (result, stride) in zip(
+        items, pool2.map(lambda x: (x, x.stride()), items), strict=True
+    ):
         assert torch.equal(result, item)
         assert result.stride() == stride
-        dense = item.numel() and not (item.storage_offset() and item.dim() == 3) and item.shape != (4, 3, 6)
+        dense = (
+            item.numel()
+            and not (item.storage_offset() and item.dim() == 3)
+            and item.shape != (4, 3, 6)
+        )
         if dense and item.shape != (3, 3):
             assert stride == item.stride()
 
@@ -297,7 +330,9 @@ def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
     ],
     ids=["mkldnn", "meta", "nested"],
 )
-def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, make: Callable[[], torch.Tensor], reason: str) -> None:
+def test_what_cannot_be_carried_is_refused_by_name(
+    pool: mpgrad.Pool, make: Callable[[], torch.Tensor], reason: str
+) -> None:
     tensor, cannot = make(), "(holds a tensor that )?cannot be carried"
     with pytest.raises(TypeError, match=rf"item 1 {cannot}.*{reason}"):
         pool.map(lambda x: x, [torch.ones(1), tensor])
@@ -307,6 +342,8 @@ def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, make: Call
 
 
 def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match=r"the result holds a tensor that cannot be carried.*_mkldnn") as caught:
+    with pytest.raises(
+        TypeError, match=r"the result holds a tensor that cannot be carried.*_mkldnn"
+    ) as caught:
         pool.map(lambda x: x.to_mkldnn() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
     assert any("item 1" in note for note in caught.value.__notes__)

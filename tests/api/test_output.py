@@ -37,7 +37,11 @@ def test_the_last_words_of_a_worker(nursery: mpgrad.Pool) -> None:
         os._exit(3)
 
     out = io.StringIO()
-    with mpgrad.Pool(1, retries=0) as pool, contextlib.redirect_stdout(out), pytest.raises(mpgrad.WorkerDiedError):
+    with (
+        mpgrad.Pool(1, retries=0) as pool,
+        contextlib.redirect_stdout(out),
+        pytest.raises(mpgrad.WorkerDiedError),
+    ):
         pool.map(fn, [1])
     assert out.getvalue() == "about to end\n"
 
@@ -110,5 +114,7 @@ import mpgrad
 with mpgrad.Pool(1) as pool:
     assert pool.map(lambda k: print("unheard") or k, [1, 2]) == [1, 2]
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

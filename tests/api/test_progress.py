@@ -1,4 +1,5 @@
-"""How far something has come: bars, functions that are told, `Pool.progress`, and what `Pool.stats` says in words."""
+"""How far something has come: bars, functions that are told, `Pool.progress`, and what `Pool.stats`
+says in words."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ Told = list[tuple[int, int | None, float | None]]
 
 @pytest.mark.quick
 @pytest.mark.parametrize("progress", [True, "infants"])
-def test_a_progress_bar(pool: mpgrad.Pool, progress: bool | str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar(
+    pool: mpgrad.Pool, progress: bool | str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert pool.map(abs, ITEMS, progress=progress) == [7, 6, 5, 4, 3, 2, 1]
     assert pool.map_reduce(abs, [torch.tensor(-2), torch.tensor(3)], "sum", progress=progress) == 5
     bar = capsys.readouterr().err
@@ -37,7 +40,9 @@ def test_a_progress_bar(pool: mpgrad.Pool, progress: bool | str, capsys: pytest.
 def test_progress_without_tqdm(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     for run in (pool2.map, pool2.map_async, pool2.imap):
-        with pytest.raises(ImportError, match="progress needs tqdm, which is not installed; pip install tqdm"):
+        with pytest.raises(
+            ImportError, match="progress needs tqdm, which is not installed; pip install tqdm"
+        ):
             run(abs, [1], progress=True)
     with pytest.raises(ImportError, match="progress needs tqdm"), pool2.progress():
         raise AssertionError("it does not begin")
@@ -48,9 +53,13 @@ FORMS: dict[str, Callable[[mpgrad.Pool, Any], list[Any]]] = {
     "map": lambda pool, told: pool.map(abs, ITEMS, progress=told),
     "starmap": lambda pool, told: pool.starmap(abs, [(x,) for x in ITEMS], progress=told),
     "map_async": lambda pool, told: pool.map_async(abs, ITEMS, progress=told).get(),
-    "starmap_async": lambda pool, told: pool.starmap_async(abs, [(x,) for x in ITEMS], progress=told).get(),
+    "starmap_async": lambda pool, told: pool.starmap_async(
+        abs, [(x,) for x in ITEMS], progress=told
+    ).get(),
     "imap": lambda pool, told: list(pool.imap(abs, ITEMS, progress=told)),
-    "imap_unordered": lambda pool, told: sorted(pool.imap_unordered(abs, ITEMS, progress=told), reverse=True),
+    "imap_unordered": lambda pool, told: sorted(
+        pool.imap_unordered(abs, ITEMS, progress=told), reverse=True
+    ),
     "map of a generator": lambda pool, told: pool.map(abs, (x for x in ITEMS), progress=told),
 }
 
@@ -89,20 +98,29 @@ def test_the_pool_goes_on_while_the_function_waits(pool2: mpgrad.Pool) -> None:
     assert result.get() == [7, 6, 5, 4, 3, 2, 1]
 
 
-def test_a_function_that_raises_stops_nothing(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_that_raises_stops_nothing(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(done: int, total: int | None, left: float | None) -> None:
         raise KeyError(done)
 
     assert pool2.map(abs, ITEMS, progress=broken) == [7, 6, 5, 4, 3, 2, 1]
     (record,) = caplog.records
-    assert "progress is not shown any more" in record.message and "broken" in record.message and "KeyError" in record.message
+    assert (
+        "progress is not shown any more" in record.message
+        and "broken" in record.message
+        and "KeyError" in record.message
+    )
 
 
 @pytest.mark.quick
 def test_a_function_of_other_arguments_is_refused(pool2: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match=r"progress must take three arguments: .* \(too many positional"):
+    with pytest.raises(
+        TypeError, match=r"progress must take three arguments: .* \(too many positional"
+    ):
         pool2.map(abs, ITEMS, progress=lambda done: None)  # type: ignore[arg-type, misc]
-    assert pool2.map(abs, ITEMS, progress=max) == [7, 6, 5, 4, 3, 2, 1]  # which tells nothing of its arguments
+    # which tells nothing of its arguments
+    assert pool2.map(abs, ITEMS, progress=max) == [7, 6, 5, 4, 3, 2, 1]
 
 
 def test_nothing_is_told_of_a_total_of_nothing(pool2: mpgrad.Pool) -> None:
@@ -114,8 +132,12 @@ def test_nothing_is_told_of_a_total_of_nothing(pool2: mpgrad.Pool) -> None:
     assert set(told) <= {(0, None, None)}
 
 
-def test_nothing_is_made_where_nothing_is_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpgrad.progress.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made"))
+def test_nothing_is_made_where_nothing_is_asked_for(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        mpgrad.progress.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
+    )
     for run in FORMS.values():
         assert run(pool2, False) == [7, 6, 5, 4, 3, 2, 1]
 
@@ -140,11 +162,17 @@ def test_a_block_of_an_executor(nursery: mpgrad.Pool) -> None:
     with mpgrad.Executor(1) as executor, executor.progress(lambda *now: told.append(now)):
         with executor.timeline() as timeline:
             assert list(executor.map(abs, ITEMS)) == [7, 6, 5, 4, 3, 2, 1]
-        assert executor.stats().calls == 7 == sum(event["cat"] == "forward" for event in timeline.events if event["ph"] == "X")
+        assert (
+            executor.stats().calls
+            == 7
+            == sum(event["cat"] == "forward" for event in timeline.events if event["ph"] == "X")
+        )
     assert told[-1] == (7, 7, 0.0)
 
 
-def test_a_block_tells_of_a_backward_while_it_waits(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_block_tells_of_a_backward_while_it_waits(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """The second backward ends only when the first has been shown."""
     shown = tmp_path / "shown"
 
@@ -175,7 +203,9 @@ def test_a_block_tells_of_a_backward_while_it_waits(fresh_pool: mpgrad.Pool, tmp
     doubled = fresh_pool.starmap(Waits, [(xs[0], 0), (xs[1], 1)], chunksize=1)
     with fresh_pool.progress(show):
         sum(each.sum() for each in doubled).backward()
-    assert shown.exists() and all(x.grad is not None and x.grad.equal(torch.full((2,), 2.0)) for x in xs)
+    assert shown.exists() and all(
+        x.grad is not None and x.grad.equal(torch.full((2,), 2.0)) for x in xs
+    )
 
 
 def test_an_iterator_that_is_dropped_takes_its_bar_along(pool2: mpgrad.Pool) -> None:
@@ -188,7 +218,10 @@ def test_an_iterator_that_is_dropped_takes_its_bar_along(pool2: mpgrad.Pool) -> 
 def test_seconds_left() -> None:
     assert seconds_left(5.0, 2.0, 1, Standing(2, 4)) == 6.0
     assert seconds_left(5.0, 2.0, 1, Standing(4, 4)) == 0.0
-    assert seconds_left(5.0, 2.0, 1, Standing(1, 4)) is None and seconds_left(5.0, 2.0, 1, Standing(2, None)) is None
+    assert (
+        seconds_left(5.0, 2.0, 1, Standing(1, 4)) is None
+        and seconds_left(5.0, 2.0, 1, Standing(2, None)) is None
+    )
 
 
 def test_a_function_is_told_of_changes_only_and_of_the_end() -> None:
@@ -209,7 +242,9 @@ def test_a_function_is_told_of_changes_only_and_of_the_end() -> None:
 
 def test_a_notebooks_widget_hears_of_a_total_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = types.SimpleNamespace(max=4)
-    bar = types.SimpleNamespace(n=0, total=4, container=types.SimpleNamespace(children=["", scale, ""]), close=lambda: None)
+    bar = types.SimpleNamespace(
+        n=0, total=4, container=types.SimpleNamespace(children=["", scale, ""]), close=lambda: None
+    )
     bar.update = lambda by: setattr(bar, "n", bar.n + by)
     monkeypatch.setattr(importlib.import_module("tqdm.auto"), "tqdm", lambda **_: bar)
     with Bar(None, 4) as show:
@@ -244,11 +279,40 @@ copied:     1.0 KiB of tensors; 9 slots made"""
 @pytest.mark.quick
 def test_statistics_are_a_table() -> None:
     stats = PoolStats(
-        WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 4, 5, 6, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9
+        WORKERS,
+        (1 << 30) + (300 << 20),
+        0,
+        2,
+        1,
+        3,
+        4,
+        5,
+        6,
+        2,
+        1600,
+        40,
+        1500,
+        0,
+        20,
+        30,
+        2048,
+        999,
+        0,
+        1000,
+        9,
     )
     assert str(stats) == TABLE
     here = str(stats._replace(workers=[each._replace(node="") for each in WORKERS]))
-    assert here.splitlines()[0].split() == ["worker", "device", "pid", "state", "busy", "calls", "graphs", "memory"]
+    assert here.splitlines()[0].split() == [
+        "worker",
+        "device",
+        "pid",
+        "state",
+        "busy",
+        "calls",
+        "graphs",
+        "memory",
+    ]
     assert str(stats._replace(workers=[])).splitlines()[0].startswith("worker  node")
     assert json.loads(json.dumps(stats.as_dict()))["workers"][0]["state"] == "busy"
 
@@ -272,7 +336,9 @@ def test_statistics_of_a_pool_at_work(two: mpgrad.Pool, tmp_path: Path) -> None:
     x = torch.ones(2, requires_grad=True)
     result = two.map_async(waits, [x] * 5, chunksize=1)
     deadline = time.monotonic() + 20
-    while [worker.state for worker in two.stats().workers] != ["busy"] * 2 and time.monotonic() < deadline:
+    while [worker.state for worker in two.stats().workers] != [
+        "busy"
+    ] * 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     during = two.stats()
     assert (during.operations, during.calls, during.calls_left) == (1, 0, 5)
@@ -280,7 +346,13 @@ def test_statistics_of_a_pool_at_work(two: mpgrad.Pool, tmp_path: Path) -> None:
     go_on.touch()
     torch.stack(result.get()).sum().backward()
     after = two.stats()
-    assert (after.operations, after.calls, after.calls_left, after.backwards, after.backwards_left) == (0, 5, 0, 5, 0)
+    assert (
+        after.operations,
+        after.calls,
+        after.calls_left,
+        after.backwards,
+        after.backwards_left,
+    ) == (0, 5, 0, 5, 0)
     assert all(0 < worker.busy <= 1 and worker.state == "idle" for worker in after.workers)
 
 

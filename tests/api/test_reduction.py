@@ -40,13 +40,17 @@ def serial_fold(fn: Callable[[Any, Any], Any], items: list[Any], target: Any) ->
 @pytest.mark.parametrize("targets", [1, 3])
 def test_targets_side_by_side(pool: mpgrad.Pool, fn: Any, count: int, targets: int) -> None:
     grads = []
-    for fold in (lambda *args: pool.reduce(*args), lambda fn, items, ts: [serial_fold(fn, items, t) for t in ts]):
+    for fold in (
+        lambda *args: pool.reduce(*args),
+        lambda fn, items, ts: [serial_fold(fn, items, t) for t in ts],
+    ):
         leaves, starts = tensors(count), tensors(targets, seed=5)
         folded = fold(fn, [leaf * 2 for leaf in leaves], [start * 2 for start in starts])
         sum((k + 1) * (f**2).sum() for k, f in enumerate(folded)).backward()
         grads.append([f.detach() for f in folded] + [x.grad for x in (*leaves, *starts)])
     for mine, other in zip(*grads, strict=True):
-        # an item gets a gradient from each target, and each of those is a sum already: (a + b) + (c + d), not a + b + c + d
+        # an item gets a gradient from each target, and each of those is a sum already: (a + b) + (c
+        # + d), not a + b + c + d
         tolerance = 0.0 if targets == 1 else 1e-12
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
@@ -62,7 +66,9 @@ def test_the_example_of_the_readme(pool: mpgrad.Pool) -> None:
     for serial in (False, True):
         torch.manual_seed(0)
         leaves = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 5, 0, 7)]
-        target1, target2 = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        target1, target2 = (
+            torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)
+        )
         if serial:
             mapped = [map_function(x * 2) for x in leaves]
             t1, t2 = (serial_fold(reduce_function, mapped, t * 2) for t in (target1, target2))
@@ -88,12 +94,16 @@ def test_one_target_and_structures(pool: mpgrad.Pool) -> None:
 
 def test_the_callers_target_is_not_written(pool: mpgrad.Pool) -> None:
     target = torch.zeros(3)
-    assert torch.equal(pool.reduce(lambda t, i: t.add_(i), [1.0, 2.0], target), torch.full((3,), 3.0))
+    assert torch.equal(
+        pool.reduce(lambda t, i: t.add_(i), [1.0, 2.0], target), torch.full((3,), 3.0)
+    )
     assert torch.equal(target, torch.zeros(3))
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_items_written_by_one_targets_fold_are_not_seen_by_the_others(pool: mpgrad.Pool, size: int) -> None:
+def test_items_written_by_one_targets_fold_are_not_seen_by_the_others(
+    pool: mpgrad.Pool, size: int
+) -> None:
     def greedy(target: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
         item.mul_(2)
         return target + item
@@ -104,17 +114,24 @@ def test_items_written_by_one_targets_fold_are_not_seen_by_the_others(pool: mpgr
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 200])
-@pytest.mark.parametrize("fn", [torch.matmul, lambda t, i: t.add_(i)], ids=["returning", "in place"])
+@pytest.mark.parametrize(
+    "fn", [torch.matmul, lambda t, i: t.add_(i)], ids=["returning", "in place"]
+)
 def test_associative(pool2: mpgrad.Pool, fn: Any, count: int) -> None:
     def rotations(count: int) -> list[torch.Tensor]:
         torch.manual_seed(6)
-        return [torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0].requires_grad_() for _ in range(count)]
+        return [
+            torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0].requires_grad_()
+            for _ in range(count)
+        ]
 
     grads = []
     for serial in (False, True):
         items, target = rotations(count), rotations(1)[0]
         if serial:
-            result = functools.reduce(torch.matmul if fn is torch.matmul else torch.add, items, target)
+            result = functools.reduce(
+                torch.matmul if fn is torch.matmul else torch.add, items, target
+            )
         else:
             result = pool2.reduce(fn, items, target * 1, associative=True)
         (result * torch.arange(9.0, dtype=torch.float64).reshape(3, 3)).sum().backward()
@@ -190,13 +207,17 @@ def test_nothing_to_reduce(pool: mpgrad.Pool) -> None:
 
 
 def test_bad_arguments(pool: mpgrad.Pool) -> None:
-    with pytest.raises(ValueError, match=r"no reduction has this name \('median'\); there are 'sum'"):
+    with pytest.raises(
+        ValueError, match=r"no reduction has this name \('median'\); there are 'sum'"
+    ):
         pool.map_reduce(abs, [1], "median")
     with pytest.raises(TypeError, match="a reduction must be a function or one of"):
         pool.reduce(3, [1], 1)
 
 
-@pytest.mark.parametrize("fn", [torch.Tensor.add_, torch.Tensor.mul_, torch.add], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [torch.Tensor.add_, torch.Tensor.mul_, torch.add], ids=lambda fn: fn.__name__
+)
 def test_targets_that_are_items(pool: mpgrad.Pool, fn: Any) -> None:
     """The items are what they were, whatever a fold has written into its target by then."""
 
@@ -207,13 +228,19 @@ def test_targets_that_are_items(pool: mpgrad.Pool, fn: Any) -> None:
         loss = results[0]["target"] * results[1]
         return [*results[0].values(), results[1], *torch.autograd.grad(loss, source)]
 
-    def by_pool(items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor) -> Any:
-        def onto_structure(target: dict[str, torch.Tensor], item: torch.Tensor) -> dict[str, torch.Tensor]:
+    def by_pool(
+        items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor
+    ) -> Any:
+        def onto_structure(
+            target: dict[str, torch.Tensor], item: torch.Tensor
+        ) -> dict[str, torch.Tensor]:
             return {"target": fn(target["target"], item)}
 
         return pool.reduce(onto_structure, items, [first])[0], pool.reduce(fn, items, second)
 
-    def on_copies(items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor) -> Any:
+    def on_copies(
+        items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor
+    ) -> Any:
         one, other = first["target"].clone(), second.clone()
         for item in items:
             one, other = fn(one, item), fn(other, item)

@@ -1,4 +1,5 @@
-"""Results asked for later: AsyncResult, iterators and Futures, as in multiprocessing and concurrent.futures."""
+"""Results asked for later: AsyncResult, iterators and Futures, as in multiprocessing and
+concurrent.futures."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_starmap_async_and_apply_async(pool: mpgrad.Pool) -> None:
     assert pool.apply_async(int, ("11",), {"base": 2}).get(30) == 3
 
 
-def asks_with(pool: mpgrad.Pool, fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Callable[[], Any]]:
+def asks_with(
+    pool: mpgrad.Pool, fn: Callable[..., Any], *args: Any, **options: Any
+) -> dict[str, Callable[[], Any]]:
     return {
         "apply": lambda: pool.apply(fn, args, **options),
         "apply_async": lambda: pool.apply_async(fn, args, **options).get(),
@@ -64,19 +67,27 @@ def asks_with(pool: mpgrad.Pool, fn: Callable[..., Any], *args: Any, **options: 
 def test_a_time_limit_of_one_call_is_that_of_a_pool(nursery: mpgrad.Pool, name: str) -> None:
     late = []
     for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
-        with mpgrad.Pool(1, retries=0, timeout=of_pool) as pool, pytest.raises(mpgrad.CallTimeoutError) as caught:
+        with (
+            mpgrad.Pool(1, retries=0, timeout=of_pool) as pool,
+            pytest.raises(mpgrad.CallTimeoutError) as caught,
+        ):
             asks_with(pool, time.sleep, 600, timeout=of_call)[name]()
-        late.append((caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail))
+        late.append(
+            (caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail)
+        )
     assert late == [("a call of sleep", None, 0.3, "the call was tried once (retries: 0)")] * 3
 
 
 @pytest.mark.parametrize("name", ["apply", "apply_async"])
-def test_a_time_limit_holds_for_one_call_and_its_backward(nursery: mpgrad.Pool, tmp_path: Path, name: str) -> None:
+def test_a_time_limit_holds_for_one_call_and_its_backward(
+    nursery: mpgrad.Pool, tmp_path: Path, name: str
+) -> None:
     x = leaf()
     with mpgrad.Pool(1, retries=0) as pool:
         asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
         assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
-        asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()  # it is loaded now
+        # it is loaded now
+        asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()
         slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=0.5)[name]()
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             slow.sum().backward()
@@ -108,10 +119,15 @@ class BackwardUntil(torch.autograd.Function):
 def test_a_time_limit_that_cannot_be(pool: mpgrad.Pool) -> None:
     engine = pool._options.engine
     for ask in asks_with(pool, abs, -1, timeout=0).values():
-        with pytest.raises(ValueError, match="must be more than 0" if engine == "process" else "workers that can be killed"):
+        with pytest.raises(
+            ValueError,
+            match="must be more than 0" if engine == "process" else "workers that can be killed",
+        ):
             ask()
     for ask in asks_with(pool, abs, -1, timeout="1").values():
-        with pytest.raises(TypeError, match=r"timeout must be a number of seconds, or None \(timeout: '1'\)"):
+        with pytest.raises(
+            TypeError, match=r"timeout must be a number of seconds, or None \(timeout: '1'\)"
+        ):
             ask()
 
 
@@ -119,19 +135,34 @@ def given(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
-KEYWORDS = {"timeout": 1, "device": "cuda", "chunksize": 2, "progress": 3, "on_error": 4, "fn": 5, "func": 6, "self": 7}
+KEYWORDS = {
+    "timeout": 1,
+    "device": "cuda",
+    "chunksize": 2,
+    "progress": 3,
+    "on_error": 4,
+    "fn": 5,
+    "func": 6,
+    "self": 7,
+}
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
 def test_keywords_are_the_functions(nursery: mpgrad.Pool, devices: list[str] | None) -> None:
     """As with `multiprocessing.pool.ThreadPool` and `concurrent.futures.ThreadPoolExecutor`."""
-    with concurrent.futures.ThreadPoolExecutor(1) as executor, multiprocessing.pool.ThreadPool(1) as other:
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+        multiprocessing.pool.ThreadPool(1) as other,
+    ):
         expected = executor.submit(given, 1, **KEYWORDS).result()
         assert other.apply(given, (1,), KEYWORDS) == expected
     with mpgrad.Pool(None if devices else 1, devices=devices) as pool:
         assert pool.submit(given, 1, **KEYWORDS).result() == expected
         assert pool.apply(given, (1,), KEYWORDS) == expected
-        assert pool.apply_async(given, (1,), KEYWORDS, timeout=60, device=devices and "cpu").get() == expected
+        assert (
+            pool.apply_async(given, (1,), KEYWORDS, timeout=60, device=devices and "cpu").get()
+            == expected
+        )
     with mpgrad.Executor(None if devices else 1, devices=devices) as executor:
         assert executor.submit(given, 1, **KEYWORDS).result() == expected
 
@@ -159,7 +190,9 @@ def test_errors_of_async_results(pool: mpgrad.Pool) -> None:
 
 def test_not_ready(fresh_pool: mpgrad.Pool) -> None:
     result = fresh_pool.apply_async(time.sleep, (0.5,))
-    with pytest.raises(multiprocessing.TimeoutError, match=r"no result within the timeout \(0.01 s\)"):
+    with pytest.raises(
+        multiprocessing.TimeoutError, match=r"no result within the timeout \(0.01 s\)"
+    ):
         result.get(0.01)
     with pytest.raises(ValueError, match="the result is not ready"):
         result.successful()
@@ -194,7 +227,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     tell = Operation.tell_if_finished
 
     def tell_late(operation: Operation) -> None:
-        if operation.finished and threading.current_thread() is not asks:  # with engine "inline" it is
+        if (
+            operation.finished and threading.current_thread() is not asks
+        ):  # with engine "inline" it is
             assert taken.wait(30)
         tell(operation)
 
@@ -209,7 +244,8 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
 ) -> None:
     """Symptom: now and then, an `error_callback` was never called.
 
-    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then looked for a failure there.
+    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then
+    looked for a failure there.
     """
     told = queue.SimpleQueue[Any]()
     result = getattr(pool, name)(function, [-1], callback=told.put, error_callback=told.put)
@@ -223,8 +259,11 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
     assert told.get(timeout=30) is wanted
 
 
-def test_a_failure_that_was_asked_for_does_not_surface_again(pool: mpgrad.Pool, taken: threading.Event) -> None:
-    """Whoever asks may be faster than the scheduling thread, which notes the failure for `synchronize`."""
+def test_a_failure_that_was_asked_for_does_not_surface_again(
+    pool: mpgrad.Pool, taken: threading.Event
+) -> None:
+    """Whoever asks may be faster than the scheduling thread, which notes the failure for
+    `synchronize`."""
     result = pool.map_async(fails, [-1])
     while not result.ready():
         time.sleep(0)
@@ -237,8 +276,14 @@ def test_a_failure_that_was_asked_for_does_not_surface_again(pool: mpgrad.Pool, 
 def test_synchronize_waits_until_a_failure_is_noted(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By reading: it could return as soon as the last call had ended, before callbacks and notes of its failure."""
-    gate, is_telling, may_tell, looked = tmp_path / "gate", threading.Event(), threading.Event(), threading.Event()
+    """By reading: it could return as soon as the last call had ended, before callbacks and notes of
+    its failure."""
+    gate, is_telling, may_tell, looked = (
+        tmp_path / "gate",
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
     tell = Operation.tell_if_finished
 
     def waits_and_fails() -> None:
@@ -258,7 +303,8 @@ def test_synchronize_waits_until_a_failure_is_noted(
         waits = executor.submit(pool2.synchronize)
         while not scheduler._waiters:
             time.sleep(0)
-        scheduler.post(looked.set)  # behind the order by which `synchronize` looks for what is under way
+        # behind the order by which `synchronize` looks for what is under way
+        scheduler.post(looked.set)
         assert looked.wait(30)
         monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
         gate.touch()
@@ -272,24 +318,36 @@ def test_synchronize_waits_until_a_failure_is_noted(
 
 
 def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
-    """By reading: `get` could raise the exception of a later item. Cause: the operation was `finished` for an instant."""
+    """By reading: `get` could raise the exception of a later item. Cause: the operation was
+    `finished` for an instant."""
 
     class Watched(Operation):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name in ("delivered", "limit") and len(self.outcomes) > 0 and self.finished:  # another thread may look here
+            if (
+                name in ("delivered", "limit") and len(self.outcomes) > 0 and self.finished
+            ):  # another thread may look here
                 assert self.outcomes.keys() >= set(range(min(self.added, self.limit)))
                 assert self.first_failure() is self.outcomes[self.limit]
 
     operation = Watched(OperationOptions(SimpleNamespace(names=None), None, None), None)  # type: ignore[arg-type]
     operation.added, operation.sealed = 8, True
-    for index, outcome in ((5, LookupError()), (6, None), (3, LookupError()), (0, None), (2, None), (1, LookupError())):
+    for index, outcome in (
+        (5, LookupError()),
+        (6, None),
+        (3, LookupError()),
+        (0, None),
+        (2, None),
+        (1, LookupError()),
+    ):
         assert not operation.finished
         operation.deliver(index, outcome)  # type: ignore[arg-type]
     assert operation.finished and operation.limit == 1
 
 
-def test_a_callback_that_raises_does_no_harm(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_no_harm(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR, logger="mpgrad"):
         pool2.apply_async(abs, (-1,), callback=fails).get()
         assert pool2.map(abs, [-2]) == [2]
@@ -374,7 +432,9 @@ def test_futures_of_many_submits(pool: mpgrad.Pool) -> None:
     assert [future.result(30) for future in futures] == [k * k for k in range(40)]
     done, not_done = concurrent.futures.wait([pool.submit(abs, -k) for k in range(10)], timeout=30)
     assert not not_done and sorted(future.result() for future in done) == list(range(10))
-    assert sorted(f.result() for f in concurrent.futures.as_completed([pool.submit(abs, k) for k in (1, 2)])) == [1, 2]
+    assert sorted(
+        f.result() for f in concurrent.futures.as_completed([pool.submit(abs, k) for k in (1, 2)])
+    ) == [1, 2]
 
 
 def test_futures_in_asyncio(pool2: mpgrad.Pool) -> None:
@@ -419,7 +479,8 @@ def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
 
 
 def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
-    """By the caller, who has lent captures, and by the workers, who have lent results: 2 MB each."""
+    """By the caller, who has lent captures, and by the workers, who have lent results: 2 MB
+    each."""
 
     def products(capture: torch.Tensor) -> None:
         fresh_pool.map(lambda k: capture * k, range(4), 1)
@@ -454,18 +515,31 @@ def breaks(pool: mpgrad.Pool) -> None:
     pool._scheduler.post(lambda: pool._scheduler.life.break_off(Odd(1, 2)))
 
 
-ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {"terminated": mpgrad.Pool.terminate, "broken": breaks}
+ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {
+    "terminated": mpgrad.Pool.terminate,
+    "broken": breaks,
+}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], None], nursery: mpgrad.Pool) -> None:
-    # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback showed those of the others.
-    # cause: one PoolClosedError for all, which keeps the frames that it is raised through.
+def test_each_who_waits_gets_an_error_of_its_own(
+    end: Callable[[mpgrad.Pool], None], nursery: mpgrad.Pool
+) -> None:
+    # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback
+    # showed those of the others. cause: one PoolClosedError for all, which keeps the frames that it
+    # is raised through.
     with mpgrad.Pool(1) as pool:
         result = pool.map_async(time.sleep, [60])
         future, results = pool.submit(abs, -1), pool.imap(abs, [-1])
         other = pool.submit(abs, future)
-        asks: list[Callable[[], Any]] = [result.get, result.get, future.result, future.result, results.next, other.result]
+        asks: list[Callable[[], Any]] = [
+            result.get,
+            result.get,
+            future.result,
+            future.result,
+            results.next,
+            other.result,
+        ]
         refs, errors = [], []
 
         def waits(ask: Callable[[], Any]) -> None:
@@ -486,7 +560,10 @@ def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], No
         with contextlib.suppress(Exception):
             pool.map(abs, [-1])
         assert len(errors) == len(asks) == len(set(map(id, errors)))
-        depths = [sum(1 for _ in traceback.walk_tb(error.__traceback__) if _[0].f_code is waits.__code__) for error in errors]
+        depths = [
+            sum(1 for _ in traceback.walk_tb(error.__traceback__) if _[0].f_code is waits.__code__)
+            for error in errors
+        ]
         assert depths == [1] * len(asks)
         errors.clear()
         gc.collect()
@@ -494,12 +571,15 @@ def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], No
 
 
 def test_a_failure_and_a_cancellation_in_asyncio(fresh_pool: mpgrad.Pool) -> None:
-    """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private fields."""
+    """Symptom on Python 3.15: None for a result, another exception. Cause: asyncio looks at private
+    fields."""
 
     async def outcomes() -> list[Any]:
         failed, cancelled = fresh_pool.submit(int, "x"), fresh_pool.submit(time.sleep, 60)
         cancelled.cancel(force=True)
-        return await asyncio.gather(*map(asyncio.wrap_future, (failed, cancelled)), return_exceptions=True)
+        return await asyncio.gather(
+            *map(asyncio.wrap_future, (failed, cancelled)), return_exceptions=True
+        )
 
     failed, cancelled = asyncio.run(outcomes())
     assert type(failed) is ValueError and type(cancelled) is asyncio.CancelledError

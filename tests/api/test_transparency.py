@@ -1,8 +1,10 @@
-"""Whether anybody can tell a loop in the pool from a loop in the caller: a table of operations times behaviours.
+"""Whether anybody can tell a loop in the pool from a loop in the caller: a table of operations
+times behaviours.
 
-Each behaviour is written once, for any `loop(fn, items)`, and returns values to compare. It runs with the serial loop, and
-with every operation of the pool that can stand in for it. Values and gradients of items have to agree bit for bit; sums over
-items may have been added in another order, and agree to rounding.
+Each behaviour is written once, for any `loop(fn, items)`, and returns values to compare. It runs
+with the serial loop, and with every operation of the pool that can stand in for it. Values and
+gradients of items have to agree bit for bit; sums over items may have been added in another order,
+and agree to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def serial(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def results_of(futures: list[Any]) -> list[Any]:
-    """Of all it is asked how they ended: a failure that nobody asks for would surface in another test."""
+    """Of all it is asked how they ended: a failure that nobody asks for would surface in another
+    test."""
     for future in futures:
         future.exception()
     return [future.result() for future in futures]
@@ -41,8 +44,11 @@ OPERATIONS: dict[str, Callable[[mpgrad.Pool], Loop]] = {
     "imap": lambda pool: lambda fn, items: list(pool.imap(fn, items)),
     "map_async": lambda pool: lambda fn, items: pool.map_async(fn, items).get(),
     "submit": lambda pool: lambda fn, items: results_of([pool.submit(fn, item) for item in items]),
-    # a fold of one item into nothing else, and a tree whose leaves are lists: every way that calls can be run
-    "reduce": lambda pool: lambda fn, items: [pool.reduce(Applied(fn), [item], None) for item in items],
+    # a fold of one item into nothing else, and a tree whose leaves are lists: every way that calls
+    # can be run
+    "reduce": lambda pool: (
+        lambda fn, items: [pool.reduce(Applied(fn), [item], None) for item in items]
+    ),
     "map_reduce": lambda pool: lambda fn, items: pool.map_reduce(Listed(fn), items, joined, []),
 }
 
@@ -116,7 +122,9 @@ def chosen_inputs(loop: Loop) -> list[Any]:
     one = torch.autograd.grad(total, items[1], retain_graph=True)
     both = torch.autograd.grad(total, [c, items[3]], retain_graph=True)
     none = torch.autograd.grad(results[0].sum(), items[1:], allow_unused=True, retain_graph=True)
-    zeros = torch.autograd.grad(results[0].sum(), items[1:], allow_unused=True, materialize_grads=True)
+    zeros = torch.autograd.grad(
+        results[0].sum(), items[1:], allow_unused=True, materialize_grads=True
+    )
     return [*one, *both, *none, *zeros, *[x.grad for x in items]]
 
 
@@ -132,7 +140,9 @@ def undefined_and_zero_gradients(loop: Loop) -> list[Any]:
     x, y = leaf(2), leaf(3, seed=1)
     a, b, number = loop(lambda t: (t[0] * t[1].sum(), t[1] ** 2, 7), [(x, y)])[0]
     only_b = torch.autograd.grad(b.sum(), [x, y], retain_graph=True, allow_unused=True)
-    with_zeros = torch.autograd.grad([a, b], [x, y], [torch.zeros_like(a), torch.ones_like(b)], retain_graph=True)
+    with_zeros = torch.autograd.grad(
+        [a, b], [x, y], [torch.zeros_like(a), torch.ones_like(b)], retain_graph=True
+    )
     with_none = torch.autograd.grad([a.sum(), b.sum()], [x, y], [None, None])
     return [number, *only_b, *with_zeros, *with_none]
 
@@ -159,14 +169,21 @@ def one_tensor_in_several_items_and_twice_in_one(loop: Loop) -> list[Any]:
 
 
 def complex_numbers(loop: Loop) -> list[Any]:
-    x = torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    results = loop(lambda t: (t * t.conj() + t**2, t.conj(), t.imag, torch.view_as_real(t)), [x, x * 1j])
+    x = torch.randn(
+        3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    results = loop(
+        lambda t: (t * t.conj() + t**2, t.conj(), t.imag, torch.view_as_real(t)), [x, x * 1j]
+    )
     sum(part.abs().sum() for result in results for part in result).backward()
     return [*[part.resolve_conj().resolve_neg() for result in results for part in result], x.grad]
 
 
 def half_precision(loop: Loop) -> list[Any]:
-    items = [torch.ones(5, dtype=dtype).div(3).requires_grad_() for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    items = [
+        torch.ones(5, dtype=dtype).div(3).requires_grad_()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    ]
     results = loop(lambda t: (t * 3).sigmoid(), items)
     for result in results:
         result.sum().backward()
@@ -183,7 +200,10 @@ def empty_and_scalar_tensors(loop: Loop) -> list[Any]:
 def strided_items_and_gradients(loop: Loop) -> list[Any]:
     x = leaf(4, 6)
     results = loop(lambda t: t * t, [x.t(), x[::2, 1::2], x[:1].expand(3, 6), x.unfold(1, 3, 1)])
-    weights = [torch.arange(r.numel(), dtype=r.dtype).view(r.shape[::-1]).permute(*range(r.dim())[::-1]) for r in results]
+    weights = [
+        torch.arange(r.numel(), dtype=r.dtype).view(r.shape[::-1]).permute(*range(r.dim())[::-1])
+        for r in results
+    ]
     gradients = torch.autograd.grad(results, x, weights)
     return [*gradients, *[list(r.stride()) for r in results]]
 
@@ -201,7 +221,8 @@ def tensor_hooks(loop: Loop) -> list[Any]:
     results[2].retain_grad()
     results[3].register_hook(lambda grad: grad * 10)
     sum(r.sum() for r in results).backward()
-    return [*seen, *[x.grad for x in items], results[2].grad]  # not c.grad: its sum is hooked, and summed in other orders
+    # not c.grad: its sum is hooked, and summed in other orders
+    return [*seen, *[x.grad for x in items], results[2].grad]
 
 
 def node_hooks(loop: Loop) -> list[Any]:
@@ -218,7 +239,9 @@ def node_hooks(loop: Loop) -> list[Any]:
 def hooks_for_saved_tensors(loop: Loop) -> list[Any]:
     """They change what backward finds, so they have to reach the worker."""
     x, c = leaf(3), leaf(3, seed=1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.half(), lambda half: half.double()):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.half(), lambda half: half.double()
+    ):
         (result,) = loop(lambda t: (t * c).exp(), [x])
     result.sum().backward()
     with torch.autograd.graph.save_on_cpu():
@@ -307,7 +330,11 @@ def warnings_of_the_function(loop: Loop) -> list[Any]:
         warnings.simplefilter("always")
         results = loop(fn, [1, 3])
     ours = [each for each in caught if each.category is FutureWarning]
-    return [*results, sorted(str(each.message) for each in ours), {each.filename for each in ours} == {__file__}]
+    return [
+        *results,
+        sorted(str(each.message) for each in ours),
+        {each.filename for each in ours} == {__file__},
+    ]
 
 
 # --- calls inside calls, checkpoints, Functions
@@ -367,13 +394,16 @@ def a_checkpoint_around_it(loop: Loop, reentrant: bool) -> list[Any]:
 def a_checkpoint_inside_it(loop: Loop, reentrant: bool) -> list[Any]:
     items, c = ragged(), leaf(1, seed=9)
     net = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Softplus())
-    results = loop(lambda x: checkpoint(lambda t: net(t * c) * t, x, use_reentrant=reentrant), items)
+    results = loop(
+        lambda x: checkpoint(lambda t: net(t * c) * t, x, use_reentrant=reentrant), items
+    )
     sum(r.sum() for r in results).backward()
     return [*results, *[x.grad for x in items], c.grad]
 
 
 def test_a_reentrant_checkpoint_inside_it(pool2: mpgrad.Pool) -> None:
-    """It works with `backward()` only, not with `torch.autograd.grad`, which is what workers otherwise use."""
+    """It works with `backward()` only, not with `torch.autograd.grad`, which is what workers
+    otherwise use."""
     for loop in (operation(pool2) for operation in OPERATIONS.values()):
         found, expected = a_checkpoint_inside_it(loop, True), a_checkpoint_inside_it(serial, True)
         assert_same(found, expected, exact=False)
@@ -427,7 +457,9 @@ def of_captures(loop: Loop) -> list[torch.Tensor]:
     results = loop(lambda x: (x * weight).sin() * weight, items)
     total = sum(r.sum() for r in results)
     *gradients, of_weight = torch.autograd.grad(total, [*items, weight], create_graph=True)
-    second = torch.autograd.grad(sum((g**2).sum() for g in gradients) * of_weight.sum(), [*items, weight])
+    second = torch.autograd.grad(
+        sum((g**2).sum() for g in gradients) * of_weight.sum(), [*items, weight]
+    )
     return [*gradients, of_weight, *second]
 
 
@@ -576,15 +608,28 @@ def assert_same(ours: Sequence[Any], theirs: Sequence[Any], exact: bool) -> None
             assert mine == other, place
             continue
         assert isinstance(mine, torch.Tensor), place
-        assert (mine.shape, mine.dtype, mine.requires_grad) == (other.shape, other.dtype, other.requires_grad), place
-        close = torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+        assert (mine.shape, mine.dtype, mine.requires_grad) == (
+            other.shape,
+            other.dtype,
+            other.requires_grad,
+        ), place
+        close = (
+            torch.equal(mine, other)
+            if exact
+            else torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+        )
         assert close, (place, mine, other)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # one behaviour is about just that
+@pytest.mark.filterwarnings(
+    "ignore:Using backward.. with create_graph=True"
+)  # one behaviour is about just that
 @pytest.mark.parametrize(
     ("operation", "engine"),
-    [*((operation, ("process", 2)) for operation in OPERATIONS), (next(iter(OPERATIONS)), ("inline", 1))],
+    [
+        *((operation, ("process", 2)) for operation in OPERATIONS),
+        (next(iter(OPERATIONS)), ("inline", 1)),
+    ],
     ids=lambda each: each if isinstance(each, str) else each[0],
 )
 @pytest.mark.parametrize("behaviour", EXACT + TO_ROUNDING, ids=name_of)
@@ -601,11 +646,15 @@ def test_nobody_can_tell(
 # --- what has no serial loop to compare with
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it where it resumes
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # the compiler looks at it where it resumes
 def test_a_compiled_function_goes_around_the_pool(pool2: mpgrad.Pool) -> None:
     c = leaf(3, seed=1)
 
-    def fn(loop: Loop, total: Callable[[list[torch.Tensor]], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def fn(
+        loop: Loop, total: Callable[[list[torch.Tensor]], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
         y = x * 2
         a, b = loop(lambda t: (t * c).sin(), [y, y + 1])
         return (a * b * total([a, b])).sum()
@@ -615,8 +664,14 @@ def test_a_compiled_function_goes_around_the_pool(pool2: mpgrad.Pool) -> None:
 
     arguments = (
         (pool2.map, lambda items: pool2.map_reduce(torch.exp, items, "sum")),
-        (lambda fn, items: list(pool2.imap(fn, items)), lambda items: pool2.submit(both, *items).result()),
-        (lambda fn, items: pool2.map_async(fn, items).get(), lambda items: pool2.reduce("sum", [both(*items)], c * 0)),
+        (
+            lambda fn, items: list(pool2.imap(fn, items)),
+            lambda items: pool2.submit(both, *items).result(),
+        ),
+        (
+            lambda fn, items: pool2.map_async(fn, items).get(),
+            lambda items: pool2.reduce("sum", [both(*items)], c * 0),
+        ),
     )
     x = leaf(3)
     expected = fn(serial, lambda items: both(*items), x)
@@ -624,7 +679,10 @@ def test_a_compiled_function_goes_around_the_pool(pool2: mpgrad.Pool) -> None:
     for loop, total in arguments:
         result = torch.compile(fn, backend="eager")(loop, total, x)
         assert torch.allclose(result, expected, rtol=1e-12)
-        assert all(torch.allclose(*pair) for pair in zip(torch.autograd.grad(result, [x, c]), gradients, strict=True))
+        assert all(
+            torch.allclose(*pair)
+            for pair in zip(torch.autograd.grad(result, [x, c]), gradients, strict=True)
+        )
 
 
 def test_function_classes_stand_for_their_apply(pool: mpgrad.Pool) -> None:
@@ -668,5 +726,7 @@ def test_a_derivative_runs_under_the_modes_of_the_forward(pool2: mpgrad.Pool) ->
             return loop(lambda t: (t @ weight).float().sin().sum(), [x])[0]
 
     x, weight = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (torch.func.grad(lambda x, loop=loop: value(loop, x))(x) for loop in (pool2.map, serial))
+    ours, theirs = (
+        torch.func.grad(lambda x, loop=loop: value(loop, x))(x) for loop in (pool2.map, serial)
+    )
     assert torch.equal(ours, theirs)

@@ -1,6 +1,8 @@
-"""A plug-in of pytest (`-p losses_get_one`): a gradient of one is predicted for every loss, and its graph goes.
+"""A plug-in of pytest (`-p losses_get_one`): a gradient of one is predicted for every loss, and its
+graph goes.
 
-So backwards are eager wherever they may be, and where another gradient comes, or none, the prediction was wrong.
+So backwards are eager wherever they may be, and where another gradient comes, or none, the
+prediction was wrong.
 """
 
 from __future__ import annotations

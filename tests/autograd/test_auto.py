@@ -1,4 +1,5 @@
-"""`graphs="auto"`: eager backwards once it is known which gradients come. Their values are those of the serial loop."""
+"""`graphs="auto"`: eager backwards once it is known which gradients come. Their values are those of
+the serial loop."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ def loss(x: Tensor) -> Tensor:
 
 
 def items(count: int = 12) -> list[Tensor]:
-    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+    return [
+        torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)
+    ]
 
 
 def mean(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-@pytest.fixture(params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str)
+@pytest.fixture(
+    params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str
+)
 def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, **request.param) as pool:
         yield pool
@@ -49,12 +54,19 @@ def single(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
         yield pool
 
 
-def gradients(losses: list[Tensor], xs: list[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> list[Tensor | None]:
+def gradients(
+    losses: list[Tensor], xs: list[Tensor], combine: Callable[[list[Tensor]], Tensor]
+) -> list[Tensor | None]:
     return list(torch.autograd.grad(combine(losses), [*xs, weight], allow_unused=True))
 
 
-def learn(pool: mpgrad.Pool, function: Callable[[Any], Any] = loss, combine: Callable[[list[Tensor]], Tensor] = mean) -> None:
-    """Have the pool predict for the function's losses what `combine` brings to twelve, and drop their graphs."""
+def learn(
+    pool: mpgrad.Pool,
+    function: Callable[[Any], Any] = loss,
+    combine: Callable[[list[Tensor]], Tensor] = mean,
+) -> None:
+    """Have the pool predict for the function's losses what `combine` brings to twelve, and drop
+    their graphs."""
     for _ in range(LEAST + CONFIRMED):
         combine(pool.map(function, items())).backward()
     weight.grad = None
@@ -77,19 +89,25 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_what_is_learned_saves_the_way(single: mpgrad.Pool, sent: list[object]) -> None:
     for step in range(LEAST + 3):
         xs = items()
-        losses = single.map(lambda x: x.square().sum(), xs)  # a function without captures, whose sums would be fetched
+        # a function without captures, whose sums would be fetched
+        losses = single.map(lambda x: x.square().sum(), xs)
         sent.clear()
         mean(losses).backward()
         assert bool(sent) == (step < LEAST)
         ys = items()
         mean([y.square().sum() for y in ys]).backward()
-        assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+        assert all(
+            torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad))
+            for x, y in zip(xs, ys, strict=True)
+        )
 
 
 COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "the mean": mean,
     "another gradient": lambda losses: torch.stack(losses).sum() / 7,
-    "different ones": lambda losses: torch.stack(losses) @ torch.linspace(0, 1, 12, dtype=torch.float64),
+    "different ones": lambda losses: (
+        torch.stack(losses) @ torch.linspace(0, 1, 12, dtype=torch.float64)
+    ),
     "some": lambda losses: (losses[3] + losses[7]) / 12,
     "one by one": lambda losses: sum(losses) / 12,  # type: ignore[return-value]
     "squared": lambda losses: torch.stack(losses).mean().square(),
@@ -102,7 +120,9 @@ def test_gradients_are_those_of_the_loop_whatever_was_expected(pool: mpgrad.Pool
         xs = items()
         expected = gradients(list(map(loss, xs)), xs, combine)
         *found, of_weight = gradients(pool.map(loss, xs, chunksize), xs, combine)
-        assert str(found) == str(expected[:-1]) and all(map(torch.equal, filter_none(found), filter_none(expected[:-1])))
+        assert str(found) == str(expected[:-1]) and all(
+            map(torch.equal, filter_none(found), filter_none(expected[:-1]))
+        )
         torch.testing.assert_close(of_weight, expected[-1])
 
 
@@ -122,7 +142,10 @@ def test_a_gradient_with_a_rounding_of_its_own_comes_bit_for_bit(single: mpgrad.
         xs, ys = items(), items()
         seventh(single.map(function, xs)).backward()
         seventh(list(map(function, ys))).backward()
-        assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+        assert all(
+            torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad))
+            for x, y in zip(xs, ys, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", first_are_quick(3, ["mean", *COMBINATIONS]))
@@ -150,7 +173,8 @@ def test_a_wrong_prediction_costs_a_second_run_at_most(
 
 
 def test_a_backward_for_each_loss_runs_nothing_again(single: mpgrad.Pool, tmp_path: Path) -> None:
-    """The sum that the worker has of the captures' gradients is none that a backward wants; each was run again, every time."""
+    """The sum that the worker has of the captures' gradients is none that a backward wants; each
+    was run again, every time."""
 
     def counted(x: Tensor) -> Tensor:
         with (tmp_path / "calls").open("a") as file:
@@ -182,7 +206,9 @@ def test_a_graph_that_is_kept_can_be_used_again(single: mpgrad.Pool) -> None:
     found, expected = mean(single.map(loss, xs)), mean(list(map(loss, ys)))
     for keep in (True, True, False):
         for ours, theirs in zip(
-            torch.autograd.grad(found, xs, retain_graph=keep), torch.autograd.grad(expected, ys, retain_graph=keep), strict=True
+            torch.autograd.grad(found, xs, retain_graph=keep),
+            torch.autograd.grad(expected, ys, retain_graph=keep),
+            strict=True,
         ):
             assert torch.equal(ours, theirs)
 
@@ -240,7 +266,9 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
         return mean(pool.map(loss, list(xs)))
 
     learn(pool)
-    assert torch.autograd.gradcheck(combined, items(3)) and torch.autograd.gradgradcheck(combined, items(2))
+    assert torch.autograd.gradcheck(combined, items(3)) and torch.autograd.gradgradcheck(
+        combined, items(2)
+    )
 
 
 @pytest.mark.slow
@@ -279,7 +307,9 @@ def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert watch.is_short() and not watch.is_short()  # it has just looked
 
 
-@pytest.mark.parametrize(("options", "runs"), [({}, 24), ({"graphs": "keep"}, 12), ({"retries": 0}, 12)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "runs"), [({}, 24), ({"graphs": "keep"}, 12), ({"retries": 0}, 12)], ids=str
+)
 def test_graphs_are_dropped_when_memory_is_short(
     nursery: mpgrad.Pool, tmp_path: Path, options: dict[str, Any], runs: int
 ) -> None:
@@ -335,7 +365,9 @@ def clipped(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [loss, clipped])
-def test_nothing_is_kept_and_no_second_trip_is_made(single: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+def test_nothing_is_kept_and_no_second_trip_is_made(
+    single: mpgrad.Pool, function: Callable[[Tensor], Tensor]
+) -> None:
     """Nor of functions that call a custom `autograd.Function`."""
     learn(single, function)
     losses = single.map(function, items())
@@ -361,7 +393,10 @@ def test_a_worker_that_stands_still_is_not_asked(single: mpgrad.Pool) -> None:
         os.kill(worker.pid, signal.SIGCONT)
     ys = items()
     mean(list(map(square, ys))).backward()
-    assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+    assert all(
+        torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad))
+        for x, y in zip(xs, ys, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [*COMBINATIONS, "retained"])

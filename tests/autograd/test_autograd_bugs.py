@@ -19,7 +19,8 @@ SPAN = torch.arange(3, dtype=torch.float64)
 
 
 def test_an_input_changed_in_place_before_the_result_is_fetched(pool: mpgrad.Pool) -> None:
-    # symptom: a gradient of 6 instead of 3. cause: the gate was a view, and a write to its base moved it to the new history.
+    # symptom: a gradient of 6 instead of 3. cause: the gate was a view, and a write to its base
+    # moved it to the new history.
     a = torch.ones(2, requires_grad=True)
     x = a * 1
     future = pool.submit(lambda t: t * 3, x)
@@ -34,13 +35,16 @@ def add_to_array(state: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", [5_000, 500_000])
-@pytest.mark.parametrize("add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"])
+@pytest.mark.parametrize(
+    "add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"]
+)
 @pytest.mark.parametrize("inference", [False, True], ids=["array", "inference tensor"])
 def test_a_former_result_whose_writes_are_not_counted(
     nursery: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
 ) -> None:
-    """Symptom: a graph that was made again gave gradients of what had been written since. Cause: arrays
-    and inference tensors were read where they lie, and PyTorch does not count writes to these."""
+    """Symptom: a graph that was made again gave gradients of what had been written since. Cause:
+    arrays and inference tensors were read where they lie, and PyTorch does not count writes to
+    these."""
     weight = torch.ones((), requires_grad=True)
 
     def loss(item: Any) -> torch.Tensor:
@@ -64,12 +68,15 @@ def serial(fn: Any, items: Any) -> list[Any]:
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def test_a_loss_and_a_penalty_on_its_gradient(pool: mpgrad.Pool) -> None:
-    """Symptom: "backward through the graph a second time", for the commonest use of create_graph. Cause: the call and its
-    derivative share nodes in the worker, and are two backwards there; the first one freed what the second needed."""
+    """Symptom: "backward through the graph a second time", for the commonest use of create_graph.
+    Cause: the call and its derivative share nodes in the worker, and are two backwards there; the
+    first one freed what the second needed."""
     found = []
     for loop in (pool.map, serial):
         x, c = leaf(2), leaf(2, seed=1)
@@ -84,34 +91,44 @@ def test_a_loss_and_a_penalty_on_its_gradient(pool: mpgrad.Pool) -> None:
 
 
 def test_an_ordinary_backward_through_a_transform(pool2: mpgrad.Pool) -> None:
-    """Symptom: zero gradients. Cause: a vjp inside a vjp made its gradients connected only where its own inputs needed them,
-    and not where the captures did."""
+    """Symptom: zero gradients. Cause: a vjp inside a vjp made its gradients connected only where
+    its own inputs needed them, and not where the captures did."""
     found = []
     for loop in (pool2.map, serial):
         x, c = leaf(3).detach(), leaf(3, seed=1)
-        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(x).sum().backward()
+        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(
+            x
+        ).sum().backward()
         found.append(c.grad)
     assert torch.equal(*found)
 
 
 def test_rows_of_a_jacobian_meet_the_mask_of_the_forward(pool2: mpgrad.Pool) -> None:
-    """Symptom: an error, or one mask per row. Cause: the vmap over rows took the function's random numbers for its own."""
+    """Symptom: an error, or one mask per row. Cause: the vmap over rows took the function's random
+    numbers for its own."""
     x = leaf(8).detach()
-    y, pull_back = torch.func.vjp(lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x)
+    y, pull_back = torch.func.vjp(
+        lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x
+    )
     for randomness in ("error", "same", "different"):
-        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(torch.eye(8, dtype=torch.float64))
+        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(
+            torch.eye(8, dtype=torch.float64)
+        )
         assert torch.allclose(rows.diagonal() * x, 2 * y)
 
 
 def test_noise_under_a_vmap_on_an_item_that_is_not_batched(pool2: mpgrad.Pool) -> None:
-    """Symptom: the same noise in all rows, or none where it is forbidden. Cause: items without a batch left the vmap."""
+    """Symptom: the same noise in all rows, or none where it is forbidden. Cause: items without a
+    batch left the vmap."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return pool2.map(lambda t: t + torch.rand(3), [torch.ones(3), x])[0] + 0 * x
 
     rows = torch.func.vmap(fn, randomness="different")(torch.zeros(4, 3))
     assert not torch.equal(rows[0], rows[1])
-    with pytest.raises(RuntimeError, match="called random operation while in randomness error mode"):
+    with pytest.raises(
+        RuntimeError, match="called random operation while in randomness error mode"
+    ):
         torch.func.vmap(fn)(torch.zeros(4, 3))
 
 
@@ -120,24 +137,32 @@ def test_a_tangent_on_a_gradient_is_not_lost_silently(pool2: mpgrad.Pool) -> Non
     (y,) = pool2.map(torch.exp, [x := leaf(3)])
     with torch.autograd.forward_ad.dual_level():
         weights = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
-        with pytest.raises(TypeError, match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp"):
+        with pytest.raises(
+            TypeError,
+            match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp",
+        ):
             torch.autograd.grad(y, x, weights.detach() + weights)
 
 
 def test_a_gradient_inside_a_function_under_a_transform(pool2: mpgrad.Pool) -> None:
-    """Symptom: "does not require grad". Cause: the function saw plain tensors where a transform's tensors require grad."""
+    """Symptom: "does not require grad". Cause: the function saw plain tensors where a transform's
+    tensors require grad."""
 
     def force(t: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad((t**3).sum(), t, create_graph=True)[0]
 
     x = leaf(2).detach()
     for transform in (torch.func.grad, torch.func.hessian):
-        ours, theirs = (transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x) for loop in (pool2.map, serial))
+        ours, theirs = (
+            transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x)
+            for loop in (pool2.map, serial)
+        )
         assert torch.equal(ours, theirs)
 
 
 def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
-    """Symptom: gradients in bfloat16. Cause: a derivative ran wholly under the modes of the forward."""
+    """Symptom: gradients in bfloat16. Cause: a derivative ran wholly under the modes of the
+    forward."""
 
     def loss(loop: Any, x: torch.Tensor) -> torch.Tensor:
         def fn(t: torch.Tensor) -> torch.Tensor:
@@ -148,13 +173,16 @@ def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
             return loop(fn, [x])[0].sum()
 
     x, weight = leaf(2, 2).float().detach(), leaf(2, 2, seed=1).float().detach()
-    ours, theirs = (torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial))
+    ours, theirs = (
+        torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial)
+    )
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated, and still there
 def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
-    """Symptom: the traced function returned its first result for ever. Cause: a tracer sees none of a worker's operations."""
+    """Symptom: the traced function returned its first result for ever. Cause: a tracer sees none of
+    a worker's operations."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return pool2.map(lambda t: t * 2, [x])[0] + x
@@ -166,14 +194,18 @@ def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
 
 
 def test_a_plain_call_inside_a_transform_inline(shared_pools: Any) -> None:
-    """Symptom: "belongs to a torch.func transform". Cause: the task ran in the caller's thread, under its transform."""
+    """Symptom: "belongs to a torch.func transform". Cause: the task ran in the caller's thread,
+    under its transform."""
     pool, w = shared_pools("inline", 1), leaf(2).detach()
-    assert torch.equal(torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w)
+    assert torch.equal(
+        torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w
+    )
 
 
 def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
-    """Symptom: graphs in workers, and the caller's locals, that were never let go. Cause: a kept exception kept its
-    traceback, and a derivative that nobody took kept the inputs, whose gates kept the derivative."""
+    """Symptom: graphs in workers, and the caller's locals, that were never let go. Cause: a kept
+    exception kept its traceback, and a derivative that nobody took kept the inputs, whose gates
+    kept the derivative."""
 
     class Local:
         pass
@@ -219,7 +251,8 @@ def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_another_default_device(pool2: mpgrad.Pool) -> None:
-    """Symptom: an error, and with it a placeholder on the wrong device for good. Cause: tensors made without a device."""
+    """Symptom: an error, and with it a placeholder on the wrong device for good. Cause: tensors
+    made without a device."""
     x, c = leaf(7), leaf(7, seed=1)
     with torch.device("meta"):
         (result,) = pool2.map(lambda t: t * c, [x])
@@ -227,10 +260,13 @@ def test_another_default_device(pool2: mpgrad.Pool) -> None:
     assert torch.equal(x.grad, c * c) and torch.equal(c.grad, x * c)
 
 
-@pytest.mark.parametrize("expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())])
+@pytest.mark.parametrize(
+    "expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())]
+)
 def test_hessian_of_a_function_with_an_expanded_gradient(pool2: mpgrad.Pool, expanded: Any) -> None:
-    """Symptom: "more than one element of the written-to tensor refers to a single memory location". Cause: a gradient came from
-    the worker expanded, as it was made; forward mode gives tangents the strides of their values, and writes them there."""
+    """Symptom: "more than one element of the written-to tensor refers to a single memory location".
+    Cause: a gradient came from the worker expanded, as it was made; forward mode gives tangents the
+    strides of their values, and writes them there."""
     found = torch.func.hessian(lambda x: pool2.map(expanded, [x])[0].sum())(SPAN * 2)
     assert torch.equal(found, torch.func.hessian(lambda x: expanded(x).sum())(SPAN * 2))
 
@@ -249,9 +285,12 @@ class RaisesForThree(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("counts", [(3, 2, 2, 2, 2, 2), (3, 3, 3)])
-def test_a_backward_that_raises_where_only_captures_are_wanted(pool: mpgrad.Pool, counts: tuple[int, ...]) -> None:
-    """Symptom: the capture's gradient lacked that item's part, without an error; where all items of a worker raised, the worker
-    died, and other graphs with it. Cause: nobody took the replies of the calls, only the sum, which might not exist."""
+def test_a_backward_that_raises_where_only_captures_are_wanted(
+    pool: mpgrad.Pool, counts: tuple[int, ...]
+) -> None:
+    """Symptom: the capture's gradient lacked that item's part, without an error; where all items of
+    a worker raised, the worker died, and other graphs with it. Cause: nobody took the replies of
+    the calls, only the sum, which might not exist."""
     c = torch.tensor(2.0, requires_grad=True)
     others = pool.map(lambda x: (x * c * 3).sum(), [torch.ones(2)] * 4)
     results = pool.map(lambda x: RaisesForThree.apply(x * c).sum(), [torch.ones(n) for n in counts])
@@ -265,8 +304,9 @@ def test_a_backward_that_raises_where_only_captures_are_wanted(pool: mpgrad.Pool
 
 
 def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.Pool) -> None:
-    """Symptom: the derivative followed what `no_grad` hides, or not, depending on the output's size. Cause: what refuses that
-    in the caller is a function mode of its thread, which no worker has."""
+    """Symptom: the derivative followed what `no_grad` hides, or not, depending on the output's
+    size. Cause: what refuses that in the caller is a function mode of its thread, which no worker
+    has."""
 
     def fn(c: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -275,13 +315,18 @@ def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.
 
     c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
     mpgrad.derivatives.jacobians.SAID.clear()
-    with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
+    with pytest.warns(
+        UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"
+    ):
         assert torch.equal(mpgrad.jacobian(lambda c: pool.map(fn, [c])[0], c), expected)
-        assert torch.equal(mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0])
+        assert torch.equal(
+            mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0]
+        )
 
 
 def test_many_derivatives_of_one_graph_do_not_add_up(pool2: mpgrad.Pool) -> None:
-    """Symptom: each backward took longer than the one before. Cause: a list of all derivatives a graph ever had."""
+    """Symptom: each backward took longer than the one before. Cause: a list of all derivatives a
+    graph ever had."""
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     (y,) = pool2.map(lambda x: x**3, [x])
     for _ in range(20):
@@ -292,7 +337,8 @@ def test_many_derivatives_of_one_graph_do_not_add_up(pool2: mpgrad.Pool) -> None
 
 
 def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
-    """Symptom: memory in caller and workers for every backward that failed. Cause: what would be collected at its end."""
+    """Symptom: memory in caller and workers for every backward that failed. Cause: what would be
+    collected at its end."""
     c = torch.ones(3, requires_grad=True)
     xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
     results = pool.map(lambda x: x * c, xs)
@@ -313,8 +359,9 @@ def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
 
 
 def test_hooks_of_a_checkpoint_around_an_inline_pool() -> None:
-    """Symptom: a map of two items gave one result, now and then. Cause: the worker, in the caller's thread, saved tensors under
-    the checkpoint's hooks; these ended the second run of the region in the middle of a task."""
+    """Symptom: a map of two items gave one result, now and then. Cause: the worker, in the caller's
+    thread, saved tensors under the checkpoint's hooks; these ended the second run of the region in
+    the middle of a task."""
     c = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(1, engine="inline") as pool:
 

@@ -28,7 +28,8 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 
 def test_one_item_after_another(pool: mpgrad.Pool) -> None:
     ours, theirs = leaves(), leaves()
-    results = pool.map(fn, [x.exp() for x in ours])  # exp saves its result: freeing another item's history would show
+    # exp saves its result: freeing another item's history would show
+    results = pool.map(fn, [x.exp() for x in ours])
     reference = [fn(x.exp()) for x in theirs]
     for index in (3, 0, 4, 1, 2):
         results[index].sum().backward()
@@ -73,7 +74,9 @@ def test_retain_graph(pool: mpgrad.Pool) -> None:
 def test_chosen_inputs(pool: mpgrad.Pool) -> None:
     a, b = leaves(1)[0], leaves(1)[0]
     weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    serial, results = (run(lambda x, y: x * y.exp() * weight, [(a, b)]) for run in (star, pool.starmap))
+    serial, results = (
+        run(lambda x, y: x * y.exp() * weight, [(a, b)]) for run in (star, pool.starmap)
+    )
     for inputs in ([a], [b], [weight], [b, weight]):
         ours = torch.autograd.grad(results[0].sum(), inputs, retain_graph=True)
         theirs = torch.autograd.grad(serial[0].sum(), inputs, retain_graph=True)
@@ -87,10 +90,14 @@ def star(function: Any, items: list[Any]) -> list[Any]:
 def test_unused_inputs(pool: mpgrad.Pool) -> None:
     a, b = leaves(1)[0], leaves(1)[0]
     for results in (pool.starmap(lambda x, y: x * 2, [(a, b)]), [a * 2]):
-        assert torch.autograd.grad(results[0].sum(), [b], retain_graph=True, allow_unused=True) == (None,)
+        assert torch.autograd.grad(results[0].sum(), [b], retain_graph=True, allow_unused=True) == (
+            None,
+        )
         with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
             torch.autograd.grad(results[0].sum(), [b], retain_graph=True)
-        (zeros,) = torch.autograd.grad(results[0].sum(), [b], allow_unused=True, materialize_grads=True)
+        (zeros,) = torch.autograd.grad(
+            results[0].sum(), [b], allow_unused=True, materialize_grads=True
+        )
         assert torch.equal(zeros, torch.zeros_like(b))
 
 
@@ -130,7 +137,10 @@ def test_anomaly_mode_holds_in_the_worker(pool: mpgrad.Pool) -> None:
     x = torch.zeros(2, requires_grad=True)
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         (result,) = pool.map(lambda t: torch.sqrt(t) * 0, [x])
-        with pytest.raises(RuntimeError, match="returned nan values"), pytest.warns(UserWarning, match="Error detected"):
+        with (
+            pytest.raises(RuntimeError, match="returned nan values"),
+            pytest.warns(UserWarning, match="Error detected"),
+        ):
             result.sum().backward()
 
 
@@ -202,14 +212,19 @@ def test_graphs_are_released_with_their_results(pool2: mpgrad.Pool) -> None:
     del kept
 
 
-def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(fresh_pool: mpgrad.Pool) -> None:
+def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(
+    fresh_pool: mpgrad.Pool,
+) -> None:
     workers = staffed(fresh_pool)._scheduler.workers.values()
-    results = fresh_pool.map(lambda k: (time.sleep(0.05), torch.ones(2, requires_grad=True).exp())[1], range(2))
+    results = fresh_pool.map(
+        lambda k: (time.sleep(0.05), torch.ones(2, requires_grad=True).exp())[1], range(2)
+    )
     assert [len(worker.graphs) for worker in workers] == [1, 1]
     del results
     deadline = time.monotonic() + 10
     while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
-        fresh_pool.apply(abs, (-1,))  # each of them goes to the same worker, and nothing to the other
+        # each of them goes to the same worker, and nothing to the other
+        fresh_pool.apply(abs, (-1,))
     assert not any(worker.graphs for worker in workers)
 
 
@@ -231,8 +246,11 @@ def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_differentiable_backwards_that_fail_leave_nothing_behind(pool2: mpgrad.Pool, captures: bool) -> None:
-    """Gradients that nobody took had a history that led to the graph which kept them, by way of the engine."""
+def test_differentiable_backwards_that_fail_leave_nothing_behind(
+    pool2: mpgrad.Pool, captures: bool
+) -> None:
+    """Gradients that nobody took had a history that led to the graph which kept them, by way of the
+    engine."""
     weight = torch.full((3,), 2.0, requires_grad=captures)
 
     def graphs() -> int:
@@ -251,5 +269,6 @@ def test_differentiable_backwards_that_fail_leave_nothing_behind(pool2: mpgrad.P
         with pytest.raises(LookupError):
             torch.autograd.grad(sum(losses), [*xs, weight] if captures else xs, create_graph=True)
         del inner, losses
-    # the engine itself may keep what the last backward left, until the next: a call's own graph and its derivative's
+    # the engine itself may keep what the last backward left, until the next: a call's own graph and
+    # its derivative's
     assert graphs() <= before + 2 * calls

@@ -1,4 +1,5 @@
-"""The nodes of calls with a home that is no process: what is sent, waited for and released, and when."""
+"""The nodes of calls with a home that is no process: what is sent, waited for and released, and
+when."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_everything_is_sent_before_anything_is_waited_for() -> None:
     capture = torch.ones(2, requires_grad=True)
     token = Captures(home, [capture]).token()
     results = [
-        attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0] for index, x in enumerate(xs)
+        attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0]
+        for index, x in enumerate(xs)
     ]
     sum(result.sum() for result in results).backward()
     names = [name for name, _ in home.events]

@@ -50,7 +50,14 @@ class Scales:
 
 @pytest.mark.parametrize(
     "fn",
-    [uses_a_global, uses_it_indirectly, uses_a_container, uses_a_module, uses_a_default, Scales().by_global],
+    [
+        uses_a_global,
+        uses_it_indirectly,
+        uses_a_container,
+        uses_a_module,
+        uses_a_default,
+        Scales().by_global,
+    ],
     ids=lambda fn: fn.__name__,
 )
 def test_functions_of_an_importable_module(pool: mpgrad.Pool, fn: object) -> None:
@@ -69,7 +76,9 @@ def test_closures_leaf_and_not(pool: mpgrad.Pool) -> None:
 
 def test_a_module_fills_every_parameters_grad(pool: mpgrad.Pool) -> None:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    ).double()
     constant = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     tensors = [*net.parameters(), constant]
 
@@ -94,7 +103,9 @@ def test_frozen_and_shared_parameters(pool: mpgrad.Pool) -> None:
     second.weight = first.weight
     first.bias.requires_grad_(False)
     net = torch.nn.Sequential(first, second)
-    ((same, frozen),) = pool.map(lambda x: (net[0].weight is net[1].weight, net[0].bias.requires_grad), [0])
+    ((same, frozen),) = pool.map(
+        lambda x: (net[0].weight is net[1].weight, net[0].bias.requires_grad), [0]
+    )
     assert same and not frozen
     assert_same_as_serial(lambda x: net(x), items(), pool)
 
@@ -124,7 +135,9 @@ def test_captures_changed_between_maps(pool: mpgrad.Pool) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(5):
         optimizer.zero_grad()
-        loss = sum(pool.map(lambda x: ((weight - x) ** 2).sum(), [torch.ones(3), torch.full((3,), 3.0)]))
+        loss = sum(
+            pool.map(lambda x: ((weight - x) ** 2).sum(), [torch.ones(3), torch.full((3,), 3.0)])
+        )
         loss.backward()
         optimizer.step()
     expected = torch.zeros(3, dtype=torch.float64)
@@ -171,7 +184,8 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
         scheduler.receiver._receive = receive
     assert 1 <= len(returned) <= 2
     assert torch.equal(weight.grad, torch.full_like(weight, sum(range(50))))  # type: ignore[arg-type]
-    assert pool2.stats().backwards == backwards + 50  # no call is asked again for its part: the sums have all of them
+    # no call is asked again for its part: the sums have all of them
+    assert pool2.stats().backwards == backwards + 50
 
 
 def test_writing_into_a_capture_warns_and_stays_in_the_worker(pool: mpgrad.Pool) -> None:
@@ -223,6 +237,8 @@ def test_a_backward_into_captures_warns_that_it_stays_there(pool: mpgrad.Pool) -
         (weight * x).sum().backward()
         return x.detach() * 2
 
-    with pytest.warns(UserWarning, match=r"wrote into a tensor that it captures, or into its \.grad"):
+    with pytest.warns(
+        UserWarning, match=r"wrote into a tensor that it captures, or into its \.grad"
+    ):
         pool.map(fn, [torch.ones(2)])
     assert weight.grad is None

@@ -1,4 +1,5 @@
-"""Eager backwards whose graphs are gone: whatever becomes of the losses, values and gradients are those of the serial loop."""
+"""Eager backwards whose graphs are gone: whatever becomes of the losses, values and gradients are
+those of the serial loop."""
 
 from __future__ import annotations
 
@@ -29,10 +30,16 @@ def loss(x: Tensor) -> Tensor:
 
 
 def items(count: int = 12) -> list[Tensor]:
-    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+    return [
+        torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)
+    ]
 
 
-@pytest.fixture(scope="module", params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str)
+@pytest.fixture(
+    scope="module",
+    params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]),
+    ids=str,
+)
 def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """For tests that do not hurt it."""
     with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as pool:
@@ -45,7 +52,9 @@ def own_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
         yield pool
 
 
-def gradients(loop: Loop, combine: Callable[[list[Tensor]], Tensor], function: Callable[[Any], Any] = loss) -> list[Any]:
+def gradients(
+    loop: Loop, combine: Callable[[list[Tensor]], Tensor], function: Callable[[Any], Any] = loss
+) -> list[Any]:
     xs = items()
     total = combine(loop(function, xs))
     return [total.detach(), *torch.autograd.grad(total, [*xs, weight], allow_unused=True)]
@@ -77,7 +86,9 @@ def hooked(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("function", [loss, clipped, hooked])
-def test_gradients_whatever_becomes_of_the_losses(pool: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]) -> None:
+def test_gradients_whatever_becomes_of_the_losses(
+    pool: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]
+) -> None:
     """Bit for bit, but for the sums of a capture's gradients."""
     *found, of_weight = gradients(pool.map, COMBINATIONS[name], function)
     *expected, right = gradients(serial, COMBINATIONS[name], function)
@@ -87,14 +98,19 @@ def test_gradients_whatever_becomes_of_the_losses(pool: mpgrad.Pool, name: str, 
 
 
 def test_graphs_are_gone(own_pool: mpgrad.Pool) -> None:
-    """But for those with a hook on a tensor, which is to be called when the caller's backward comes."""
+    """But for those with a hook on a tensor, which is to be called when the caller's backward
+    comes."""
     for function, name in [(loss, "map"), (clipped, "map"), (hooked, "map"), (loss, "imap")]:
         losses = list(getattr(own_pool, name)(function, items()))
-        assert (sum(worker.graphs for worker in own_pool.stats().workers) > 0) == (function is hooked)
+        assert (sum(worker.graphs for worker in own_pool.stats().workers) > 0) == (
+            function is hooked
+        )
         del losses
 
 
-def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(nursery: mpgrad.Pool) -> None:
+def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(
+    nursery: mpgrad.Pool,
+) -> None:
     def gradient(loop: Loop) -> Tensor:
         own = weight.detach().clone().requires_grad_()
 
@@ -164,7 +180,8 @@ def test_submitted_calls(pool: mpgrad.Pool) -> None:
     def run(call: Callable[..., Any], value: Callable[[Any], Any]) -> Any:
         xs = items(4)
         first = [call(loss, x) for x in xs]
-        scaled = [call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)]  # losses passed on
+        # losses passed on
+        scaled = [call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)]
         total = sum(map(value, [*scaled, first[0]]))
         return torch.autograd.grad(total, [*xs, weight])
 
@@ -174,7 +191,9 @@ def test_submitted_calls(pool: mpgrad.Pool) -> None:
 
 def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
     assert_same_as_serial(loss, items(4), pool, order=3)
-    assert torch.autograd.gradcheck(lambda *xs: sum(pool.map(loss, xs)), items(3), check_batched_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *xs: sum(pool.map(loss, xs)), items(3), check_batched_grad=True
+    )
     assert torch.autograd.gradgradcheck(lambda *xs: sum(pool.map(loss, xs)), items(2))
 
 
@@ -189,7 +208,9 @@ def test_errors_in_the_place_of_results(pool: mpgrad.Pool) -> None:
     good = [each for each in results if isinstance(each, Tensor)]
     assert len(good) == 3 and len(results) == 6
     found = torch.autograd.grad(torch.stack(good).sum(), [*xs[:3], weight])
-    torch.testing.assert_close(found, torch.autograd.grad(sum(map(loss, xs[:3])), [*xs[:3], weight]))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(sum(map(loss, xs[:3])), [*xs[:3], weight])
+    )
 
 
 OTHERS: dict[str, Callable[[Tensor], Any]] = {
@@ -213,8 +234,13 @@ def test_results_of_other_kinds(pool: mpgrad.Pool, name: str, gradient: float) -
         xs = items(5)
         results = tree_leaves(loop(OTHERS[name], xs))
         outputs = [each for each in results if each.requires_grad]
-        into = [torch.linspace(gradient, 1, each.numel(), dtype=each.dtype).reshape(each.shape) for each in outputs]
-        found = torch.autograd.grad(outputs, [*xs, weight], into, allow_unused=True) if outputs else ()
+        into = [
+            torch.linspace(gradient, 1, each.numel(), dtype=each.dtype).reshape(each.shape)
+            for each in outputs
+        ]
+        found = (
+            torch.autograd.grad(outputs, [*xs, weight], into, allow_unused=True) if outputs else ()
+        )
         return [*(each.detach() for each in results), *found]
 
     for ours, theirs in zip(run(pool.map), run(serial), strict=True):
@@ -222,7 +248,8 @@ def test_results_of_other_kinds(pool: mpgrad.Pool, name: str, gradient: float) -
 
 
 def test_half_precision_and_autocast(own_pool: mpgrad.Pool) -> None:
-    """With a gradient of 1 the gradient below is zero in half precision; scaling the loss is there to prevent that."""
+    """With a gradient of 1 the gradient below is zero in half precision; scaling the loss is there
+    to prevent that."""
     small = torch.tensor(2.0**-24, dtype=torch.float16)
 
     def run(loop: Loop) -> list[Tensor]:
@@ -233,7 +260,9 @@ def test_half_precision_and_autocast(own_pool: mpgrad.Pool) -> None:
     found, expected = run(own_pool.map), run(serial)
     assert all(map(torch.equal, found, expected)) and all(each.all() for each in found)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_same_as_serial(lambda x: (x @ x.T).float().sum(), [torch.ones(3, 3, requires_grad=True)], own_pool)
+        assert_same_as_serial(
+            lambda x: (x @ x.T).float().sum(), [torch.ones(3, 3, requires_grad=True)], own_pool
+        )
 
 
 @pytest.mark.parametrize("combination", ["sum", "weighted"])
@@ -252,7 +281,8 @@ def test_dropout_and_seeds(pool: mpgrad.Pool, combination: str) -> None:
 
 
 def test_the_caller_may_write_to_what_was_not_saved(own_pool: mpgrad.Pool) -> None:
-    """A gradient that was computed early is that of the values then; the serial loop raises, or has not saved them."""
+    """A gradient that was computed early is that of the values then; the serial loop raises, or has
+    not saved them."""
     xs = items(3)
     losses = own_pool.map(lambda x: (x * 3).sum(), xs)
     with torch.no_grad():
@@ -267,7 +297,8 @@ def test_large_gradients_lie_in_shared_memory_and_are_given_back(own_pool: mpgra
     for _ in range(20):
         torch.stack(own_pool.map(lambda x: (x * x).sum(), xs)).sum().backward()
     assert all(torch.allclose(x.grad, 40 * x) for x in xs if x.grad is not None)
-    assert own_pool.stats().shared_bytes < 5 * sum(x.nbytes for x in xs)  # inputs and gradients of the last two maps, perhaps
+    # inputs and gradients of the last two maps, perhaps
+    assert own_pool.stats().shared_bytes < 5 * sum(x.nbytes for x in xs)
 
 
 @pytest.mark.parametrize("seed", first_are_quick(4, range(12)))
@@ -285,7 +316,9 @@ def test_random_losses(pool: mpgrad.Pool, seed: int) -> None:
             if part:
                 total = sum(weights[i] * losses[i] for i in part)
                 for keep in (True, False) if kept else (False,):
-                    found += torch.autograd.grad(total, [*xs, weight], retain_graph=keep, allow_unused=True)
+                    found += torch.autograd.grad(
+                        total, [*xs, weight], retain_graph=keep, allow_unused=True
+                    )
         return found
 
     for ours, theirs in zip(run(pool.map), run(serial), strict=True):
@@ -295,7 +328,9 @@ def test_random_losses(pool: mpgrad.Pool, seed: int) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(own_pool: mpgrad.Pool) -> None:
+def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(
+    own_pool: mpgrad.Pool,
+) -> None:
     table = torch.ones(4, 3, requires_grad=True)
     kept: dict[str, torch.Tensor] = {}
 
@@ -319,11 +354,15 @@ def test_arguments_that_are_not_used(pool: mpgrad.Pool, ask: str, used: tuple[in
     loops: dict[str, Loop] = {
         "map": pool.map,
         "imap": lambda function, xs: list(pool.imap(function, xs)),
-        "submit": lambda function, xs: [each.result() for each in [pool.submit(function, x) for x in xs]],
+        "submit": lambda function, xs: [
+            each.result() for each in [pool.submit(function, x) for x in xs]
+        ],
     }
 
     def found(loop: Loop) -> list[Any]:
-        leaves = [torch.full((5,), 1.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)]
+        leaves = [
+            torch.full((5,), 1.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)
+        ]
         total = sum(loop(some, [[leaf * (1 + i) for leaf in leaves] for i in range(4)]))
         return list(torch.autograd.grad(total, [*leaves, weight], allow_unused=True))  # type: ignore[arg-type]
 
@@ -334,7 +373,9 @@ def test_arguments_that_are_not_used(pool: mpgrad.Pool, ask: str, used: tuple[in
 
 
 @pytest.mark.parametrize("chunksize", [None, 1])
-def test_items_that_give_no_loss_leave_nothing_in_the_sums_of_others(nursery: mpgrad.Pool, chunksize: int | None) -> None:
+def test_items_that_give_no_loss_leave_nothing_in_the_sums_of_others(
+    nursery: mpgrad.Pool, chunksize: int | None
+) -> None:
     captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
     def mostly(x: Tensor) -> Tensor:
@@ -354,7 +395,9 @@ def limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, 100 << 20))
 
 
-def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_others(nursery: mpgrad.Pool) -> None:
+def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_others(
+    nursery: mpgrad.Pool,
+) -> None:
     captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
     def large(item: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:
@@ -362,7 +405,10 @@ def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_othe
         return (x * captured).sum(), torch.empty(count, dtype=torch.uint8)
 
     is_large = [i == 2 for i in range(5)]
-    xs = [(torch.full((3,), 99.0 if large else 1.0, dtype=torch.float64), 150 << 20 if large else 1) for large in is_large]
+    xs = [
+        (torch.full((3,), 99.0 if large else 1.0, dtype=torch.float64), 150 << 20 if large else 1)
+        for large in is_large
+    ]
     with every_loss_gets(1.0), mpgrad.Pool(1, limit_files) as pool:
         results = pool.map(large, xs, on_error="return")
         assert [isinstance(each, mpgrad.SharedMemoryError) for each in results] == is_large

@@ -1,4 +1,5 @@
-"""Pool calls inside `torch.func` transforms and on dual tensors, against the same transforms of the serial loop."""
+"""Pool calls inside `torch.func` transforms and on dual tensors, against the same transforms of the
+serial loop."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def vector(loop: Loop) -> Callable[[torch.Tensor], torch.Tensor]:
     """A vector of 3 in, 4 out; the function captures `x` as well as taking parts of it."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        a, b, count = loop(lambda t: (t[0] * x * W).sin() if t[1] else t[0].sum().exp() * x, [(x**2, 1), (x, 0), (W, 1)])
+        a, b, count = loop(
+            lambda t: (t[0] * x * W).sin() if t[1] else t[0].sum().exp() * x,
+            [(x**2, 1), (x, 0), (W, 1)],
+        )
         return torch.cat([a + b, count[:1] * x.prod()])
 
     return fn
@@ -56,7 +60,9 @@ TRANSFORMS: dict[str, Callable[[Loop], Any]] = {
     "vjp's value": lambda loop: vjp(vector(loop), numbers(3))[0],
     "jvp": lambda loop: jvp(vector(loop), (numbers(3),), (numbers(3, seed=2),)),
     "jvp of jvp": lambda loop: jvp(
-        lambda x: jvp(vector(loop), (x,), (numbers(3, seed=2),))[1], (numbers(3),), (numbers(3, seed=3),)
+        lambda x: jvp(vector(loop), (x,), (numbers(3, seed=2),))[1],
+        (numbers(3),),
+        (numbers(3, seed=3),),
     ),
     "jacrev": lambda loop: jacrev(vector(loop))(numbers(3)),
     "jacfwd": lambda loop: jacfwd(vector(loop))(numbers(3)),
@@ -66,7 +72,9 @@ TRANSFORMS: dict[str, Callable[[Loop], Any]] = {
     "vmap of vmap": lambda loop: vmap(vmap(vector(loop)), in_dims=1)(numbers(5, 2, 3)),
     "vmap of grad": lambda loop: vmap(grad(scalar(loop)))(numbers(5, 3)),
     "grad of vmap": lambda loop: grad(lambda x: vmap(vector(loop))(x).sum())(numbers(5, 3)),
-    "vmap, some items": lambda loop: vmap(lambda x: tuple(loop(lambda t: t * 2, [x, W])))(numbers(5, 3)),
+    "vmap, some items": lambda loop: vmap(lambda x: tuple(loop(lambda t: t * 2, [x, W])))(
+        numbers(5, 3)
+    ),
 }
 
 
@@ -79,16 +87,26 @@ def test_a_transform(pool: mpgrad.Pool, name: str) -> None:
         assert torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian], ids=lambda transform: transform.__name__)
+@pytest.mark.parametrize(
+    "transform", [grad, jacrev, jacfwd, hessian], ids=lambda transform: transform.__name__
+)
 def test_reductions(pool2: mpgrad.Pool, transform: Callable[..., Any]) -> None:
     def by_pool(x: torch.Tensor) -> torch.Tensor:
         total = pool2.map_reduce(lambda t: t**2 * W, [x, x * 2, W], "sum")
         folded = pool2.reduce(lambda target, item: target.mul_(item + 1), [x, W], [x * 1, W * x])
-        return (total * folded[0] * folded[1]).sum() + pool2.apply(torch.prod, (x,)) + pool2.starmap(torch.dot, [(x, W)])[0]
+        return (
+            (total * folded[0] * folded[1]).sum()
+            + pool2.apply(torch.prod, (x,))
+            + pool2.starmap(torch.dot, [(x, W)])[0]
+        )
 
     def by_loop(x: torch.Tensor) -> torch.Tensor:
         total = x**2 * W + (x * 2) ** 2 * W + W**2 * W
-        return (total * (x * (x + 1) * (W + 1)) * (W * x * (x + 1) * (W + 1))).sum() + x.prod() + torch.dot(x, W)
+        return (
+            (total * (x * (x + 1) * (W + 1)) * (W * x * (x + 1) * (W + 1))).sum()
+            + x.prod()
+            + torch.dot(x, W)
+        )
 
     ours, theirs = transform(by_pool)(numbers(3)), transform(by_loop)(numbers(3))
     assert torch.allclose(ours, theirs, rtol=1e-10)
@@ -98,7 +116,9 @@ def test_functional_call(pool: mpgrad.Pool) -> None:
     class Net(torch.nn.Module):
         def __init__(self, loop: Loop) -> None:
             super().__init__()
-            self.inner = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+            self.inner = torch.nn.Sequential(
+                torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+            ).double()
             self.loop = [loop]
 
         def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -112,7 +132,9 @@ def test_functional_call(pool: mpgrad.Pool) -> None:
         net = Net(loop)
         loss = lambda parameters, net=net: functional_call(net, parameters, (items,)).pow(2).sum()  # noqa: E731
         found.append(grad(loss)(parameters))
-        rows = jacrev(lambda parameters, net=net: functional_call(net, parameters, (items,)))(parameters)
+        rows = jacrev(lambda parameters, net=net: functional_call(net, parameters, (items,)))(
+            parameters
+        )
         found[-1] |= {f"rows of {name}": row for name, row in rows.items()}
     for name in found[0]:
         assert torch.allclose(found[0][name], found[1][name], rtol=1e-12, atol=1e-14), name
@@ -139,7 +161,8 @@ def test_dual_tensors(pool: mpgrad.Pool) -> None:
 
 
 def test_threads_share_the_level_of_dual_tensors() -> None:
-    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one used."""
+    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level
+    that another one used."""
 
     def first() -> None:
         with private.within_dual_level():
@@ -159,7 +182,8 @@ def test_threads_share_the_level_of_dual_tensors() -> None:
 
 
 def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
-    """Symptom: as above. Cause: another thread could close the level while this one took out what its graph had saved."""
+    """Symptom: as above. Cause: another thread could close the level while this one took out what
+    its graph had saved."""
 
     def noted(t: torch.Tensor) -> torch.Tensor:
         y = t.sin()
@@ -178,7 +202,8 @@ def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
 
 
 def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:
-    """Of the old kind, without `setup_context`, which torch.func would refuse, but dual tensors do not."""
+    """Of the old kind, without `setup_context`, which torch.func would refuse, but dual tensors do
+    not."""
 
     class Square(torch.autograd.Function):
         @staticmethod
@@ -199,20 +224,31 @@ def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:
 
     with forward_ad.dual_level():
         x = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
-        tangents = [forward_ad.unpack_dual(loop(Square.apply, [x])[0]).tangent for loop in (pool2.map, serial)]
+        tangents = [
+            forward_ad.unpack_dual(loop(Square.apply, [x])[0]).tangent
+            for loop in (pool2.map, serial)
+        ]
     assert torch.equal(*tangents)
 
 
 def test_structures_and_other_results(pool2: mpgrad.Pool) -> None:
     def fn(item: dict[str, Any]) -> dict[str, Any]:
-        return {"y": item["x"] ** 2, "count": item["x"].numel(), "index": torch.argmax(item["x"]), "name": item["name"]}
+        return {
+            "y": item["x"] ** 2,
+            "count": item["x"].numel(),
+            "index": torch.argmax(item["x"]),
+            "name": item["name"],
+        }
 
     def value(loop: Loop, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         a, b = loop(fn, [{"x": x, "name": "a"}, {"x": x * 2, "name": "b"}])
         assert (a["count"], b["name"]) == (3, "b")
         return (a["y"] * b["y"]).sum(), [a["index"], b["index"]]
 
-    ours, theirs = (grad(lambda x, loop=loop: value(loop, x), has_aux=True)(numbers(3)) for loop in (pool2.map, serial))
+    ours, theirs = (
+        grad(lambda x, loop=loop: value(loop, x), has_aux=True)(numbers(3))
+        for loop in (pool2.map, serial)
+    )
     assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
 
 
@@ -225,25 +261,31 @@ def test_random_numbers_are_the_same_in_every_run(pool2: mpgrad.Pool) -> None:
     """A derivative runs the function again, and has to meet the same mask."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2])).sum()
+        return torch.stack(
+            pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2])
+        ).sum()
 
     x = numbers(50)
     torch.manual_seed(3)
     value, pull_back = vjp(fn, x)
     (gradient,) = pull_back(torch.ones((), dtype=torch.float64))
-    assert torch.allclose((gradient * x).sum(), 2 * value, rtol=1e-12)  # it is homogeneous, of degree 2
+    # it is homogeneous, of degree 2
+    assert torch.allclose((gradient * x).sum(), 2 * value, rtol=1e-12)
     torch.manual_seed(3)
     assert torch.allclose(jvp(fn, (x,), (x,))[1], 2 * value, rtol=1e-12)
 
     def second(x: torch.Tensor) -> torch.Tensor:
-        return pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2, x.detach()])[1].sum()
+        return pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2, x.detach()])[
+            1
+        ].sum()
 
     value, pull_back = vjp(second, x)  # a derivative of one item of several
     assert torch.allclose((pull_back(torch.ones_like(value))[0] * x).sum(), 2 * value, rtol=1e-12)
 
 
 def test_transforms_around_plain_tensors_change_nothing(pool2: mpgrad.Pool) -> None:
-    """The pool call follows nothing here, so its graph is kept, and captures get their gradients as always."""
+    """The pool call follows nothing here, so its graph is kept, and captures get their gradients as
+    always."""
     weight = numbers(3, seed=5).requires_grad_()
     results = []
 
@@ -258,16 +300,23 @@ def test_transforms_around_plain_tensors_change_nothing(pool2: mpgrad.Pool) -> N
     assert torch.equal(weight.grad, 3 * W)
 
 
-@pytest.mark.parametrize("way", ["submit", "imap", "map_async", "imap_unordered", "apply_async", "starmap_async"])
+@pytest.mark.parametrize(
+    "way", ["submit", "imap", "map_async", "imap_unordered", "apply_async", "starmap_async"]
+)
 def test_asynchronous_calls_are_refused_by_name(pool2: mpgrad.Pool, way: str) -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         arguments = {"submit": x, "apply_async": (x,), "starmap_async": [(x,)]}.get(way, [x])
         result = getattr(pool2, way)(torch.neg, arguments)
         return next(result) if way.startswith("imap") else x
 
-    with pytest.raises(TypeError, match=r"torch\.func transform.*use map, starmap, apply, reduce or map_reduce"):
+    with pytest.raises(
+        TypeError, match=r"torch\.func transform.*use map, starmap, apply, reduce or map_reduce"
+    ):
         vmap(call)(numbers(2, 3))
-    with forward_ad.dual_level(), pytest.raises(TypeError, match=r"tangent.*use map, starmap, apply, reduce or map_reduce"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(TypeError, match=r"tangent.*use map, starmap, apply, reduce or map_reduce"),
+    ):
         call(forward_ad.make_dual(numbers(3), numbers(3)))
 
 

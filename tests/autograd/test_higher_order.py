@@ -1,4 +1,5 @@
-"""Second derivatives of every operation, batches of gradients, the order of sums, and the graphs that workers keep."""
+"""Second derivatives of every operation, batches of gradients, the order of sums, and the graphs
+that workers keep."""
 
 from __future__ import annotations
 
@@ -38,21 +39,45 @@ def assert_equal(ours: Sequence[Any], theirs: Sequence[Any], exact: bool = True)
         if mine is not None:
             assert mine.shape == other.shape
             assert mine.requires_grad == other.requires_grad
-            assert torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+            assert (
+                torch.equal(mine, other)
+                if exact
+                else torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+            )
 
 
 def functions() -> list[tuple[str, Callable[[mpgrad.Pool], Callable[..., Any]]]]:
     c = torch.tensor([0.5, -1.5], dtype=torch.float64)
     return [
         ("map", lambda pool: lambda x, w: sum(pool.map(lambda t: (t * w).exp() * t, [x, x * 2]))),
-        ("starmap", lambda pool: lambda x, w: tuple(pool.starmap(lambda a, b: (a * b * c).sin(), [(x, w), (w, x**2)]))),
+        (
+            "starmap",
+            lambda pool: (
+                lambda x, w: tuple(
+                    pool.starmap(lambda a, b: (a * b * c).sin(), [(x, w), (w, x**2)])
+                )
+            ),
+        ),
         ("imap", lambda pool: lambda x, w: tuple(pool.imap(lambda t: (t * w) ** 3, [x, w]))),
         ("submit", lambda pool: lambda x, w: pool.submit(lambda t: t * w.exp() * t, x).result()),
         ("reduce", lambda pool: lambda x, w: pool.reduce(lambda t, i: t * i + w, [x, x * w], w)),
-        ("in-place", lambda pool: lambda x, w: pool.reduce(lambda t, i: t.add_(i * i * w), [x, x * w], [w * 1, x * 1])[0]),
-        ("map_reduce", lambda pool: lambda x, w: pool.map_reduce(lambda t: t**2 * w, [x, w, x * w], "sum")),
+        (
+            "in-place",
+            lambda pool: (
+                lambda x, w: pool.reduce(
+                    lambda t, i: t.add_(i * i * w), [x, x * w], [w * 1, x * 1]
+                )[0]
+            ),
+        ),
+        (
+            "map_reduce",
+            lambda pool: lambda x, w: pool.map_reduce(lambda t: t**2 * w, [x, w, x * w], "sum"),
+        ),
         ("named", lambda pool: lambda x, w: pool.reduce("logsumexp", [x, x * w], w**2)),
-        ("map_async", lambda pool: lambda x, w: tuple(pool.map_async(lambda t: t.tanh() * w, [x, w]).get())),
+        (
+            "map_async",
+            lambda pool: lambda x, w: tuple(pool.map_async(lambda t: t.tanh() * w, [x, w]).get()),
+        ),
     ]
 
 
@@ -76,11 +101,20 @@ def test_gradcheck_of_every_operation(
 def batched(loop: Loop) -> list[torch.Tensor]:
     items, weight = ragged(), leaf(1, seed=9)
     results = loop(lambda x: (x * weight).sin() * x.sum(), items)
-    cotangents = [torch.randn(4, *r.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for r in results]
-    kept = torch.autograd.grad(results, [*items, weight], cotangents, is_grads_batched=True, retain_graph=True)
-    one = torch.autograd.grad(results[1], [items[1], weight], cotangents[1], is_grads_batched=True, create_graph=True)
+    cotangents = [
+        torch.randn(4, *r.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        for r in results
+    ]
+    kept = torch.autograd.grad(
+        results, [*items, weight], cotangents, is_grads_batched=True, retain_graph=True
+    )
+    one = torch.autograd.grad(
+        results[1], [items[1], weight], cotangents[1], is_grads_batched=True, create_graph=True
+    )
     second = torch.autograd.grad([g.sum() for g in one], [items[1], weight], retain_graph=True)
-    again = torch.autograd.grad(one[0], items[1], cotangents[1].expand(2, *one[0].shape), is_grads_batched=True)
+    again = torch.autograd.grad(
+        one[0], items[1], cotangents[1].expand(2, *one[0].shape), is_grads_batched=True
+    )
     return [*kept, *one, *second, *again]
 
 
@@ -89,7 +123,9 @@ def under_vmap(loop: Loop) -> list[torch.Tensor]:
     results = loop(lambda x: (x * weight).sin() * x.sum(), items)
 
     def gradients(row: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(results[1:3], [*items[1:3], weight], [row, other], retain_graph=True)
+        return torch.autograd.grad(
+            results[1:3], [*items[1:3], weight], [row, other], retain_graph=True
+        )
 
     rows, others = torch.eye(3, dtype=torch.float64), leaf(4, 2).detach()
     single = torch.func.vmap(gradients, (0, None))(rows, others[0])
@@ -105,7 +141,9 @@ def some_batched(loop: Loop) -> list[Any]:
     return list(torch.autograd.grad(b, [x, y], rows, is_grads_batched=True, allow_unused=True))
 
 
-@pytest.mark.parametrize("case", [batched, under_vmap, some_batched], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [batched, under_vmap, some_batched], ids=lambda case: case.__name__
+)
 def test_batches_of_gradients(pool: mpgrad.Pool, case: Callable[[Loop], list[Any]]) -> None:
     assert_equal(case(pool.map), case(serial), exact=False)
 
@@ -117,11 +155,16 @@ def test_vectorized_jacobians(pool2: mpgrad.Pool) -> None:
     x = leaf(3)
     for vectorize in (False, True):
         ours, theirs = (
-            torch.autograd.functional.hessian(lambda x, loop=loop: fn(loop)(x).sum(), x, vectorize=vectorize)
+            torch.autograd.functional.hessian(
+                lambda x, loop=loop: fn(loop)(x).sum(), x, vectorize=vectorize
+            )
             for loop in (pool2.map, serial)
         )
         assert_equal([ours], [theirs], exact=False)
-        ours, theirs = (torch.autograd.functional.jacobian(fn(loop), x, vectorize=vectorize) for loop in (pool2.map, serial))
+        ours, theirs = (
+            torch.autograd.functional.jacobian(fn(loop), x, vectorize=vectorize)
+            for loop in (pool2.map, serial)
+        )
         assert_equal([ours], [theirs], exact=False)
 
 
@@ -141,7 +184,10 @@ def test_deterministic_sums_are_the_serial_ones(nursery: mpgrad.Pool) -> None:
     for processes in (1, 2, 3):
         with mpgrad.Pool(processes, deterministic=True) as pool:
             assert torch.equal(sums_of_captures(pool.map), expected)
-            assert torch.equal(sums_of_captures(lambda fn, items, pool=pool: pool.map(fn, items, chunksize=7)), expected)
+            assert torch.equal(
+                sums_of_captures(lambda fn, items, pool=pool: pool.map(fn, items, chunksize=7)),
+                expected,
+            )
 
 
 def test_deterministic_algorithms_order_the_sums_too(pool: mpgrad.Pool) -> None:
@@ -157,10 +203,13 @@ def test_deterministic_algorithms_order_the_sums_too(pool: mpgrad.Pool) -> None:
 
 
 def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
-    """One graph per call and order; each is gone from its worker's table when the parent's node is."""
+    """One graph per call and order; each is gone from its worker's table when the parent's node
+    is."""
 
     def count() -> int:
-        return len(fresh_pool.map(abs, range(8), chunksize=1)) and sum(  # releases ride with the next message
+        return len(
+            fresh_pool.map(abs, range(8), chunksize=1)
+        ) and sum(  # releases ride with the next message
             len(worker.graphs) for worker in fresh_pool._scheduler.workers.values()
         )
 

@@ -1,4 +1,5 @@
-"""A graph is dropped after the backward that leaves nothing of it; a second backward finds what it would find in PyTorch."""
+"""A graph is dropped after the backward that leaves nothing of it; a second backward finds what it
+would find in PyTorch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def serial(fn: Callable[..., Any], items: list[Any]) -> list[Any]:
 
 
 def leaves(count: int = 5) -> list[Tensor]:
-    return [torch.arange(1.0, 4 + number, dtype=torch.float64).requires_grad_() for number in range(count)]
+    return [
+        torch.arange(1.0, 4 + number, dtype=torch.float64).requires_grad_()
+        for number in range(count)
+    ]
 
 
 def graphs_in(pool: mpgrad.Pool) -> int:
@@ -124,8 +128,11 @@ def shared(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.sin(), y.cos()
 
 
-def second_backward(loop: Loop, fn: Callable[..., Any], pick: Callable[[Any], list[Tensor]], keep: bool = False) -> list[Any]:
-    """The backwards of what `pick` gives of each result, one after another, and then of the first again."""
+def second_backward(
+    loop: Loop, fn: Callable[..., Any], pick: Callable[[Any], list[Tensor]], keep: bool = False
+) -> list[Any]:
+    """The backwards of what `pick` gives of each result, one after another, and then of the first
+    again."""
     xs = leaves()
     found: list[Any] = []
     for result in loop(fn, xs):
@@ -148,7 +155,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] = {
     "both at once": (parts, lambda y: [y[0].sum() + y[1].sum()]),
     "one of two": (parts, lambda y: [y[0]]),
     "with a common part": (shared, list),
-    "a fresh leaf": (lambda x: (x * torch.ones(1, dtype=x.dtype, requires_grad=True)).exp(), lambda y: [y]),
+    "a fresh leaf": (
+        lambda x: (x * torch.ones(1, dtype=x.dtype, requires_grad=True)).exp(),
+        lambda y: [y],
+    ),
 }
 
 
@@ -159,7 +169,8 @@ PARTIAL = "apart", "one of two", "with a common part"
 def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, case: str) -> None:
     fn, pick = CASES[case]
     settings = any_pool._scheduler.settings
-    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed
+    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one
+    # has freed
     works = settings.graph_bytes == 0 and case in PARTIAL
     expected = second_backward(serial, fn, pick, keep=works)
     found = second_backward(lambda fn, xs: any_pool.map(fn, xs, 1), fn, pick)
@@ -171,7 +182,9 @@ def test_of_several_inputs_and_captures_all_have_to_be_wanted(single: mpgrad.Poo
     weight = torch.full((), 3.0, dtype=torch.float64, requires_grad=True)
 
     def asked(loop: Loop) -> list[Any]:
-        a, b = (torch.full((2,), each, dtype=torch.float64, requires_grad=True) for each in (2.0, 5.0))
+        a, b = (
+            torch.full((2,), each, dtype=torch.float64, requires_grad=True) for each in (2.0, 5.0)
+        )
         (y,) = loop(lambda pair: (pair[0].exp() * weight).sum() + pair[1].sin().sum(), [(a, b)])
         first = torch.autograd.grad(y, [a])
         try:
@@ -267,7 +280,8 @@ def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
 
 
 def test_a_worker_that_was_replaced(nursery: mpgrad.Pool) -> None:
-    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next one did not know of it."""
+    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next
+    one did not know of it."""
     x = leaves(1)[0]
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: x.exp(), [x], 1)
@@ -302,14 +316,22 @@ def refuse(grad: Tensor) -> None:
         raise ValueError("refused")
 
 
-def outcomes(loop: Loop, fn: Callable[..., Any], losses: Callable[[Any], list[Tensor]], *grads: float) -> list[str]:
+def outcomes(
+    loop: Loop, fn: Callable[..., Any], losses: Callable[[Any], list[Tensor]], *grads: float
+) -> list[str]:
     """Of backwards, one after another, with these gradients."""
     a, b = (torch.full((2,), each, dtype=torch.float64, requires_grad=True) for each in (0.0, 5.0))
     (result,) = loop(fn, [(a, b)])
     found = []
     for loss, grad in zip(losses(result), grads, strict=True):
         try:
-            found.append(str(torch.autograd.grad(loss, [a, b], torch.full_like(loss, grad), allow_unused=True)))
+            found.append(
+                str(
+                    torch.autograd.grad(
+                        loss, [a, b], torch.full_like(loss, grad), allow_unused=True
+                    )
+                )
+            )
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__} {str(error)[:40]}")
     return found
@@ -321,17 +343,36 @@ FAILING: dict[str, tuple[Any, ...]] = {
         lambda y: [y[1].sum(), y[0].sum() + y[1].sum(), y[0].sum(), y[0].sum()],
         *(1.0, 1.0, 1.0, 1.0),
     ),
-    "refused": (lambda pair: hooked(pair[0].exp() + pair[1], refuse), lambda y: [y.sum()] * 3, torch.nan, 1.0, 1.0),
-    "refused, nothing saved": (lambda pair: hooked(pair[0] + pair[1], refuse), lambda y: [y.sum()] * 3, 1.0, torch.nan, 1.0),
+    "refused": (
+        lambda pair: hooked(pair[0].exp() + pair[1], refuse),
+        lambda y: [y.sum()] * 3,
+        torch.nan,
+        1.0,
+        1.0,
+    ),
+    "refused, nothing saved": (
+        lambda pair: hooked(pair[0] + pair[1], refuse),
+        lambda y: [y.sum()] * 3,
+        1.0,
+        torch.nan,
+        1.0,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FAILING)
-@pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str)
-def test_a_backward_that_fails_leaves_what_it_leaves_serially(nursery: mpgrad.Pool, options: dict[str, Any], case: str) -> None:
-    """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
+@pytest.mark.parametrize(
+    "options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str
+)
+def test_a_backward_that_fails_leaves_what_it_leaves_serially(
+    nursery: mpgrad.Pool, options: dict[str, Any], case: str
+) -> None:
+    """Symptom: "a second time", for a part that was never run through. Cause: the graph went though
+    its backward had failed."""
     with mpgrad.Pool(1, **options) as pool:
-        assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(serial, *FAILING[case])
+        assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(
+            serial, *FAILING[case]
+        )
 
 
 def test_a_graph_whose_backward_has_failed_is_still_there(nursery: mpgrad.Pool) -> None:
@@ -347,15 +388,20 @@ def test_a_graph_whose_backward_has_failed_is_still_there(nursery: mpgrad.Pool) 
 
 
 def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> None:
-    """Symptom: "returned nan values". Cause: the gradients with which a graph is run through again."""
-    with pytest.warns(UserWarning, match="Error detected in"), torch.autograd.set_detect_anomaly(True):
+    """Symptom: "returned nan values". Cause: the gradients with which a graph is run through
+    again."""
+    with (
+        pytest.warns(UserWarning, match="Error detected in"),
+        torch.autograd.set_detect_anomaly(True),
+    ):
         case = (lambda pair: pair[0].sqrt() + pair[1]), (lambda y: [y.sum()] * 2), 1.0, 1.0
         found = outcomes(lambda fn, items: single.map(fn, items, 1), *case)
         assert found == outcomes(serial, *case) and SECOND_TIME[:40] in found[1]
 
 
 def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
-    """Symptom: they pushed out others. Cause: they counted as they were before they were run through."""
+    """Symptom: they pushed out others. Cause: they counted as they were before they were run
+    through."""
     weight = torch.ones(3000, requires_grad=True)
     xs = [torch.ones(3000, requires_grad=True) for _ in range(12)]
     with mpgrad.Pool(1, graph_memory="100 KB") as pool:

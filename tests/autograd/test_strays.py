@@ -1,4 +1,5 @@
-"""Leaves that only a worker has: a backward that would come to one raises, instead of losing the gradient."""
+"""Leaves that only a worker has: a backward that would come to one raises, instead of losing the
+gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     **{engine: {"engine": engine} for engine in ("process", "inline", "thread")},
     "eager": {"deterministic": True},
 }
-ENGINES = first_are_quick(2, ["process", "inline", "thread"])  # threads search the same modules as the caller does inline
+# threads search the same modules as the caller does inline
+ENGINES = first_are_quick(2, ["process", "inline", "thread"])
 INSTALLED = """
 import functools, types, torch
 def new(value=2.0): return torch.tensor(value, requires_grad=True)
@@ -58,7 +60,9 @@ def bare(x): return x * 3.0
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> Iterator[Any]:
+def installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+) -> Iterator[Any]:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed_leaves.py").write_text(INSTALLED)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -70,7 +74,8 @@ OWN = """
 import torch
 class Listing:
     def __init__(self): self.net = torch.nn.Linear(1, 1)
-    def __getstate__(self): return {key: each.tolist() for key, each in self.net.state_dict().items()}
+    def __getstate__(self):
+        return {key: each.tolist() for key, each in self.net.state_dict().items()}
     def __setstate__(self, state):
         Listing.__init__(self)
         self.net.load_state_dict({key: torch.tensor(each) for key, each in state.items()})
@@ -91,7 +96,10 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 @pytest.fixture(params=first_are_quick(2, list(KINDS)))
 def any_pool(request: pytest.FixtureRequest, installed: Any) -> Iterator[mpgrad.Pool]:
     options, gradient = KINDS[request.param], 1.0 if request.param == "eager" else None
-    with every_loss_gets(gradient), mpgrad.Pool(1 if request.param == "inline" else 2, **options) as pool:
+    with (
+        every_loss_gets(gradient),
+        mpgrad.Pool(1 if request.param == "inline" else 2, **options) as pool,
+    ):
         yield pool
 
 
@@ -103,7 +111,9 @@ def total(results: list[Any]) -> torch.Tensor:
     return torch.stack([each.sum() for each in results]).sum()
 
 
-def check_raises(pool: mpgrad.Pool, fn: Callable[[Any], Any], match: str, given: list[Any] | None = None) -> None:
+def check_raises(
+    pool: mpgrad.Pool, fn: Callable[[Any], Any], match: str, given: list[Any] | None = None
+) -> None:
     """The backward does, and nothing else."""
     given = items() if given is None else given
     with torch.no_grad():
@@ -115,15 +125,16 @@ def check_raises(pool: mpgrad.Pool, fn: Callable[[Any], Any], match: str, given:
 
 
 def test_state_of_an_installed_package(any_pool: mpgrad.Pool, installed: Any) -> None:
-    # symptom: the loss said requires_grad, the backward ran, and .grad stayed None. cause: the worker's own leaf is in the
-    # graph, and nobody asks for its gradient.
+    # symptom: the loss said requires_grad, the backward ran, and .grad stayed None. cause: the
+    # worker's own leaf is in the graph, and nobody asks for its gradient.
     def local_import(x: torch.Tensor) -> torch.Tensor:
         import installed_leaves as within  # type: ignore[import-not-found]
 
         return x * within.WEIGHT  # type: ignore[no-any-return]
 
     reaching: dict[str, Callable[[Any], Any]] = {
-        r"WEIGHT \(a tensor of shape \(\)\), .*register_pickle_by_value\(installed_leaves\)": installed.weighted,
+        r"WEIGHT \(a tensor of shape \(\)\), .*"
+        r"register_pickle_by_value\(installed_leaves\)": installed.weighted,
         "WEIGHT ": lambda x: x * installed.WEIGHT,
         "WEIGHT  ?": local_import,
         r"STORE\['loc'\]": functools.partial(installed.scaled, name="loc"),
@@ -136,7 +147,12 @@ def test_state_of_an_installed_package(any_pool: mpgrad.Pool, installed: Any) ->
     for name, fn in reaching.items():
         check_raises(any_pool, fn, f"would be lost: its result depends on installed_leaves.{name}")
     check_raises(any_pool, lambda x: x * installed.WEIGHT, "WEIGHT", [torch.ones(1)] * 3)
-    check_raises(any_pool, lambda pair: pair[0](pair[1]), "WEIGHT", [(installed.weighted, x) for x in items()])
+    check_raises(
+        any_pool,
+        lambda pair: pair[0](pair[1]),
+        "WEIGHT",
+        [(installed.weighted, x) for x in items()],
+    )
     with pytest.raises(AssertionError, match="would be lost"):
         assert_same_as_serial(installed.weighted, items(), any_pool)
 
@@ -151,7 +167,9 @@ def test_what_does_not_come_to_a_stray(any_pool: mpgrad.Pool, installed: Any) ->
     assert given[0].grad == given[1].grad == 2
     with pytest.raises(LostGradientError, match="item"):
         results[2].backward()
-    assert_same_as_serial(lambda x: installed.bare(x) * installed.WEIGHT.detach(), items(), any_pool)
+    assert_same_as_serial(
+        lambda x: installed.bare(x) * installed.WEIGHT.detach(), items(), any_pool
+    )
 
 
 WAYS = {
@@ -163,11 +181,18 @@ WAYS = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> None:
-    # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these find, was lost silently
+def test_what_looks_into_modules(
+    engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+) -> None:
+    # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these
+    # find, was lost silently
     with mpgrad.Pool(1, engine=engine) as pool:
         for name, way in WAYS.items():
-            lines = f"import {name}, torch", "w = torch.tensor(2.0, requires_grad=True)", "def helper(x): return x"
+            lines = (
+                f"import {name}, torch",
+                "w = torch.tensor(2.0, requires_grad=True)",
+                "def helper(x): return x",
+            )
             own: Any = types.ModuleType(f"own_{name}")
             monkeypatch.setitem(sys.modules, own.__name__, own)
             exec("\n".join([*lines, f"def function(x): return {way} * x"]), vars(own))
@@ -196,7 +221,8 @@ def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
-    """Symptom: the gradient was lost without a word. Cause: results of workers came without their graph."""
+    """Symptom: the gradient was lost without a word. Cause: results of workers came without their
+    graph."""
     x = torch.tensor([1.0, 2.0])
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +248,9 @@ def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
 
 
 def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
-    assert_same_as_serial(lambda pair: pair[0] * pair[1], [(x, installed.WEIGHT) for x in items()], any_pool)
+    assert_same_as_serial(
+        lambda pair: pair[0] * pair[1], [(x, installed.WEIGHT) for x in items()], any_pool
+    )
     cloudpickle.register_pickle_by_value(installed)
     try:
         total(any_pool.map(installed.weighted, items())).backward()
@@ -231,16 +259,20 @@ def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
         assert_same_as_serial(installed.scaled, items(), any_pool)
     finally:
         cloudpickle.unregister_pickle_by_value(installed)
-    check_raises(any_pool, installed.weighted, "WEIGHT")  # what was found out about it is not true any more
+    # what was found out about it is not true any more
+    check_raises(any_pool, installed.weighted, "WEIGHT")
 
 
 def test_values_are_those_of_the_worker(installed: Any) -> None:
-    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran in the caller
+    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran
+    # in the caller
     with mpgrad.Pool(2) as pool:
         pool.map(installed.scaled, items())
         with torch.no_grad():
             installed.STORE["loc"].fill_(7.0)
-        assert {float(pool.map(installed.scaled, items(64))[-1].detach()) for _ in range(20)} == {128.0}
+        assert {float(pool.map(installed.scaled, items(64))[-1].detach()) for _ in range(20)} == {
+            128.0
+        }
 
 
 # --- what an object's own pickling leaves out
@@ -312,13 +344,19 @@ def of_this_module(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are copies that nobody knows of
-    reduce: Callable[[Any], Any] = lambda each: (registered_again, (each.net.weight.tolist(), each.net.bias.tolist()))  # noqa: E731
+    # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are
+    # copies that nobody knows of
+    def reduce(each: Any) -> Any:
+        return registered_again, (each.net.weight.tolist(), each.net.bias.tolist())
+
     monkeypatch.setitem(copyreg.dispatch_table, Registered, reduce)
     for kind in (Saving, Detaching, Listing, Registered):
         copying = kind()
         pairs = [{"net": [copying], "x": x} for x in items()]
-        match = f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} made as it was loaded"
+        match = (
+            f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} "
+            "made as it was loaded"
+        )
         check_raises(any_pool, copying, match)
         check_raises(any_pool, lambda x, copying=copying: copying(x) * 2, match)
         check_raises(any_pool, lambda pair: pair["net"][0](pair["x"]), match, pairs)
@@ -364,13 +402,19 @@ class Cut:
         self.value = torch.tensor(state, requires_grad=True)
 
 
-def test_the_oracle_sees_what_pickling_loses(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
-    # symptom: assert_same_as_serial was content. cause: it compared gradients of inputs and captures only, and of results that
-    # which their pickles have
+def test_the_oracle_sees_what_pickling_loses(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
+    # symptom: assert_same_as_serial was content. cause: it compared gradients of inputs and
+    # captures only, and of results that which their pickles have
     pool, without = shared_pools("inline", 1), WithoutGrad()
     call: Callable[[Any], Any] = lambda pair: pair[0](pair[1])  # noqa: E731
     cases: list[tuple[Callable[[Any], Any], list[Any], str]] = [
-        (without, items(), r"gradient of a leaf that is neither input nor capture \(.*: the pool gave None"),
+        (
+            without,
+            items(),
+            r"gradient of a leaf that is neither input nor capture \(.*: the pool gave None",
+        ),
         (call, [(without, x) for x in items()], "the pickling of WithoutGrad leaves out"),
     ]
     for fn, given, match in cases:
@@ -384,8 +428,8 @@ def test_the_oracle_sees_what_pickling_loses(shared_pools: Callable[[str, int], 
 
 
 def test_copies_wherever_a_function_goes(any_pool: mpgrad.Pool, own_module: Any) -> None:
-    # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such as a module that is carried,
-    # and the function of a reduction
+    # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such
+    # as a module that is carried, and the function of a reduction
     saving, match = Saving(), "would be lost"
     check_raises(any_pool, lambda x: own_module.NET(x), match)
     x = torch.ones(1, requires_grad=True)
@@ -407,12 +451,15 @@ def test_a_leaf_that_is_returned(any_pool: mpgrad.Pool, installed: Any) -> None:
     check_raises(any_pool, lambda x: installed.WEIGHT, "WEIGHT")
     check_raises(any_pool, lambda x: saving.net.weight, "that Saving made")
     weight = torch.tensor(2.0, requires_grad=True)
-    total(any_pool.map(lambda x: weight * bool(psutil.__name__) if x > 1 else weight, items())).backward()
+    total(
+        any_pool.map(lambda x: weight * bool(psutil.__name__) if x > 1 else weight, items())
+    ).backward()
     assert weight.grad == 4
 
 
 def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
-    # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a copy that had gone
+    # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a
+    # copy that had gone
     def renew(pair: Any) -> torch.Tensor:
         pair[0].net = None
         renew.kept = [torch.ones(1, requires_grad=True) for _ in range(300)]  # type: ignore[attr-defined]
@@ -424,9 +471,13 @@ def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool
 
 
 def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
-    # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all modules for each of them
+    # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all
+    # modules for each of them
     looked: list[int] = []
-    monkeypatch.setattr(functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3)))  # it finds nothing
+    # it finds nothing
+    monkeypatch.setattr(
+        functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3))
+    )
     monkeypatch.setattr(functions, "SEARCHES", functions.Searches())
     known: list[Any] = []
 
@@ -442,12 +493,18 @@ def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> No
 
 
 def test_no_graph_is_walked_for_who_cannot_reach_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: 0.1 ms for 600 nodes. Cause: "modules" in the name of a module of ours, or of PyTorch's, counted as a way."""
+    """Symptom: 0.1 ms for 600 nodes. Cause: "modules" in the name of a module of ours, or of
+    PyTorch's, counted as a way."""
     walked: list[object] = []
     find = functions.held_leaves
-    monkeypatch.setattr(functions, "held_leaves", lambda *given: walked.append(given) or find(*given))
+    monkeypatch.setattr(
+        functions, "held_leaves", lambda *given: walked.append(given) or find(*given)
+    )
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec("import sys, torch\ndef plain(x): return x * 2\ndef looks(x): return x * len(sys.modules)", names)
+    exec(
+        "import sys, torch\ndef plain(x): return x * 2\ndef looks(x): return x * len(sys.modules)",
+        names,
+    )
     layers = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(200)])
     assert len(structure.dumps(layers)[0]) > structure.MOST_READ
     with mpgrad.Pool(1, engine="inline") as pool:
@@ -502,8 +559,12 @@ def check_goes_on(pool: mpgrad.Pool, fn: Callable[[torch.Tensor], Any], same: bo
     assert [x.grad for x in there] == [x.grad for x in here] or not same
 
 
-@pytest.mark.parametrize("engine", first_are_quick(1, [("process", 2), ("thread", 2), ("inline", 1)]), ids=str)
-def test_leaves_that_a_call_made(engine: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+@pytest.mark.parametrize(
+    "engine", first_are_quick(1, [("process", 2), ("thread", 2), ("inline", 1)]), ids=str
+)
+def test_leaves_that_a_call_made(
+    engine: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> None:
     pool = shared_pools(*engine)
     known: dict[str, Any] = {}
     weight = torch.tensor(3.0, requires_grad=True)
@@ -525,7 +586,9 @@ def test_leaves_that_a_call_made(engine: tuple[str, int], shared_pools: Callable
     check_goes_on(pool, lambda x: Square.apply(x, weight))
 
 
-def test_captures_behind_checkpoints_and_transforms(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+def test_captures_behind_checkpoints_and_transforms(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
     net, weight = torch.nn.Linear(1, 1), torch.tensor(3.0, requires_grad=True)
     # to import what these need takes each worker a second
     pool = shared_pools("inline", 1)

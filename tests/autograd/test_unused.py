@@ -1,4 +1,5 @@
-"""Histories that a result has nothing to do with, though its function was given them, are left alone: as in the serial loop."""
+"""Histories that a result has nothing to do with, though its function was given them, are left
+alone: as in the serial loop."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[m
 def loop(request: pytest.FixtureRequest, any_pool: mpgrad.Pool) -> Loop:
     return {
         "map": any_pool.map,
-        "submit": lambda fn, xs: [future.result() for future in [any_pool.submit(fn, x) for x in xs]],
+        "submit": lambda fn, xs: [
+            future.result() for future in [any_pool.submit(fn, x) for x in xs]
+        ],
     }[request.param]
 
 
@@ -52,7 +55,9 @@ def serial(fn: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def same(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> None:
@@ -90,7 +95,8 @@ def test_the_last_loss(loop: Loop) -> None:
 
 
 def weight_made_from_others(loop: Loop) -> list[Tensor | None]:
-    """The module keeps what it made of its parameters the last time, whose history has been freed."""
+    """The module keeps what it made of its parameters the last time, whose history has been
+    freed."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is a newer way
@@ -130,8 +136,14 @@ def test_nothing_grows(nursery: mpgrad.Pool) -> None:
             fit.loss = torch.stack(pool.map(fit.of_item, [leaf(3, seed=n) for n in range(4)])).sum()
             fit.loss.backward()
             pool.map(abs, range(8))  # releases are told along with it
-            counts.append((nodes_behind(fit.loss), sum(worker.graphs for worker in pool.stats().workers) if step else 0))
-    assert max(nodes for nodes, _ in counts) <= 40  # how many there are depends on what goes in bundles
+            counts.append(
+                (
+                    nodes_behind(fit.loss),
+                    sum(worker.graphs for worker in pool.stats().workers) if step else 0,
+                )
+            )
+    # how many there are depends on what goes in bundles
+    assert max(nodes for nodes, _ in counts) <= 40
     assert max(graphs for _, graphs in counts) <= 8  # of this step, and of the one before
 
 
@@ -150,10 +162,15 @@ def some_captures(loop: Loop, create_graph: bool = False) -> list[Tensor | None]
     results = loop(fn, range(7))
     one = torch.autograd.grad(results[4], [source, plain], retain_graph=True, allow_unused=True)
     grads = torch.autograd.grad(
-        sum(r**2 for r in results), [source, plain, first, second], create_graph=create_graph, retain_graph=True
+        sum(r**2 for r in results),
+        [source, plain, first, second],
+        create_graph=create_graph,
+        retain_graph=True,
     )
     if create_graph:
-        grads += torch.autograd.grad(sum(g.pow(2).sum() for g in grads), [source, plain], retain_graph=True)
+        grads += torch.autograd.grad(
+            sum(g.pow(2).sum() for g in grads), [source, plain], retain_graph=True
+        )
     torch.stack(results[:4]).sum().backward()
     return [*one, *grads, source.grad, plain.grad]
 
@@ -169,7 +186,9 @@ def test_captures_that_some_items_use_and_second_derivatives(loop: Loop) -> None
 def test_results_fetched_one_by_one(any_pool: mpgrad.Pool) -> None:
     """Each time a token that leads to more, while the earlier ones are in use."""
 
-    def gradients(fetch: Callable[[Callable[[int], Tensor]], Iterator[Tensor]]) -> list[Tensor | None]:
+    def gradients(
+        fetch: Callable[[Callable[[int], Tensor]], Iterator[Tensor]],
+    ) -> list[Tensor | None]:
         sources = [leaf(3, seed=n) for n in range(4)]
         captures = [source.exp() for source in sources]
 
@@ -213,7 +232,9 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
 @pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "auto"]))
 def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
-    with pytest.raises(RuntimeError, match="second time"):  # PyTorch frees the history of `inner` with the first of two items
+    with pytest.raises(
+        RuntimeError, match="second time"
+    ):  # PyTorch frees the history of `inner` with the first of two items
         inside_of_a_checkpoint(serial, True)
     with every_loss_gets(1.0), mpgrad.Pool(2, graphs=graphs) as pool:
         same(inside_of_a_checkpoint(pool.map, True), inside_of_a_checkpoint(serial, False))
@@ -234,7 +255,8 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.parametrize("how", ["hook", "Function", "both, and one in the forward"])
 def test_captures_that_only_a_backward_uses(loop: Loop, how: str) -> None:
-    """The first derivative depends on them, though the result does not; so do derivatives of higher order."""
+    """The first derivative depends on them, though the result does not; so do derivatives of higher
+    order."""
 
     def gradients(loop: Loop) -> list[Tensor | None]:
         sources = [leaf(3, seed=n) for n in range(4)]
@@ -254,9 +276,15 @@ def test_captures_that_only_a_backward_uses(loop: Loop, how: str) -> None:
         xs = [leaf(3, seed=n) for n in (5, 6, 7)]
         total = sum(loop(fn, xs))
         first = torch.autograd.grad(total, xs, create_graph=True)
-        second = torch.autograd.grad(sum(g.sum() for g in first), [*sources[:3], *xs], create_graph=True, allow_unused=True)
+        second = torch.autograd.grad(
+            sum(g.sum() for g in first), [*sources[:3], *xs], create_graph=True, allow_unused=True
+        )
         of_second = sum(g.pow(2).sum() for g in second if g is not None)
-        return [*first, *second, *torch.autograd.grad(of_second, [*sources, *xs], allow_unused=True)]
+        return [
+            *first,
+            *second,
+            *torch.autograd.grad(of_second, [*sources, *xs], allow_unused=True),
+        ]
 
     same(gradients(loop), gradients(serial))
 
@@ -279,8 +307,11 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
         same([grad], [8 * x.detach() * source.detach().exp()])
 
 
-def test_derivatives_lead_to_what_was_known_with_their_result(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """What an item uses that is answered later, in its forward or only in its backward, may be gone."""
+def test_derivatives_lead_to_what_was_known_with_their_result(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """What an item uses that is answered later, in its forward or only in its backward, may be
+    gone."""
     source, x, y = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
     forward, backward = source.exp(), source.sin()
     path = str(tmp_path / "first is here")
@@ -305,7 +336,9 @@ def test_derivatives_lead_to_what_was_known_with_their_result(nursery: mpgrad.Po
             forward.add_(1)
             backward.add_(1)
         (grad,) = torch.autograd.grad(first, x, create_graph=True)
-        same(torch.autograd.grad(grad.sum(), [x, source], allow_unused=True), [6 * x.detach(), None])
+        same(
+            torch.autograd.grad(grad.sum(), [x, source], allow_unused=True), [6 * x.detach(), None]
+        )
 
 
 def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
@@ -352,7 +385,10 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
             return (y**2).sum()
 
         results = pool.map(fn, items)
-        grads = [torch.autograd.grad(result, x, create_graph=True)[0] for result, x in zip(results, items, strict=True)]
+        grads = [
+            torch.autograd.grad(result, x, create_graph=True)[0]
+            for result, x in zip(results, items, strict=True)
+        ]
         found = per_item_grad(grads, captured, [torch.ones_like(grad) for grad in grads])
         same(found, [8 * x.detach() for x in items])
 
@@ -362,15 +398,21 @@ def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.P
         for inner in (False, True):
             weight, other, source = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
             further = source.exp() if inner else torch.ones(3, dtype=torch.float64)
-            future = pool.submit(lambda x, w=weight, o=other, f=further: (w * o * f * x).sum(), torch.ones(3))
+            future = pool.submit(
+                lambda x, w=weight, o=other, f=further: (w * o * f * x).sum(), torch.ones(3)
+            )
             weight.requires_grad_(False)
             result = future.result()
             weight.requires_grad_(True)
             result.backward()
-            same([weight.grad, other.grad], [(other * further).detach(), (weight * further).detach()])
+            same(
+                [weight.grad, other.grad], [(other * further).detach(), (weight * further).detach()]
+            )
 
 
-def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(nursery: mpgrad.Pool) -> None:
+def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(
+    nursery: mpgrad.Pool,
+) -> None:
     """With one token for all, as in a map, and with another for results that came later."""
 
     def gradients(loop: Loop) -> list[Tensor | None]:
@@ -391,7 +433,9 @@ def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(nur
     with mpgrad.Pool(1, deterministic=True) as pool:
         expected = gradients(pool.map)
         for loop in (pool.imap, lambda fn, xs: reversed(list(pool.imap(fn, xs)))):
-            for grad, other in zip(gradients(lambda fn, xs, loop=loop: list(loop(fn, xs))), expected, strict=True):
+            for grad, other in zip(
+                gradients(lambda fn, xs, loop=loop: list(loop(fn, xs))), expected, strict=True
+            ):
                 assert grad is not None and other is not None and torch.equal(grad, other)
 
 
@@ -408,7 +452,9 @@ def test_gradients_that_a_function_turns_on(any_pool: mpgrad.Pool, mode: Callabl
             return (x * used).sum()
 
     with mode():
-        results = any_pool.map(fn, [torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
+        results = any_pool.map(
+            fn, [torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+        )
     if mode is torch.no_grad:
         torch.stack(results).sum().backward()
         same([source.grad], [2 * used.detach()])
@@ -420,7 +466,8 @@ def test_gradients_that_a_function_turns_on(any_pool: mpgrad.Pool, mode: Callabl
 
 
 def unused_inputs(loop: Loop) -> list[Any]:
-    """Behind what is not used: a history to be used later, one that was freed, hooks, a Function that would see zeros."""
+    """Behind what is not used: a history to be used later, one that was freed, hooks, a Function
+    that would see zeros."""
     seen: list[Any] = []
 
     class Seen(torch.autograd.Function):
@@ -496,7 +543,10 @@ def test_inputs_written_to_returned_and_sparse(loop: Loop) -> None:
             values = given["sparse"].to_dense().sum() * given["written"].sum()
             return given["returned"], values
 
-        given = {name: source * (k + 1) for k, name in enumerate(("written", "written and forgotten", "returned", "unused"))}
+        given = {
+            name: source * (k + 1)
+            for k, name in enumerate(("written", "written and forgotten", "returned", "unused"))
+        }
         given["sparse"] = source.exp().to_sparse()
         given["sparse, unused"] = source.sin().to_sparse()
         ((returned, values),) = loop(fn, [given])
@@ -540,7 +590,8 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpg
 
 @pytest.mark.parametrize("graphs", ["keep", "auto"])
 def test_parts_of_a_graph_with_a_reentrant_checkpoint(nursery: mpgrad.Pool, graphs: Any) -> None:
-    """A worker runs all of it for each part. What was not asked for goes neither into the next part nor into a capture."""
+    """A worker runs all of it for each part. What was not asked for goes neither into the next part
+    nor into a capture."""
     weight, one, other = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
 
     def fn(given: tuple[Tensor, Tensor]) -> Tensor:
@@ -550,7 +601,9 @@ def test_parts_of_a_graph_with_a_reentrant_checkpoint(nursery: mpgrad.Pool, grap
     def parts(loop: Loop) -> list[Tensor | None]:
         (result,) = loop(fn, [(one * 2, other * 3)])
         wanted = [[one], [other], [weight], [one, other]]
-        return [grad for each in wanted for grad in torch.autograd.grad(result, each, retain_graph=True)]
+        return [
+            grad for each in wanted for grad in torch.autograd.grad(result, each, retain_graph=True)
+        ]
 
     def by_hand(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return [(x * x * weight * y).sum() for x, y in items]
@@ -610,7 +663,12 @@ def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, deterministic=True) as pool:
         for number in (0, 1):
             same(
-                gradients(pool.map, lambda number=number: os.kill(staffed(pool).stats().workers[number].pid, signal.SIGKILL)),
+                gradients(
+                    pool.map,
+                    lambda number=number: os.kill(
+                        staffed(pool).stats().workers[number].pid, signal.SIGKILL
+                    ),
+                ),
                 expected,
             )
 
@@ -620,20 +678,33 @@ def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
 
 def hooked_leaves(loop: Loop) -> list[Any]:
     """An item and a capture that one of two results depends on, and one of each that none does."""
-    leaves = {name: leaf(3, seed=seed) for seed, name in enumerate(("item", "capture", "unused item", "unused capture"))}
+    leaves = {
+        name: leaf(3, seed=seed)
+        for seed, name in enumerate(("item", "capture", "unused item", "unused capture"))
+    }
     calls: list[Any] = []
     for name, each in leaves.items():
         each.register_hook(lambda grad, name=name: calls.append((name, grad.clone())))  # type: ignore[misc]
-        each.register_post_accumulate_grad_hook(lambda each, name=name: calls.append((f"{name}, after", each.grad.clone())))
+        each.register_post_accumulate_grad_hook(
+            lambda each, name=name: calls.append((f"{name}, after", each.grad.clone()))
+        )
 
     def fn(given: tuple[int, Tensor, Tensor]) -> Tensor:
         number, item, _ = given
         assert leaves["unused capture"].requires_grad
         return (item * leaves["capture"]).sum() if number else item.sum()
 
-    results = loop(fn, [(number, leaves["item"] * 1 if number else leaves["item"], leaves["unused item"]) for number in (0, 1)])
+    results = loop(
+        fn,
+        [
+            (number, leaves["item"] * 1 if number else leaves["item"], leaves["unused item"])
+            for number in (0, 1)
+        ],
+    )
     torch.stack(results).prod().backward()
-    return [value for _, value in sorted(calls, key=lambda call: call[0])] + [each.grad for each in leaves.values()]
+    return [value for _, value in sorted(calls, key=lambda call: call[0])] + [
+        each.grad for each in leaves.values()
+    ]
 
 
 def test_hooks_of_leaves(loop: Loop) -> None:
@@ -654,9 +725,13 @@ def test_what_a_call_freezes(any_pool: mpgrad.Pool) -> None:
         return (x.detach_() * head).sum()
 
     for function, given in ((frozen, 1), (cut, None)):
-        xs = [torch.full((3,), float(k), dtype=torch.float64, requires_grad=True) for k in range(1, 5)]
+        xs = [
+            torch.full((3,), float(k), dtype=torch.float64, requires_grad=True) for k in range(1, 5)
+        ]
         head.grad = body.grad = None
         sum(any_pool.map(function, xs)).backward()
         body.requires_grad_(True)  # of which calls in the caller's own process may have written to
         assert body.grad is None and torch.equal(head.grad, torch.full_like(head, 10))
-        assert [x.grad if x.grad is None else x.grad.tolist() for x in xs] == [given and [given] * 3] * 4
+        assert [x.grad if x.grad is None else x.grad.tolist() for x in xs] == [
+            given and [given] * 3
+        ] * 4

@@ -1,4 +1,5 @@
-"""Derivatives of every output, against torch.autograd.functional, torch.func and finite differences."""
+"""Derivatives of every output, against torch.autograd.functional, torch.func and finite
+differences."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 
 
 def flat(value: Any) -> list[torch.Tensor]:
-    return [each for part in value for each in flat(part)] if isinstance(value, tuple | list) else [value]
+    return (
+        [each for part in value for each in flat(part)]
+        if isinstance(value, tuple | list)
+        else [value]
+    )
 
 
 def assert_equal(found: Any, expected: Any, exact: bool = False) -> None:
@@ -52,11 +57,14 @@ def assert_equal(found: Any, expected: Any, exact: bool = False) -> None:
             assert_equal(*pair, exact)
         return
     assert not found.requires_grad
-    torch.testing.assert_close(found, expected, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+    torch.testing.assert_close(
+        found, expected, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12
+    )
 
 
 class OldSine(torch.autograd.Function):
-    """Neither a forward derivative, nor a form that torch.func takes; its backward can be batched and differentiated."""
+    """Neither a forward derivative, nor a form that torch.func takes; its backward can be batched
+    and differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -91,14 +99,21 @@ CASES: dict[str, Case] = {
     "several arguments": (lambda a, b: (a @ b).tanh(), (tensor(2, 3), tensor(3, 2, seed=1))),
     "several outputs": (lambda c: (c.exp(), c.sum(), c[:2].outer(c)), (tensor(3),)),
     "a tuple of one": (lambda c: (c.exp(),), (tensor(3),)),
-    "several of both": (lambda a, b: (a * b, a.sum().reshape(1, 1), b[1:]), (tensor(), tensor(3, seed=1))),
-    "independent": (lambda a, b: (a.sin(), torch.ones(2, dtype=a.dtype)), (tensor(2), tensor(2, seed=1))),
+    "several of both": (
+        lambda a, b: (a * b, a.sum().reshape(1, 1), b[1:]),
+        (tensor(), tensor(3, seed=1)),
+    ),
+    "independent": (
+        lambda a, b: (a.sin(), torch.ones(2, dtype=a.dtype)),
+        (tensor(2), tensor(2, seed=1)),
+    ),
     "detached": (lambda c: c.detach() * c, (tensor(3),)),
     "the same tensor twice": (lambda a, b: a * b.sin(), (tensor(3), tensor(3))),
 }
 
 
-NO_STACK = ("no rows", "nothing at all")  # torch.autograd.functional stacks rows, and fails where there are none
+# torch.autograd.functional stacks rows, and fails where there are none
+NO_STACK = ("no rows", "nothing at all")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,7 +151,9 @@ def test_as_torch_func(mode: str, where: mpgrad.Pool | None) -> None:
         found = jacobian(fn, a, b, mode=mode, pool=where, argnums=argnums, chunk_size=2)
         assert_equal(found, torch.func.jacrev(fn, argnums)(a, b))
         assert_equal(found, torch.func.jacfwd(fn, argnums)(a, b))
-    assert_equal(jacobian(fn, a, b, mode=mode, pool=where, argnums=-1), torch.func.jacrev(fn, 1)(a, b))
+    assert_equal(
+        jacobian(fn, a, b, mode=mode, pool=where, argnums=-1), torch.func.jacrev(fn, 1)(a, b)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,7 +168,9 @@ def test_ragged_lists(mode: str, where: mpgrad.Pool | None) -> None:
     found = jacobian(fn, c, items, weights, mode=mode, pool=where, argnums=(0, 1))
     for x, weight, each in zip(items, weights, found, strict=True):
         own = functools.partial(fn, weight=weight)
-        expected = functional.jacobian(own, (c, x)) if len(x) else torch.func.jacfwd(own, (0, 1))(c, x)
+        expected = (
+            functional.jacobian(own, (c, x)) if len(x) else torch.func.jacfwd(own, (0, 1))(c, x)
+        )
         assert_equal(each, expected, exact=mode == "reverse")
     of_c = jacobian(fn, c, items, weights, mode=mode, pool=where, argnums=0)
     assert_equal(of_c, [each[0] for each in found])
@@ -165,11 +184,15 @@ def test_hessians(mode: str, where: mpgrad.Pool | None) -> None:
 
     a, b = tensor(2, 2), tensor(3, seed=1)
     assert_equal(hessian(fn, a, b, mode=mode, pool=where), functional.hessian(fn, (a, b)))
-    assert_equal(hessian(fn, a, b, mode=mode, pool=where, argnums=1), torch.func.hessian(fn, 1)(a, b))
+    assert_equal(
+        hessian(fn, a, b, mode=mode, pool=where, argnums=1), torch.func.hessian(fn, 1)(a, b)
+    )
     found = hessian(fn, a, [b, b * 2], mode=mode, pool=where, argnums=1, chunk_size=2)
     assert_equal(found, [torch.func.hessian(fn, 1)(a, b), torch.func.hessian(fn, 1)(a, b * 2)])
     for linear in (lambda a: a.sum(), lambda a: torch.ones(1, dtype=a.dtype)):
-        assert_equal(hessian(linear, a, mode=mode, pool=where), torch.zeros(2, 2, 2, 2, dtype=torch.float64))
+        assert_equal(
+            hessian(linear, a, mode=mode, pool=where), torch.zeros(2, 2, 2, 2, dtype=torch.float64)
+        )
 
 
 def test_products(where: mpgrad.Pool | None) -> None:
@@ -182,11 +205,20 @@ def test_products(where: mpgrad.Pool | None) -> None:
     a, b, u, v = tensor(2), tensor(3, seed=1), tensor(2, seed=2), tensor(3, seed=3)
     one = torch.ones((), dtype=torch.float64)
     assert_equal(jvp(fn, (a, b), (u, v), pool=where), functional.jvp(fn, (a, b), (u, v)))
-    assert_equal(vjp(fn, (a, b), (u, v), pool=where), functional.vjp(fn, (a, b), (u, v)), exact=True)
+    assert_equal(
+        vjp(fn, (a, b), (u, v), pool=where), functional.vjp(fn, (a, b), (u, v)), exact=True
+    )
     assert_equal(hvp(value, (a, b), (u, v), pool=where), functional.hvp(value, (a, b), (u, v)))
-    assert_equal(jvp(fn, (a, b), u, argnums=0, pool=where)[1], functional.jvp(lambda a: fn(a, b), a, u)[1])
-    assert_equal(vjp(value, (a, b), one, argnums=1, pool=where)[1], functional.vjp(value, (a, b), one)[1][1])
-    assert_equal(hvp(value, (a, b), v, argnums=1, pool=where)[1], functional.hvp(lambda b: value(a, b), b, v)[1])
+    assert_equal(
+        jvp(fn, (a, b), u, argnums=0, pool=where)[1], functional.jvp(lambda a: fn(a, b), a, u)[1]
+    )
+    assert_equal(
+        vjp(value, (a, b), one, argnums=1, pool=where)[1], functional.vjp(value, (a, b), one)[1][1]
+    )
+    assert_equal(
+        hvp(value, (a, b), v, argnums=1, pool=where)[1],
+        functional.hvp(lambda b: value(a, b), b, v)[1],
+    )
     assert_equal(jvp(torch.sin, a, u, pool=where), functional.jvp(torch.sin, a, u))
     assert_equal(vjp(torch.sin, (a,), u, pool=where)[1], (a.cos() * u,))
     assert_equal(hvp(lambda a: a.sum(), a, u, pool=where)[1], torch.zeros_like(a))
@@ -233,7 +265,11 @@ def test_products_and_hessians_with_a_graph(where: mpgrad.Pool | None) -> None:
 
         options: Any = {"pool": where, "create_graph": True}
         pairs = [jvp(fn, a, v, **options), vjp(fn, a, v, **options), hvp(value, a, v, **options)]
-        return *flat(pairs), hessian(value, a, **options), hessian(value, a, mode="forward", **options)
+        return (
+            *flat(pairs),
+            hessian(value, a, **options),
+            hessian(value, a, mode="forward", **options),
+        )
 
     assert torch.autograd.gradcheck(compute, (a, captured, v))
 
@@ -245,14 +281,21 @@ def test_captures_are_constants_without_create_graph(mode: str, where: mpgrad.Po
     assert_equal(jacobian(lambda c: c * captured, c, mode=mode, pool=where), expected)
     with torch.no_grad():
         assert_equal(jacobian(lambda c: c * captured, c, mode=mode, pool=where), expected)
-        assert jacobian(lambda c: c * captured, c, mode=mode, pool=where, create_graph=True).requires_grad
-    assert_equal(hvp(lambda c: (c**2 * captured).sum(), c, c.detach(), pool=where)[1], (2 * c * captured).detach())
+        assert jacobian(
+            lambda c: c * captured, c, mode=mode, pool=where, create_graph=True
+        ).requires_grad
+    assert_equal(
+        hvp(lambda c: (c**2 * captured).sum(), c, c.detach(), pool=where)[1],
+        (2 * c * captured).detach(),
+    )
 
 
 def test_inside_of_a_task(pool2: mpgrad.Pool) -> None:
     items = [tensor(n, seed=n).requires_grad_() for n in (1, 3)]
     for mode in MODES:
-        results = pool2.map(lambda x: jacobian(torch.sin, x, mode=mode, create_graph=True).sum(), items)
+        results = pool2.map(
+            lambda x: jacobian(torch.sin, x, mode=mode, create_graph=True).sum(), items
+        )
         for x, grad in zip(items, torch.autograd.grad(results, items), strict=True):
             torch.testing.assert_close(grad, -x.detach().sin(), rtol=1e-12, atol=0)
 
@@ -273,14 +316,19 @@ def test_a_function_without_forward_derivative(where: mpgrad.Pool | None) -> Non
 
     c = tensor()
     expected = functional.jacobian(fn, c)
-    with pytest.warns(UserWarning, match="fn does not .* batched forward mode .*batched rows took the place") as said:
+    with pytest.warns(
+        UserWarning, match="fn does not .* batched forward mode .*batched rows took the place"
+    ) as said:
         assert_equal(jacobian(fn, c, pool=where), expected)
     assert len(said) == 1 and said[0].filename == __file__
     assert_equal(jacobian(fn, c, pool=where), expected)  # once: a second warning would be an error
     assert_equal(jacobian(fn, [c, c * 2], pool=where)[0], expected)
     assert_equal(jacobian(fn, c, mode="batched", pool=where), expected)
     assert_equal(jacobian(fn, c, mode="reverse", pool=where), expected, exact=True)
-    with pytest.raises(NotImplementedError, match=r"'forward': batched forward mode \(.*; use mode='auto' or mode='reverse'"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"'forward': batched forward mode \(.*; use mode='auto' or mode='reverse'",
+    ):
         jacobian(fn, c, mode="forward", pool=where)
 
 
@@ -290,11 +338,20 @@ def test_a_function_without_batching_rule(where: mpgrad.Pool | None) -> None:
 
     c = tensor(3)
     expected = functional.jacobian(fn, c)
-    with pytest.warns(UserWarning, match="batched rows .*one row at a time took the place; mode='reverse' goes there at once"):
+    with pytest.warns(
+        UserWarning,
+        match="batched rows .*one row at a time took the place; mode='reverse' goes there at once",
+    ):
         assert_equal(jacobian(fn, c, pool=where), expected, exact=True)
-    with pytest.raises(NotImplementedError, match=r"fn does not go along with mode 'batched': batched rows \(RuntimeError: "):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"fn does not go along with mode 'batched': batched rows \(RuntimeError: ",
+    ):
         jacobian(fn, c, mode="batched", pool=where)
-    with pytest.warns(UserWarning, match="batched forward mode .* nor with forward mode, one .* nor with batched rows"):
+    with pytest.warns(
+        UserWarning,
+        match="batched forward mode .* nor with forward mode, one .* nor with batched rows",
+    ):
         jacobian(lambda c: fn(c).repeat(9), c, pool=where)
 
 
@@ -322,17 +379,29 @@ class NoBatches(torch.autograd.Function):
 def test_forward_one_column_at_a_time(where: mpgrad.Pool | None) -> None:
     c = tensor(2)
     expected = functional.jacobian(NoBatches.apply, c)
-    with pytest.warns(UserWarning, match="one column at a time took the place; mode='forward' goes there"):
+    with pytest.warns(
+        UserWarning, match="one column at a time took the place; mode='forward' goes there"
+    ):
         assert_equal(jacobian(NoBatches, c, mode="forward", pool=where), expected)
-    assert_equal(jacobian(lambda c: NoBatches.apply(c).repeat(3), c, mode="reverse"), expected.repeat(3, 1))
+    assert_equal(
+        jacobian(lambda c: NoBatches.apply(c).repeat(3), c, mode="reverse"), expected.repeat(3, 1)
+    )
 
 
 def test_products_without_forward_derivative(where: mpgrad.Pool | None) -> None:
     c, v = tensor(3), tensor(3, seed=1)
-    with pytest.warns(UserWarning, match=r"apply does not go along with forward mode \(.*\); two backwards took the place"):
+    with pytest.warns(
+        UserWarning,
+        match=r"apply does not go along with forward mode \(.*\); two backwards took the place",
+    ):
         assert_equal(jvp(OldSine, c, v, pool=where), (c.sin(), c.cos() * v))
-    with pytest.warns(UserWarning, match="the gradient of .* forward over reverse .*; reverse over reverse took the place"):
-        assert_equal(hvp(lambda c: OldSine.apply(c).sum(), c, v, pool=where), (c.sin().sum(), -c.sin() * v))
+    with pytest.warns(
+        UserWarning,
+        match="the gradient of .* forward over reverse .*; reverse over reverse took the place",
+    ):
+        assert_equal(
+            hvp(lambda c: OldSine.apply(c).sum(), c, v, pool=where), (c.sin().sum(), -c.sin() * v)
+        )
     assert_equal(jvp(OldSine, c, v, pool=where), (c.sin(), c.cos() * v))  # said once
     assert_equal(hessian(lambda c: OldSine.apply(c).sum(), c, pool=where), torch.diag(-c.sin()))
 
@@ -377,7 +446,10 @@ def test_random_numbers(mode: str, where: mpgrad.Pool | None) -> None:
     assert torch.equal(after, torch.rand(3))  # the caller's generator went on as far, pool or not
     assert_equal(found, reference)
     assert not torch.equal(*found)  # items have streams of their own
-    (value, _), other = vjp(fn, c, torch.ones(32, dtype=c.dtype), pool=where), jvp(fn, c, c, pool=where)[0]
+    (value, _), other = (
+        vjp(fn, c, torch.ones(32, dtype=c.dtype), pool=where),
+        jvp(fn, c, c, pool=where)[0],
+    )
     assert not torch.equal(value, other)  # and so have operations
     for each in found:
         rows = each.view(8, 4, 4)
@@ -394,12 +466,18 @@ def test_arguments_may_be_written_to(mode: str, where: mpgrad.Pool | None) -> No
     before = c.clone()
     assert_equal(jacobian(fn, c, mode=mode, pool=where), torch.diag(8 * c).repeat(3, 1))
     assert_equal(jvp(fn, c, before, pool=where)[1], (8 * c * c).repeat(3))
-    assert_equal(hessian(lambda c: fn(c).sum(), c, mode=mode, pool=where), 24 * torch.eye(2, dtype=c.dtype))
+    assert_equal(
+        hessian(lambda c: fn(c).sum(), c, mode=mode, pool=where), 24 * torch.eye(2, dtype=c.dtype)
+    )
     assert torch.equal(c, before)
 
 
-@pytest.mark.parametrize("pool_of", [("process", 1), ("process", 4), ("thread", 2), ("inline", 1)], ids=str)
-def test_any_engine(pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+@pytest.mark.parametrize(
+    "pool_of", [("process", 1), ("process", 4), ("thread", 2), ("inline", 1)], ids=str
+)
+def test_any_engine(
+    pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> None:
     fn, c = CASES["several outputs"][0], tensor(3)
     expected = functional.jacobian(fn, c)
     for mode in MODES:
@@ -430,9 +508,16 @@ class Counted(torch.autograd.Function):
 
 def test_batched_is_no_loop_and_chunks_are() -> None:
     c = tensor(10)
-    for mode, chunk_size, backwards in (("batched", None, 1), ("batched", 4, 3), ("auto", 5, 2), ("reverse", None, 10)):
+    for mode, chunk_size, backwards in (
+        ("batched", None, 1),
+        ("batched", 4, 3),
+        ("auto", 5, 2),
+        ("reverse", None, 10),
+    ):
         Counted.backwards = 0
-        assert torch.equal(jacobian(Counted, c, mode=mode, chunk_size=chunk_size), 2 * torch.eye(10, dtype=c.dtype))
+        assert torch.equal(
+            jacobian(Counted, c, mode=mode, chunk_size=chunk_size), 2 * torch.eye(10, dtype=c.dtype)
+        )
         assert Counted.backwards == backwards
 
 
@@ -440,9 +525,15 @@ def test_chunks_bound_the_memory() -> None:
     sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and func.namespace == "aten" and func._schema.name == "aten::mul":
+            if (
+                isinstance(result, torch.Tensor)
+                and func.namespace == "aten"
+                and func._schema.name == "aten::mul"
+            ):
                 sizes.append(result.numel())
             return result
 
@@ -455,7 +546,9 @@ def test_chunks_bound_the_memory() -> None:
         assert torch.equal(found, torch.diag(2 * c))
 
 
-def test_the_workers_share_rows_columns_and_items(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_share_rows_columns_and_items(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[list[tuple[int, int, int]]] = []
     starmap = mpgrad.Pool.starmap
 
@@ -496,7 +589,9 @@ def test_basis() -> None:
             like.new_zeros(stop - start, *like.shape) if block is None else block
             for like, block in zip(likes, basis(likes, start, stop), strict=True)
         ]
-        assert torch.equal(torch.cat([block.reshape(stop - start, -1) for block in blocks], 1), whole[start:stop])
+        assert torch.equal(
+            torch.cat([block.reshape(stop - start, -1) for block in blocks], 1), whole[start:stop]
+        )
         for step in (1, 2, 100):
             pieces = batches(likes, start, stop, step)
             assert [row for piece in pieces for row in range(*piece)] == list(range(start, stop))
@@ -528,30 +623,46 @@ def test_infinite_derivatives_stay_where_they_are(mode: str, where: mpgrad.Pool 
 def test_forward_mode_within_forward_mode() -> None:
     x, five, v = torch.arange(1.0, 4), torch.full((3,), 5.0), torch.ones(3)
     assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v, create_graph=True)[1], x, v), (x, v))
-    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, v))  # here a graph need not be asked for
+    # here a graph need not be asked for
+    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, v))
     assert_equal(torch.func.grad(lambda q: jacobian(torch.sin, q).sum())(x), -x.sin())
-    assert_equal(jvp(lambda q: hvp(lambda y: (q * y**2).sum(), five, v, create_graph=True)[1], x, v), (2 * x, 2 * v))
+    assert_equal(
+        jvp(lambda q: hvp(lambda y: (q * y**2).sum(), five, v, create_graph=True)[1], x, v),
+        (2 * x, 2 * v),
+    )
     for mode in MODES:
-        assert_equal(jvp(lambda q: jacobian(lambda y: q * y, five, mode=mode, create_graph=True), x, v)[1], torch.diag(v))
+        assert_equal(
+            jvp(lambda q: jacobian(lambda y: q * y, five, mode=mode, create_graph=True), x, v)[1],
+            torch.diag(v),
+        )
         inner: Compute = functools.partial(jacobian, torch.sin, mode=mode, create_graph=True)
         for outer in MODES:
             assert_equal(jacobian(lambda q: inner(q).sum(0), x, mode=outer), torch.diag(-x.sin()))
     with torch.autograd.forward_ad.dual_level():
         c = torch.autograd.forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
         for mode in ("reverse", "batched"):
-            found = torch.autograd.forward_ad.unpack_dual(jacobian(lambda q: q * c, x, mode=mode, create_graph=True))
+            found = torch.autograd.forward_ad.unpack_dual(
+                jacobian(lambda q: q * c, x, mode=mode, create_graph=True)
+            )
             assert_equal(found.primal.detach(), 2 * torch.eye(3))
             assert torch.equal(found.tangent, torch.eye(3))
-        with pytest.raises(NotImplementedError, match="Nested forward mode AD is not supported at the moment"):
+        with pytest.raises(
+            NotImplementedError, match="Nested forward mode AD is not supported at the moment"
+        ):
             jacobian(lambda q: q * c, x, mode="forward")
 
 
 @pytest.mark.parametrize("mode", ["auto", "batched", "reverse", "forward"])
 def test_within_transforms(mode: str, where: mpgrad.Pool | None) -> None:
     x = tensor(3)
-    inner: Compute = functools.partial(jacobian, torch.sin, mode=mode, pool=where, create_graph=True)
+    inner: Compute = functools.partial(
+        jacobian, torch.sin, mode=mode, pool=where, create_graph=True
+    )
     assert_equal(torch.func.jacrev(lambda q: inner(q).sum(0))(x), torch.diag(-x.sin()))
-    assert_equal(torch.func.vmap(inner)(torch.stack([x, x * 2])), torch.stack([torch.diag(x.cos()), torch.diag((x * 2).cos())]))
+    assert_equal(
+        torch.func.vmap(inner)(torch.stack([x, x * 2])),
+        torch.stack([torch.diag(x.cos()), torch.diag((x * 2).cos())]),
+    )
     assert_equal(torch.func.jacfwd(lambda q: inner(q).sum(0))(x), torch.diag(-x.sin()))
 
     assert_equal(torch.func.jvp(lambda q: inner(q).sum(0), (x,), (x,))[1], -x.sin() * x)
@@ -567,7 +678,9 @@ def test_a_pull_function_is_refused_in_a_transform(
     with pytest.raises(TypeError, match=r"of a torch\.func transform that has ended"):
         torch.func.vmap(lambda v: pool.apply(pull, (v,))[0])(torch.eye(3))
     with pytest.raises(TypeError, match=r"of a torch\.func transform that has ended"):
-        torch.func.grad(lambda v: pool.apply(lambda call, v: call(v)[0], (pull, v)).sum())(tensor(3))
+        torch.func.grad(lambda v: pool.apply(lambda call, v: call(v)[0], (pull, v)).sum())(
+            tensor(3)
+        )
     with pytest.raises(TypeError, match=r"belongs to a torch\.func transform"):
         pool.apply(pull, (tensor(3),))
 
@@ -584,14 +697,17 @@ def squares(fn: Compute) -> Compute:
 
 
 def own_and_torch_func() -> dict[str, tuple[Compute, Compute]]:
-    """Each kind of derivative, as ours and as that of torch.func: both make a function of a function."""
+    """Each kind of derivative, as ours and as that of torch.func: both make a function of a
+    function."""
     found: dict[str, tuple[Compute, Compute]] = {
         "jvp": (
             lambda fn, pool: lambda x: jvp(squares(fn), x, DIRECTION, pool=pool)[1],
             lambda fn: lambda x: torch.func.jvp(squares(fn), (x,), (DIRECTION,))[1],
         ),
         "vjp": (
-            lambda fn, pool: lambda x: vjp(square(fn), x, torch.ones((), dtype=torch.float64), pool=pool)[1],
+            lambda fn, pool: (
+                lambda x: vjp(square(fn), x, torch.ones((), dtype=torch.float64), pool=pool)[1]
+            ),
             lambda fn: torch.func.grad(square(fn)),
         ),
         "hvp": (
@@ -622,7 +738,8 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("outer", KINDS)
 def test_a_derivative_of_a_derivative(outer: str, pool2: mpgrad.Pool) -> None:
-    """The inner one detached its result unless `create_graph` was given, so that a reverse outer one gave zeros."""
+    """The inner one detached its result unless `create_graph` was given, so that a reverse outer
+    one gave zeros."""
     x = tensor(2)
     own, of_torch = KINDS[outer]
     for inner, (own_inner, of_torch_inner) in KINDS.items():
@@ -653,7 +770,12 @@ def test_a_derivative_of_the_gradients_of_items(mode: str, pool2: mpgrad.Pool) -
         return torch.cat([grad * 3 for grad in mpgrad.per_item_grad(results, items)])
 
     def of_torch(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.func.grad(lambda each: (each.sin() ** 2).sum())(each) * 3 for each in (x[:2], x[1:])])
+        return torch.cat(
+            [
+                torch.func.grad(lambda each: (each.sin() ** 2).sum())(each) * 3
+                for each in (x[:2], x[1:])
+            ]
+        )
 
     x = tensor(3)
     assert_equal(jacobian(gradients, x, mode=mode), torch.func.jacrev(of_torch)(x))
@@ -673,7 +795,8 @@ def test_an_inner_derivative_under_no_grad_is_a_constant(where: mpgrad.Pool | No
 def test_forward_mode_around_a_call_that_uses_it(
     pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
 ) -> None:
-    """Workers opened a level of dual numbers for the outer one, and PyTorch refuses to open another one for the inner one."""
+    """Workers opened a level of dual numbers for the outer one, and PyTorch refuses to open another
+    one for the inner one."""
     pool, x, v = shared_pools(*pool_of), tensor(2), DIRECTION
 
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -700,7 +823,9 @@ def test_what_is_computed_under_no_grad_has_no_derivative(where: mpgrad.Pool | N
         return (fn(q) ** 2).sum()
 
     x, v = tensor(3), torch.ones(3, dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
+    with pytest.warns(
+        UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"
+    ):
         assert_equal(jacobian(fn, x, pool=where), functional.jacobian(fn, x))
         assert_equal(jvp(fn, x, v, pool=where), functional.jvp(fn, x, v))
         assert_equal(hvp(value, x, v, pool=where), functional.hvp(value, x, v))
@@ -715,7 +840,10 @@ def test_odd_tensors_as_arguments(mode: str, where: mpgrad.Pool | None) -> None:
     for x in (inference, tensor(5).unfold(0, 3, 1), tensor().expand(3), tensor(3, 4).t()[1:]):
         plain = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x).clone()
         v = tensor(*x.shape, seed=1)
-        assert_equal(jacobian(torch.square, x, mode=mode, pool=where), functional.jacobian(torch.square, plain))
+        assert_equal(
+            jacobian(torch.square, x, mode=mode, pool=where),
+            functional.jacobian(torch.square, plain),
+        )
         assert_equal(jvp(torch.square, x, v, pool=where), (plain**2, 2 * plain * v))
         assert_equal(hvp(lambda x: (x**3).sum(), x, v, pool=where)[1], 6 * plain * v)
 
@@ -772,9 +900,17 @@ def test_forward_mode_in_a_thread_that_the_caller_waits_for(
     monkeypatch.setattr(mpgrad.tasks.jacobians, "PATIENCE", 0.2)
     x = tensor(3)
     threads = shared_pools("thread", 2)
-    with pytest.raises(RuntimeError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for",
+    ):
         jacobian(
-            lambda q: sum(threads.map(lambda t: jacobian(torch.sin, t, mode="forward").sum(0), [x, x])) * q, x, mode="forward"
+            lambda q: (
+                sum(threads.map(lambda t: jacobian(torch.sin, t, mode="forward").sum(0), [x, x]))
+                * q
+            ),
+            x,
+            mode="forward",
         )
 
 
@@ -785,38 +921,110 @@ def test_forward_mode_in_a_thread_that_the_caller_waits_for(
     ("call", "error", "message"),
     [
         (lambda c: jacobian(3, c), TypeError, r"the function must be callable \(given: 3\)"),
-        (lambda c: jacobian(torch.sin, c, mode="fast"), ValueError, r"mode must be one of 'auto', .* \(mode: 'fast'\)"),
-        (lambda c: jacobian(torch.sin, c, chunk_size=0), ValueError, r"chunk_size must be at least 1 \(chunk_size: 0\)"),
-        (lambda c: jacobian(torch.sin, c, argnums=1), ValueError, r"some of the 1 arguments, from 0 \(argnums: 1\)"),
+        (
+            lambda c: jacobian(torch.sin, c, mode="fast"),
+            ValueError,
+            r"mode must be one of 'auto', .* \(mode: 'fast'\)",
+        ),
+        (
+            lambda c: jacobian(torch.sin, c, chunk_size=0),
+            ValueError,
+            r"chunk_size must be at least 1 \(chunk_size: 0\)",
+        ),
+        (
+            lambda c: jacobian(torch.sin, c, argnums=1),
+            ValueError,
+            r"some of the 1 arguments, from 0 \(argnums: 1\)",
+        ),
         (lambda c: jacobian(torch.sin, c, argnums=()), ValueError, r"\(argnums: \(\)\)"),
-        (lambda c: jacobian(torch.mul, c, c, argnums=(0, -2)), ValueError, r"each argument once \(argnums: \(0, -2\)\)"),
-        (lambda c: jacobian(torch.sin, c, argnums=True), TypeError, r"argnums must be an integer, .*True"),
+        (
+            lambda c: jacobian(torch.mul, c, c, argnums=(0, -2)),
+            ValueError,
+            r"each argument once \(argnums: \(0, -2\)\)",
+        ),
+        (
+            lambda c: jacobian(torch.sin, c, argnums=True),
+            TypeError,
+            r"argnums must be an integer, .*True",
+        ),
         (lambda c: jacobian(torch.sin), ValueError, "some of the 0 arguments"),
-        (lambda c: jacobian(torch.mul, [c, c], [c]), ValueError, r"one entry for each item.*lengths: \[1, 2\]"),
-        (lambda c: jacobian(torch.mul, c, 3), TypeError, "argument 1 must be a floating point tensor .given: int.; leave"),
-        (lambda c: jacobian(torch.sin, c.long()), TypeError, r"argument 0 must be floating point .*torch.int64"),
-        (lambda c: jacobian(torch.sin, [c, c.to(torch.complex64)]), TypeError, r"argument 0 must be real .*complex64.*as_real"),
-        (lambda c: jacobian(torch.argsort, c), TypeError, r"the output must be floating point to have .*torch.int64"),
-        (lambda c: jacobian(lambda c: (c, 3), c), TypeError, r"the output\[1\] must be a floating point tensor \(given: int\)"),
-        (lambda c: jacobian(lambda c: torch.complex(c, c), c), TypeError, r"the output must be real .*complex128"),
-        (lambda c: hessian(torch.sin, c), ValueError, r"the function must return one value \(output shape: \(3,\)\)"),
-        (lambda c: hvp(torch.sin, c, c), ValueError, r"the function must return one value \(output shape: \(3,\)\)"),
-        (lambda c: jvp(torch.sin, c, c[:2]), ValueError, r"tangents must be .* of shape \(3,\) .*\(2,\)"),
+        (
+            lambda c: jacobian(torch.mul, [c, c], [c]),
+            ValueError,
+            r"one entry for each item.*lengths: \[1, 2\]",
+        ),
+        (
+            lambda c: jacobian(torch.mul, c, 3),
+            TypeError,
+            "argument 1 must be a floating point tensor .given: int.; leave",
+        ),
+        (
+            lambda c: jacobian(torch.sin, c.long()),
+            TypeError,
+            r"argument 0 must be floating point .*torch.int64",
+        ),
+        (
+            lambda c: jacobian(torch.sin, [c, c.to(torch.complex64)]),
+            TypeError,
+            r"argument 0 must be real .*complex64.*as_real",
+        ),
+        (
+            lambda c: jacobian(torch.argsort, c),
+            TypeError,
+            r"the output must be floating point to have .*torch.int64",
+        ),
+        (
+            lambda c: jacobian(lambda c: (c, 3), c),
+            TypeError,
+            r"the output\[1\] must be a floating point tensor \(given: int\)",
+        ),
+        (
+            lambda c: jacobian(lambda c: torch.complex(c, c), c),
+            TypeError,
+            r"the output must be real .*complex128",
+        ),
+        (
+            lambda c: hessian(torch.sin, c),
+            ValueError,
+            r"the function must return one value \(output shape: \(3,\)\)",
+        ),
+        (
+            lambda c: hvp(torch.sin, c, c),
+            ValueError,
+            r"the function must return one value \(output shape: \(3,\)\)",
+        ),
+        (
+            lambda c: jvp(torch.sin, c, c[:2]),
+            ValueError,
+            r"tangents must be .* of shape \(3,\) .*\(2,\)",
+        ),
         (
             lambda c: jvp(torch.mul, (c, c), c),
             ValueError,
             r"tangents must have the structure of the arguments, \(\*, \*\) \(given: \*\)",
         ),
-        (lambda c: vjp(torch.sin, c, c[:2]), ValueError, r"cotangents must be a torch.float64 tensor of shape \(3,\)"),
+        (
+            lambda c: vjp(torch.sin, c, c[:2]),
+            ValueError,
+            r"cotangents must be a torch.float64 tensor of shape \(3,\)",
+        ),
         (
             lambda c: vjp(torch.sin, c, (c, c)),
             ValueError,
             r"cotangents must have the structure of the output, \* \(given: \(\*, \*\)\)",
         ),
         (lambda c: hvp(torch.sum, c, 1.0), ValueError, r"vectors must be .* \(given: a float\)"),
-        (lambda c: jacobian(torch.sin, c, pool=3), TypeError, r"pool must be an mpgrad.Pool, or None \(pool: 3\)"),
+        (
+            lambda c: jacobian(torch.sin, c, pool=3),
+            TypeError,
+            r"pool must be an mpgrad.Pool, or None \(pool: 3\)",
+        ),
         (lambda c: jacobian(torch.sin, c, mode=["auto"]), ValueError, r"mode must be one of"),
-        (lambda c: hvp(torch.sum, c, c.float()), ValueError, r"vectors must be .* \(given: a torch.float32"),
+        (
+            lambda c: hvp(torch.sum, c, c.float()),
+            ValueError,
+            r"vectors must be .* \(given: a torch.float32",
+        ),
     ],
 )
 def test_wrong_arguments(call: Compute, error: type[Exception], message: str) -> None:

@@ -1,4 +1,5 @@
-"""Gradients of each result by itself, against one `torch.autograd.grad` per result of the serial loop."""
+"""Gradients of each result by itself, against one `torch.autograd.grad` per result of the serial
+loop."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.quick
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def ragged() -> list[torch.Tensor]:
@@ -65,12 +68,17 @@ def test_gradients_may_be_differentiated(pool: mpgrad.Pool) -> None:
     expected = torch.autograd.grad(sum((3 * x**3 * c**2).sum() for x in items), [c, *items])
     assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(second, expected, strict=True))
     again = per_item_grad(grads, c, [torch.ones_like(c)] * 3)
-    assert all(torch.allclose(g, 6 * x**3 * c, rtol=1e-12) for g, x in zip(again, items, strict=True))
+    assert all(
+        torch.allclose(g, 6 * x**3 * c, rtol=1e-12) for g, x in zip(again, items, strict=True)
+    )
 
 
 def test_after_imap_and_submit(pool: mpgrad.Pool) -> None:
     c = leaf()
-    results = [*pool.imap(lambda x: x * c**2, [1.0, 2.0]), pool.submit(lambda x: x * c**2, 3.0).result()]
+    results = [
+        *pool.imap(lambda x: x * c**2, [1.0, 2.0]),
+        pool.submit(lambda x: x * c**2, 3.0).result(),
+    ]
     assert per_item_grad(results, c) == [2 * c * 1.0, 2 * c * 2.0, 2 * c * 3.0]
     assert per_item_grad([], c) == []
 
@@ -80,17 +88,38 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
     results = pool2.map(lambda x: x * c, [x, x * 2])
     cases: list[tuple[Any, Any, Any, str]] = [
         ([x], c, None, r"results\[0\] is not a tensor as a pool returned it.*it is: Tensor"),
-        ([results[0] * 2], c, None, r"results\[0\] is not a tensor as a pool returned it.*it is: Tensor"),
+        (
+            [results[0] * 2],
+            c,
+            None,
+            r"results\[0\] is not a tensor as a pool returned it.*it is: Tensor",
+        ),
         (results, c, None, r"results\[0\] has several elements.*shape: \(3,\)"),
         (results, x, [torch.ones(3), torch.ones(3)], r"an input for results\[1\] is neither"),
         (results, [x, x * 2], [torch.ones(3)] * 2, r"an input for results\[1\] is neither"),
         (results, c.detach(), [torch.ones(3)] * 2, r"does not require grad"),
-        (results, [x], None, r"inputs must have one entry for each of the 2 results \(inputs: 1 entries\); .*pass a tuple"),
+        (
+            results,
+            [x],
+            None,
+            r"inputs must have one entry for each of the 2 results \(inputs: 1 entries\); .*pass a "
+            r"tuple",
+        ),
         (results, c, [torch.ones(3)], "grad_outputs must have one entry for each of the 2 results"),
-        (results, c, [torch.ones(3), torch.ones(2)], r"grad_outputs\[1\] must have the shape of its result"),
+        (
+            results,
+            c,
+            [torch.ones(3), torch.ones(2)],
+            r"grad_outputs\[1\] must have the shape of its result",
+        ),
     ]
     wrong_types: list[tuple[Any, Any, Any, str]] = [
-        ((r for r in results), c, None, r"results must be a list of tensors \(given: generator\); collect them first"),
+        (
+            (r for r in results),
+            c,
+            None,
+            r"results must be a list of tensors \(given: generator\); collect them first",
+        ),
         (results[0], c, None, r"results must be a list of tensors \(given: Tensor\)"),
         (results, [1, 2], None, r"an input for results\[0\] must be a tensor \(given: int\)"),
         (results, c, [1.0, 2.0], r"grad_outputs\[0\] must be a tensor or None \(given: float\)"),
@@ -101,11 +130,13 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
     for outputs, inputs, weights, message in cases:
         with pytest.raises(ValueError, match=message):
             per_item_grad(outputs, inputs, weights)
-    assert len(per_item_grad(results, c, [torch.ones(3, dtype=torch.float64)] * 2)) == 2  # nothing was lost
+    # nothing was lost
+    assert len(per_item_grad(results, c, [torch.ones(3, dtype=torch.float64)] * 2)) == 2
 
 
 def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> None:
-    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the captures."""
+    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the
+    captures."""
     x = leaf(3)
     results = pool.map(lambda t: (t * x).sum(), [x, x])
     assert all(torch.equal(grad, 2 * x) for grad in mpgrad.per_item_grad(results, x))

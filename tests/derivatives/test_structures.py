@@ -1,7 +1,9 @@
-"""Derivatives of functions of structures of tensors, and what comes beside the output: the same as torch.func gives.
+"""Derivatives of functions of structures of tensors, and what comes beside the output: the same as
+torch.func gives.
 
-PyTorch's own tests of torch.func and torch.autograd.functional are not installed with it. The cases here are those of their
-subjects: argnums, chunks, empty outputs, strides, constants, writes into arguments, numbers of dimensions, dtypes.
+PyTorch's own tests of torch.func and torch.autograd.functional are not installed with it. The cases
+here are those of their subjects: argnums, chunks, empty outputs, strides, constants, writes into
+arguments, numbers of dimensions, dtypes.
 """
 
 from __future__ import annotations
@@ -80,13 +82,21 @@ CASES: dict[str, tuple[Compute, tuple[Any, ...], int | tuple[int, ...]]] = {
     "a list out": (lambda x: [x.sin(), (x.sum(), x[:1])], (B,), 0),
     "a tuple of one out": (lambda x: ({"y": x.sin()},), (B,), 0),
     "a type of PyTorch's out": (torch.linalg.slogdet, (tensor(3, 3),), 0),
-    "structures in and out": (lambda p, x: {"y": layer(p, x), "x": [x, p["w"]]}, (PARAMETERS, B), (0, 1)),
+    "structures in and out": (
+        lambda p, x: {"y": layer(p, x), "x": [x, p["w"]]},
+        (PARAMETERS, B),
+        (0, 1),
+    ),
     "a module's parameters": (
         lambda p, x: {"y": torch.func.functional_call(MODEL, p, (x,))},
         ({name: each.detach() for name, each in MODEL.named_parameters()}, B),
         0,
     ),
-    "a constant out": (lambda p: {"y": p["w"].sum(), "one": torch.ones(2, dtype=B.dtype)}, (PARAMETERS,), 0),
+    "a constant out": (
+        lambda p: {"y": p["w"].sum(), "one": torch.ones(2, dtype=B.dtype)},
+        (PARAMETERS,),
+        0,
+    ),
     "an argument without effect": (lambda p, q: p["w"].sin(), (PARAMETERS, Pair(B, [S])), (0, 1)),
     "no elements out": (lambda p: {"none": p["w"][:0], "some": p["w"][0]}, (PARAMETERS,), 0),
     "no elements in": (lambda p: p["none"].sum() + p["b"], ({"none": tensor(0, 3), "b": B},), 0),
@@ -95,8 +105,16 @@ CASES: dict[str, tuple[Compute, tuple[Any, ...], int | tuple[int, ...]]] = {
     "an empty structure beside": (lambda p, q: p["w"].sin(), (PARAMETERS, {}), (0, 1)),
     "float32": (lambda p: {"y": p["a"].sin() * p["b"]}, ({"a": B.float(), "b": S.float()},), 0),
     "two dtypes": (lambda p: {"y": p["a"].sin() * p["b"]}, ({"a": B.float(), "b": B},), 0),
-    "strides": (lambda p: {"y": p["t"] * p["s"][:3, None]}, ({"t": A.t(), "s": tensor(9)[::3]},), 0),
-    "elements that share memory": (lambda p: p["e"] * p["u"], ({"e": S.expand(3), "u": tensor(4).unfold(0, 3, 1)},), 0),
+    "strides": (
+        lambda p: {"y": p["t"] * p["s"][:3, None]},
+        ({"t": A.t(), "s": tensor(9)[::3]},),
+        0,
+    ),
+    "elements that share memory": (
+        lambda p: p["e"] * p["u"],
+        ({"e": S.expand(3), "u": tensor(4).unfold(0, 3, 1)},),
+        0,
+    ),
     "more rows": (lambda p: {"y": (p["a"][:, None] * torch.arange(9)).sin()}, ({"a": B},), 0),
 }
 
@@ -104,7 +122,11 @@ CASES: dict[str, tuple[Compute, tuple[Any, ...], int | tuple[int, ...]]] = {
 def run(case: str) -> tuple[Compute, tuple[Any, ...], int | tuple[int, ...]]:
     """The case, with its argnums as torch.func takes them: not those from the end."""
     fn, args, argnums = CASES[case]
-    return fn, args, argnums % 2 if isinstance(argnums, int) else tuple(number % 2 for number in argnums)
+    return (
+        fn,
+        args,
+        argnums % 2 if isinstance(argnums, int) else tuple(number % 2 for number in argnums),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +140,9 @@ def test_jacobians(case: str, mode: str, where: mpgrad.Pool | None) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("case", ["a dict and a tensor", "structures in and out", "a list out", "float32"])
+@pytest.mark.parametrize(
+    "case", ["a dict and a tensor", "structures in and out", "a list out", "float32"]
+)
 def test_the_same_arithmetic_gives_the_same_bits(case: str, where: mpgrad.Pool | None) -> None:
     fn, args, argnums = run(case)
     reverse = jacobian(fn, *args, mode="reverse", pool=where, argnums=argnums)
@@ -137,7 +161,8 @@ def test_the_same_arithmetic_gives_the_same_bits(case: str, where: mpgrad.Pool |
     assert_same(found, torch.func.jvp(of_some, primals, tangents), exact=True)
     output, pull = torch.func.vjp(of_some, *primals)
     cotangents = tree_map(torch.cos, output)
-    own_cotangents = [cotangents] if where or isinstance(cotangents, list) else cotangents  # a list is one of items
+    # a list is one of items
+    own_cotangents = [cotangents] if where or isinstance(cotangents, list) else cotangents
     found = vjp(fn, args, own_cotangents, argnums=numbers, pool=where)
     (found,) = found if isinstance(own_cotangents, list) else [found]
     assert_same(found, (output, pull(cotangents)), exact=True)
@@ -153,15 +178,24 @@ def test_hessians(mode: str, where: mpgrad.Pool | None) -> None:
         expected = torch.func.hessian(value, argnums)(*args)
         found = hessian(value, *args, mode=mode, pool=where, argnums=argnums, chunk_size=2)
         assert_same(found, expected)
-        found = hessian(lambda *args: (value(*args), {"aux": args[0]["w"]}), *args, pool=where, argnums=argnums, has_aux=True)
+        found = hessian(
+            lambda *args: (value(*args), {"aux": args[0]["w"]}),
+            *args,
+            pool=where,
+            argnums=argnums,
+            has_aux=True,
+        )
         assert_same(found, (expected, {"aux": A}))
-        nested = hessian(lambda *args: {"l": [value(*args)]}, *args, mode=mode, pool=where, argnums=argnums)
+        nested = hessian(
+            lambda *args: {"l": [value(*args)]}, *args, mode=mode, pool=where, argnums=argnums
+        )
         assert_same(nested, torch.func.hessian(lambda *args: {"l": [value(*args)]}, argnums)(*args))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_arguments_may_be_written_to(mode: str, where: mpgrad.Pool | None) -> None:
-    """torch.func.jacrev refuses it, as long as these are leaves: there each evaluation gets copies."""
+    """torch.func.jacrev refuses it, as long as these are leaves: there each evaluation gets
+    copies."""
 
     def write(p: dict[str, Any]) -> Any:
         taken = p.pop("w").mul_(2)
@@ -172,10 +206,16 @@ def test_arguments_may_be_written_to(mode: str, where: mpgrad.Pool | None) -> No
         return write(tree_map(torch.clone, p))
 
     before = tree_map(torch.clone, PARAMETERS)
-    assert_same(jacobian(write, PARAMETERS, mode=mode, pool=where), torch.func.jacrev(write_to_copies)(PARAMETERS))
+    assert_same(
+        jacobian(write, PARAMETERS, mode=mode, pool=where),
+        torch.func.jacrev(write_to_copies)(PARAMETERS),
+    )
     found = hessian(lambda p: write(p).sum(), PARAMETERS, mode=mode, pool=where)
     assert_same(found, torch.func.hessian(lambda p: write_to_copies(p).sum())(PARAMETERS))
-    assert_same(jvp(write, PARAMETERS, before, pool=where), torch.func.jvp(write_to_copies, (PARAMETERS,), (before,)))
+    assert_same(
+        jvp(write, PARAMETERS, before, pool=where),
+        torch.func.jvp(write_to_copies, (PARAMETERS,), (before,)),
+    )
     assert_same(PARAMETERS, before, exact=True)
 
 
@@ -187,11 +227,17 @@ def test_products_with_the_hessian(where: mpgrad.Pool | None) -> None:
     vectors = tree_map(torch.cos, (PARAMETERS, B))
     gradient = torch.func.grad_and_value(value, (0, 1), has_aux=True)
     _, product, beside = torch.func.jvp(gradient, (PARAMETERS, B), vectors, has_aux=True)
-    assert_same(hvp(value, (PARAMETERS, B), vectors, pool=where, has_aux=True), (beside[0], product, beside[1]))
+    assert_same(
+        hvp(value, (PARAMETERS, B), vectors, pool=where, has_aux=True),
+        (beside[0], product, beside[1]),
+    )
     found = hvp(lambda *args: value(*args)[0], (PARAMETERS, [B, B]), vectors, pool=where)
     assert_same(found, [(beside[0], product)] * 2)
     of_one = hvp(lambda p, x: value(p, x)[0], (PARAMETERS, B), vectors[0], argnums=0, pool=where)[1]
-    assert_same(of_one, torch.func.jvp(torch.func.grad(lambda p: value(p, B)[0]), (PARAMETERS,), (vectors[0],))[1])
+    assert_same(
+        of_one,
+        torch.func.jvp(torch.func.grad(lambda p: value(p, B)[0]), (PARAMETERS,), (vectors[0],))[1],
+    )
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -199,7 +245,12 @@ def test_products_with_the_hessian(where: mpgrad.Pool | None) -> None:
 def test_what_comes_beside(mode: str, create_graph: bool, where: mpgrad.Pool | None) -> None:
     def fn(p: dict[str, Any], x: torch.Tensor) -> Any:
         y = layer(p, x)
-        return {"y": y}, {"y": y, "places": (torch.arange(3), [x, p["w"] * 2]), "none": (), "constant": B}
+        return {"y": y}, {
+            "y": y,
+            "places": (torch.arange(3), [x, p["w"] * 2]),
+            "none": (),
+            "constant": B,
+        }
 
     outputs, aux = fn(PARAMETERS, B)
     for argnums in (0, (0, 1)):
@@ -208,7 +259,9 @@ def test_what_comes_beside(mode: str, create_graph: bool, where: mpgrad.Pool | N
         assert_same(expected, torch.func.jacfwd(fn, argnums, has_aux=True)(PARAMETERS, B))
         options: Any = {"argnums": argnums, "has_aux": True, "create_graph": create_graph}
         for chunk_size in (None, 2):
-            found = jacobian(fn, PARAMETERS, B, mode=mode, pool=where, chunk_size=chunk_size, **options)
+            found = jacobian(
+                fn, PARAMETERS, B, mode=mode, pool=where, chunk_size=chunk_size, **options
+            )
             assert type(found) is tuple
             assert_same(found, expected, graph=create_graph)
             assert_same(found[1], aux, exact=True, graph=create_graph)
@@ -216,7 +269,12 @@ def test_what_comes_beside(mode: str, create_graph: bool, where: mpgrad.Pool | N
         assert_same(items, [expected] * 3, graph=create_graph)
     tangents = tree_map(torch.cos, (PARAMETERS, B))
     found = jvp(fn, (PARAMETERS, B), tangents, pool=where, has_aux=True, create_graph=create_graph)
-    assert_same(found, torch.func.jvp(fn, (PARAMETERS, B), tangents, has_aux=True), exact=True, graph=create_graph)
+    assert_same(
+        found,
+        torch.func.jvp(fn, (PARAMETERS, B), tangents, has_aux=True),
+        exact=True,
+        graph=create_graph,
+    )
     output, pull, beside = torch.func.vjp(fn, PARAMETERS, B, has_aux=True)
     found = vjp(fn, (PARAMETERS, B), outputs, pool=where, has_aux=True, create_graph=create_graph)
     assert_same(found, (output, pull(outputs), beside), exact=True, graph=create_graph)
@@ -224,7 +282,10 @@ def test_what_comes_beside(mode: str, create_graph: bool, where: mpgrad.Pool | N
 
 def test_nothing_beside(where: mpgrad.Pool | None) -> None:
     for mode in MODES:
-        assert_same(jacobian(lambda x: (x * 2, ()), B, has_aux=True, mode=mode, pool=where), (2 * torch.eye(3).double(), ()))
+        assert_same(
+            jacobian(lambda x: (x * 2, ()), B, has_aux=True, mode=mode, pool=where),
+            (2 * torch.eye(3).double(), ()),
+        )
         no_elements = jacobian(lambda x: (x[:0], [x]), B, has_aux=True, mode=mode, pool=where)
         assert_same(no_elements, (torch.zeros(0, 3).double(), [B]))
 
@@ -273,16 +334,22 @@ def test_a_single_argument_that_is_a_tuple_with_lists(where: mpgrad.Pool | None)
 
 
 def random_structure(source: random.Random, depth: int = 0) -> Any:
-    kind = source.choice(["tensor", "tensor", "dict", "list", "tuple", "pair"]) if depth < 3 else "tensor"
+    kind = (
+        source.choice(["tensor", "tensor", "dict", "list", "tuple", "pair"])
+        if depth < 3
+        else "tensor"
+    )
     if kind == "tensor":
         shape = source.choice([(), (1,), (2,), (0,), (2, 2)])
         return tensor(*shape, seed=source.randrange(100))
     if kind == "pair":
         return Pair(random_structure(source, depth + 1), random_structure(source, depth + 1))
     parts = [random_structure(source, depth + 1) for _ in range(source.randrange(1, 3))]
-    return {"dict": lambda: {str(number): each for number, each in enumerate(parts)}, "list": list, "tuple": tuple}[kind](
-        *([] if kind == "dict" else [parts])
-    )
+    return {
+        "dict": lambda: {str(number): each for number, each in enumerate(parts)},
+        "list": list,
+        "tuple": tuple,
+    }[kind](*([] if kind == "dict" else [parts]))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -299,11 +366,20 @@ def test_random_structures(seed: int, where: mpgrad.Pool | None) -> None:
             total = total + (leaf * leaf.cos()).sum()
         return tree_map(lambda one: (total * one).sin(), ones)
 
-    expected = torch.func.jacfwd(fn, argnums)(argument, B)  # jacrev takes no output without elements
+    # jacrev takes no output without elements
+    expected = torch.func.jacfwd(fn, argnums)(argument, B)
     for mode in MODES:
         assert_same(jacobian(fn, argument, B, mode=mode, argnums=argnums, pool=where), expected)
-    second = torch.func.hessian(lambda *args: sum(each.sum() for each in tree_leaves(fn(*args))), argnums)(argument, B)
-    found = hessian(lambda *args: sum(each.sum() for each in tree_leaves(fn(*args))), argument, B, argnums=argnums, pool=where)
+    second = torch.func.hessian(
+        lambda *args: sum(each.sum() for each in tree_leaves(fn(*args))), argnums
+    )(argument, B)
+    found = hessian(
+        lambda *args: sum(each.sum() for each in tree_leaves(fn(*args))),
+        argument,
+        B,
+        argnums=argnums,
+        pool=where,
+    )
     assert_same(found, second)
 
 
@@ -314,7 +390,9 @@ def test_results_can_be_differentiated(where: mpgrad.Pool | None) -> None:
     leaves = [each.clone().requires_grad_() for each in (A, B, S)]
     captured = tensor(2, seed=5).requires_grad_()
 
-    def compute(w: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, captured: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def compute(
+        w: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, captured: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         p = {"w": w, "rest": {"b": b, "scale": scale}}
 
         def fn(p: Any) -> Any:
@@ -365,11 +443,16 @@ def test_as_autograd_functional(where: mpgrad.Pool | None) -> None:
         forward = functional.jacobian(fn, (A, B), vectorize=True, strategy="forward-mode")
         assert_same(found, tuple(map(tuple, forward)))
         second = hessian(lambda a, b: fn(a, b)[0].prod(), A, B, mode=mode, pool=where)
-        assert_same(second, functional.hessian(lambda a, b: fn(a, b)[0].prod(), (A, B), vectorize=True))
+        assert_same(
+            second, functional.hessian(lambda a, b: fn(a, b)[0].prod(), (A, B), vectorize=True)
+        )
 
 
 def test_gradients_of_items(pool2: mpgrad.Pool) -> None:
-    p = {"w": A.clone().requires_grad_(), "rest": (B.clone().requires_grad_(), [S.clone().requires_grad_()])}
+    p = {
+        "w": A.clone().requires_grad_(),
+        "rest": (B.clone().requires_grad_(), [S.clone().requires_grad_()]),
+    }
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return ((p["w"] @ (x * p["rest"][0])) * p["rest"][1][0]).sum()
@@ -396,7 +479,8 @@ P = {"b": B}
             lambda: jacobian(lambda p: p["b"], {"b": B, "n": {"k": 3}}),
             lambda: torch.func.jacrev(lambda p: p["b"])({"b": B, "n": {"k": 3}}),
             TypeError,
-            r"argument 0\['n'\]\['k'\] must be a floating point tensor \(given: int\); leave it out of argnums",
+            r"argument 0\['n'\]\['k'\] must be a floating point tensor \(given: int\); leave it "
+            r"out of argnums",
         ),
         (
             lambda: jacobian(lambda x, p: p[0], B, [(B, None)], argnums=1),
@@ -412,7 +496,9 @@ P = {"b": B}
         ),
         (
             lambda: jacobian(lambda p: p["c"].abs(), {"c": torch.ones(2, dtype=torch.complex64)}),
-            lambda: torch.func.jacrev(lambda p: p["c"].abs())({"c": torch.ones(2, dtype=torch.complex64)}),
+            lambda: torch.func.jacrev(lambda p: p["c"].abs())(
+                {"c": torch.ones(2, dtype=torch.complex64)}
+            ),
             TypeError,
             r"argument 0\['c'\] must be real .*torch\.view_as_real",
         ),
@@ -450,13 +536,15 @@ P = {"b": B}
             lambda: jacobian(lambda p: B, {"none": ()}),
             lambda: torch.func.jacrev(lambda p: B)({"none": ()}),
             ValueError,
-            r"must be a tensor in the arguments to differentiate \(argnums: 0, given: {'none': \(\)}\)",
+            r"must be a tensor in the arguments to differentiate \(argnums: 0, given: {'none': "
+            r"\(\)}\)",
         ),
         (
             lambda: jacobian(torch.sin, B, has_aux=True),
             lambda: torch.func.jacrev(torch.sin, has_aux=True)(B),
             TypeError,
-            r"with has_aux=True the function must return a tuple \(output, aux\) \(returned: a torch.float64 tensor",
+            r"with has_aux=True the function must return a tuple \(output, aux\) \(returned: a "
+            r"torch.float64 tensor",
         ),
         (
             lambda: jacobian(lambda x: [x, x], B, has_aux=True),
@@ -468,7 +556,8 @@ P = {"b": B}
             lambda: jvp(lambda x: (x, {"loss": 3.0}), B, B, has_aux=True),
             lambda: torch.func.jvp(lambda x: (x, {"loss": 3.0}), (B,), (B,), has_aux=True),
             TypeError,
-            r"aux\['loss'\] must be a tensor \(given: float\); return numbers as torch\.tensor\(number\)",
+            r"aux\['loss'\] must be a tensor \(given: float\); return numbers as "
+            r"torch\.tensor\(number\)",
         ),
         (
             lambda: hessian(lambda x: (x.sum(), [B, "words"]), B, has_aux=True),
@@ -486,19 +575,22 @@ P = {"b": B}
             lambda: jvp(lambda p: p["b"], (P,), P),
             lambda: torch.func.jvp(lambda p: p["b"], (P,), P),
             ValueError,
-            r"tangents must have the structure of the arguments, \({'b': \*},\) \(given: {'b': \*}\)",
+            r"tangents must have the structure of the arguments, \({'b': \*},\) \(given: {'b': "
+            r"\*}\)",
         ),
         (
             lambda: vjp(lambda p: [p["b"]], P, [B]),
             lambda: torch.func.vjp(lambda p: [p["b"]], P)[1](B),
             ValueError,
-            r"cotangents must have the structure of the output, \[\*\] \(given: \*\); a list has one entry for each item",
+            r"cotangents must have the structure of the output, \[\*\] \(given: \*\); a list has "
+            r"one entry for each item",
         ),
         (
             lambda: jvp(lambda p: p["b"], P, {"b": B[:2]}),
             lambda: torch.func.jvp(lambda p: p["b"], (P,), ({"b": B[:2]},)),
             ValueError,
-            r"tangents\['b'\] must be a torch.float64 tensor of shape \(3,\) \(given: a torch.float64 tensor of shape \(2,\)\)",
+            r"tangents\['b'\] must be a torch.float64 tensor of shape \(3,\) \(given: a "
+            r"torch.float64 tensor of shape \(2,\)\)",
         ),
         (
             lambda: vjp(lambda p: {"y": p["b"]}, P, {"y": 1.0}),
@@ -514,7 +606,9 @@ P = {"b": B}
         ),
     ],
 )
-def test_what_is_refused(call: Compute, of_torch: Compute | None, error: type[Exception], message: str) -> None:
+def test_what_is_refused(
+    call: Compute, of_torch: Compute | None, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()
     if of_torch is not None:
@@ -531,15 +625,21 @@ class Unnamed:
 
 def test_a_type_that_was_registered(pool2: mpgrad.Pool) -> None:
     """Workers know it if they import what registers it; here they do not."""
-    torch.utils._pytree.register_pytree_node(Unnamed, lambda each: ([each.part], None), lambda parts, _: Unnamed(*parts))
+    torch.utils._pytree.register_pytree_node(
+        Unnamed, lambda each: ([each.part], None), lambda parts, _: Unnamed(*parts)
+    )
     try:
         found = jacobian(lambda p: p.part.sin(), Unnamed(B))
         assert_same(found, Unnamed(torch.diag(B.cos())))
         with pytest.raises(TypeError, match="argument 0, leaf 0, must be a floating point tensor"):
             jacobian(lambda p: p, Unnamed(3))
-        with pytest.raises(TypeError, match=r"argument 0 must be a floating point tensor \(given: Unnamed\)"):
+        with pytest.raises(
+            TypeError, match=r"argument 0 must be a floating point tensor \(given: Unnamed\)"
+        ):
             jacobian(lambda p: p.part.sin(), Unnamed(B), pool=pool2)
-        with pytest.raises(TypeError, match=r"the output must be a floating point tensor \(given: Unnamed\)"):
+        with pytest.raises(
+            TypeError, match=r"the output must be a floating point tensor \(given: Unnamed\)"
+        ):
             jacobian(Unnamed, B, pool=pool2)
     finally:
         torch.utils._pytree._deregister_pytree_node(Unnamed)

@@ -1,7 +1,8 @@
-"""Runs the tests in `pretend/`, of pools with devices on machines without one, in a process of their own.
+"""Runs the tests in `pretend/`, of pools with devices on machines without one, in a process of
+their own.
 
-PyTorch starts the autograd engine's threads for devices at the first backward of a process, for the kinds of device that there
-are by then, so the pretended kind has to be there before.
+PyTorch starts the autograd engine's threads for devices at the first backward of a process, for the
+kinds of device that there are by then, so the pretended kind has to be there before.
 """
 
 from __future__ import annotations
@@ -26,10 +27,20 @@ TESTS = Path(__file__).parent
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_pools_on_pretended_devices() -> None:
     faulthandler.cancel_dump_traceback_later()  # these are many tests, each of which is watched
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "pretend")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(TESTS / "pretend"),
+    ]
     environment = {**os.environ, "MPGRAD_PRETEND": "1"}
     # not in the clone itself: "-m" would import the mpgrad that lies there, whichever is installed
-    done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, env=environment, cwd=TESTS, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 

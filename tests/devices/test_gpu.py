@@ -1,4 +1,5 @@
-"""Pools on real GPUs against the serial loop there, bit for bit. None of this runs without one: see docs/gpu.md."""
+"""Pools on real GPUs against the serial loop there, bit for bit. None of this runs without one: see
+docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ Tensor = torch.Tensor
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.filterwarnings("ignore:.*cuBLAS.*:UserWarning"),  # PyTorch's word about a context that it makes itself
+    pytest.mark.filterwarnings(
+        "ignore:.*cuBLAS.*:UserWarning"
+    ),  # PyTorch's word about a context that it makes itself
 ]
 POOLS: dict[str, dict[str, Any]] = {
     "one worker": {"devices": ["cuda:0"]},
@@ -38,7 +41,10 @@ def gpu_pool(request: pytest.FixtureRequest) -> Iterator[mpgrad.Pool]:
 
 def ragged(count: int = 6, **options: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(30 + 7 * k, 4, device="cuda:0", **options).requires_grad_() for k in range(count)]
+    return [
+        torch.randn(30 + 7 * k, 4, device="cuda:0", **options).requires_grad_()
+        for k in range(count)
+    ]
 
 
 def test_values_gradients_and_captures(gpu_pool: mpgrad.Pool) -> None:
@@ -99,10 +105,13 @@ def test_random_numbers_do_not_depend_on_the_workers() -> None:
 
 
 def test_processes_can_share_this_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Else all these tests have shown is that staging works; on a part of a GPU that is what is to be expected."""
+    """Else all these tests have shown is that staging works; on a part of a GPU that is what is to
+    be expected."""
     with caplog.at_level(logging.WARNING, "mpgrad"), mpgrad.Pool(devices=["cuda:0"]) as pool:
         pool.map(torch.sin, ragged())
-    assert not [record for record in caplog.records if "through the CPU's memory" in record.getMessage()]
+    assert not [
+        record for record in caplog.records if "through the CPU's memory" in record.getMessage()
+    ]
 
 
 def test_staged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,4 +179,8 @@ def test_two_gpus() -> None:
         assert_same_as_serial(lambda x: (x * weight.to(x.device)).sin(), items, pool, order=2)
         assert pool.map(lambda x: str(x.device), items) == [str(item.device) for item in items]
     with mpgrad.Pool(devices=["cuda:0"]) as pool:
-        assert_same_as_serial(lambda x: (x * weight).sin(), [item for item in items if item.device == weight.device], pool)
+        assert_same_as_serial(
+            lambda x: (x * weight).sin(),
+            [item for item in items if item.device == weight.device],
+            pool,
+        )

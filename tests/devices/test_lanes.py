@@ -1,7 +1,9 @@
-"""Who waits for whom on devices: lanes over simulated streams, whose work is done in any order that their events allow.
+"""Who waits for whom on devices: lanes over simulated streams, whose work is done in any order that
+their events allow.
 
-A real GPU is nearly always quick enough to hide a missing wait. Here every copy is put off, and a drawn order decides which
-stream goes on next, so that a wait too few shows within a few hundred draws; the last tests leave one out to see that it does.
+A real GPU is nearly always quick enough to hide a missing wait. Here every copy is put off, and a
+drawn order decides which stream goes on next, so that a wait too few shows within a few hundred
+draws; the last tests leave one out to see that it does.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ class Stream:
 
 
 class Event:
-    """The last time that it was recorded: the stream, and how much work that had been given by then."""
+    """The last time that it was recorded: the stream, and how much work that had been given by
+    then."""
 
     def __init__(self) -> None:
         self.stream: Stream | None = None
@@ -122,7 +125,8 @@ class Device:
 
 
 class Cells:
-    """Memory of the device, as much of a tensor as lanes ask for; what is done with it is done when a stream comes to it."""
+    """Memory of the device, as much of a tensor as lanes ask for; what is done with it is done when
+    a stream comes to it."""
 
     device = Device()
 
@@ -159,7 +163,8 @@ class Cells:
 
 
 class Pair:
-    """A caller and a worker, who do in turn what their halves of the pool do; messages are method calls."""
+    """A caller and a worker, who do in turn what their halves of the pool do; messages are method
+    calls."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -170,7 +175,8 @@ class Pair:
         self.caller_stream, self.worker_stream = gpu.stream(0), gpu.stream(0)
 
     def call(self, x: Cells) -> tuple[Any, Any]:
-        """The worker's slot with what it makes of `x`, and the caller's slot, to be given back when the message has come."""
+        """The worker's slot with what it makes of `x`, and the caller's slot, to be given back when
+        the message has come."""
         with self.gpu.on(self.caller_stream):
             sent = self.departures.write_bytes(x)
         with self.gpu.on(self.worker_stream):
@@ -195,7 +201,8 @@ class Pair:
 
 
 def run(seed: int, left_out: str = "") -> list[tuple[Any, Any]]:
-    """Calls whose inputs are computed just before they leave, in slots used again; what came, and what should have."""
+    """Calls whose inputs are computed just before they leave, in slots used again; what came, and
+    what should have."""
     gpu = Gpu(seed)
     if left_out:
         gpu.left_out.add(left_out)

@@ -1,7 +1,9 @@
-"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is needed.
+"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is
+needed.
 
-As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of engine "process". With
-`MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray cluster on this machine.
+As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of
+engine "process". With `MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray
+cluster on this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def two_nodes(wanted: EngineRequest) -> Engine:
 
 def two_ray_nodes(wanted: EngineRequest) -> Engine:
     """Of the cluster that `start_ray` has started."""
-    return ENGINES["ray"].make(wanted._replace(workers=wanted.workers or 2, ray=Ray(cpus_per_worker=0.01)))
+    return ENGINES["ray"].make(
+        wanted._replace(workers=wanted.workers or 2, ray=Ray(cpus_per_worker=0.01))
+    )
 
 
 def start_ray(nodes: int = 2, cpus: float = CPUS) -> Any:
@@ -43,12 +47,16 @@ def start_ray(nodes: int = 2, cpus: float = CPUS) -> Any:
     )
     for _ in range(nodes):
         cluster.add_node(num_cpus=cpus)
-    importlib.import_module("ray").init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+    importlib.import_module("ray").init(
+        address=cluster.address, log_to_driver=False, logging_level="WARNING"
+    )
     return cluster
 
 
 def pytest_configure() -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     make = two_nodes
     if os.environ.get("MPGRAD_CLUSTER") == "ray":
         start_ray()
@@ -65,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (why := OF_ONE_MACHINE.get(item.name)) is not None:
             item.add_marker(pytest.mark.skip(reason=why))
-    if os.environ.get("MPGRAD_CLUSTER") == "ray":  # it keeps sockets and processes of its own, which come and go
+    if (
+        os.environ.get("MPGRAD_CLUSTER") == "ray"
+    ):  # it keeps sockets and processes of its own, which come and go
         conftest: Any = importlib.import_module("conftest")
         conftest.leftovers = lambda before: {}

@@ -1,4 +1,5 @@
-"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence, nodes that come and go."""
+"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence,
+nodes that come and go."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def cluster(
 ) -> Iterator[tuple[mpgrad.Pool, Any]]:
     """A pool on those nodes, and its carrier."""
     made = carrier(nodes)
-    ENGINES["pretended"] = EngineKind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
+    ENGINES["pretended"] = EngineKind(
+        local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience)
+    )
     try:
         with mpgrad.Pool(engine="pretended", **options) as pool:
             yield pool, made
@@ -118,14 +121,17 @@ def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> No
     sent = pool.stats().bytes_sent
     results = pool.map(lambda k: (weight * k).sum(), range(40), 1)
     sum(results).backward()
-    assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes  # four workers, two nodes
+    # four workers, two nodes
+    assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes
 
 
 def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
     sites = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-    assert pool._scheduler.wait_until(lambda: not any(each.lent for site in sites for each in list(site._slabs.values())), 10)
+    assert pool._scheduler.wait_until(
+        lambda: not any(each.lent for site in sites for each in list(site._slabs.values())), 10
+    )
     pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
     pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
 
@@ -138,7 +144,9 @@ def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
         assert time.monotonic() < deadline
 
 
-def test_what_lies_with_one_worker_is_carried_to_another(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+def test_what_lies_with_one_worker_is_carried_to_another(
+    on_two_nodes: tuple[mpgrad.Pool, Any],
+) -> None:
     """Results that are given on, also after the caller has written to one."""
     pool, _ = on_two_nodes
     first = pool.map(lambda k: torch.full((30_000,), float(k)), range(4), 1)
@@ -153,7 +161,12 @@ def test_what_lies_with_one_worker_is_carried_to_another(on_two_nodes: tuple[mpg
 def test_errors_and_stats_name_the_node(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     staffed(pool, 4)
-    assert sorted(worker.node for worker in pool.stats().workers) == ["alpha", "alpha", "beta", "beta"]
+    assert sorted(worker.node for worker in pool.stats().workers) == [
+        "alpha",
+        "alpha",
+        "beta",
+        "beta",
+    ]
     with pytest.raises(ZeroDivisionError) as raised:
         pool.map(lambda x: 1 / x, [0])
     assert any("on node" in note for note in raised.value.__notes__)
@@ -184,9 +197,16 @@ def test_chains_of_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     assert torch.equal(y.grad, grad_of(all_of, y))  # type: ignore[arg-type]
 
 
-def test_results_of_several_kinds_go_on_to_other_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+def test_results_of_several_kinds_go_on_to_other_calls(
+    on_two_nodes: tuple[mpgrad.Pool, Any],
+) -> None:
     def several(x: Any) -> Any:
-        return {"large": [x + 1, x - 1], "small": x[:3].clone(), "sparse": torch.eye(3).to_sparse(), "n": 5}
+        return {
+            "large": [x + 1, x - 1],
+            "small": x[:3].clone(),
+            "sparse": torch.eye(3).to_sparse(),
+            "n": 5,
+        }
 
     def gather(found: Any) -> Any:
         return (found["large"][0] * found["large"][1]).sum() + found["small"].sum()
@@ -218,21 +238,28 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
         assert pool.apply(abs, (-1,)) == 1  # through the same site, which has been told by now
         (tmp_path / "go").touch()
         workers = pool._scheduler.workers.values()
-        assert pool._scheduler.wait_until(lambda: not any(worker.under_way for worker in workers), 20)
+        assert pool._scheduler.wait_until(
+            lambda: not any(worker.under_way for worker in workers), 20
+        )
         assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
 
 
 def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
-    """Each word of theirs would wake the site and the caller, which costs both as much as a small call."""
+    """Each word of theirs would wake the site and the caller, which costs both as much as a small
+    call."""
     pool, _ = on_two_nodes
     before = pool.stats().frames_received
     pool.map(abs, range(80), chunksize=20)
-    assert pool.stats().frames_received - before <= 8  # an answer for each chunk, and perhaps one to give memory back
+    # an answer for each chunk, and perhaps one to give memory back
+    assert pool.stats().frames_received - before <= 8
 
 
 @pytest.mark.slow
-def test_what_waits_behind_an_endless_call_goes_to_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """Without retries its worker cannot be killed: others want a graph of it. The calls behind it waited for ever."""
+def test_what_waits_behind_an_endless_call_goes_to_others(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """Without retries its worker cannot be killed: others want a graph of it. The calls behind it
+    waited for ever."""
     begun, go = tmp_path / "begun", tmp_path / "go"
 
     def stuck() -> None:
@@ -278,7 +305,9 @@ def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None
             there.update(pool.map(fn, range(8), chunksize=1))
         pool.close()
         pool.join()
-        assert {int(each.name): each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
+        assert {int(each.name): each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
+            pids, "0"
+        )
 
 
 @pytest.mark.slow
@@ -334,9 +363,14 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
         worker.whereabouts = numbers = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
-        numbers[Whereabouts.CHUNK] = 5  # which has no limit; perhaps it was answered, and perhaps not
+        # which has no limit; perhaps it was answered, and perhaps not
+        numbers[Whereabouts.CHUNK] = 5
         assert worker.next_overrun() == (7, -1, 102.0)
-        numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION], numbers[Whereabouts.STARTED] = 7, 4, 101 * 10**9
+        numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION], numbers[Whereabouts.STARTED] = (
+            7,
+            4,
+            101 * 10**9,
+        )
         assert worker.next_overrun() == (7, 4, 103.0)
         numbers[Whereabouts.CHUNK] = 8  # the one before is answered
         assert worker.next_overrun() == (9, -1, 103.0)
@@ -345,7 +379,9 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
 
 
 @pytest.mark.quick
-def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends: dict[int, socket.socket] = {}
 
     class Launcher:
@@ -408,7 +444,11 @@ def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> Non
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 2.*node: alpha"):
-            pool.map(lambda x: os.kill(os.getpid(), signal.SIGKILL) if x == 2 else x, range(4), chunksize=4)
+            pool.map(
+                lambda x: os.kill(os.getpid(), signal.SIGKILL) if x == 2 else x,
+                range(4),
+                chunksize=4,
+            )
         with pytest.raises(mpgrad.CallTimeoutError):
             pool.map(time.sleep, [60], timeout=0.3)
         future = pool.submit(time.sleep, 60)
@@ -438,7 +478,10 @@ def limited(pid: int, what: int, most: int) -> Iterator[None]:
 
 
 def lacks(pool: mpgrad.Pool, xs: list[torch.Tensor], why: str) -> None:
-    message = re.escape(f"no room in shared memory on node {socket.gethostname()} for a tensor (") + f".*{why}"
+    message = (
+        re.escape(f"no room in shared memory on node {socket.gethostname()} for a tensor (")
+        + f".*{why}"
+    )
     with pytest.raises(mpgrad.SharedMemoryError, match=message) as raised:
         pool.map(torch.sum, xs, 1)
     assert any("on node alpha" in note for note in raised.value.__notes__)
@@ -459,9 +502,16 @@ def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) 
         assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
         large = torch.ones(20_000_000)  # in a slab of its own
         with limited(pid, resource.RLIMIT_FSIZE, 1 << 20):
-            lacks(pool, [torch.ones(3), large], r"80,000,000 bytes asked for; File too large\); raise the limit of the size")
+            lacks(
+                pool,
+                [torch.ones(3), large],
+                r"80,000,000 bytes asked for; File too large\); raise the limit of the size",
+            )
             assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
-        assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [3, 20_000_000]
+        assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [
+            3,
+            20_000_000,
+        ]
         assert pool.stats().deaths == 0
 
 
@@ -482,10 +532,14 @@ def test_a_mirror_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(pool: mpgrad.Pool | None, injure: Callable[[str], None]) -> list[torch.Tensor]:
-    """Forward, backward and double backward of a map, with the gradients of items and of what is closed over."""
+    """Forward, backward and double backward of a map, with the gradients of items and of what is
+    closed over."""
     generator = torch.Generator().manual_seed(7)
     weight = torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_()
-    xs = [torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(12)]
+    xs = [
+        torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_()
+        for _ in range(12)
+    ]
 
     seconds = 0 if pool is None else 0.02
 
@@ -528,7 +582,9 @@ def unharmed(nursery: mpgrad.Pool) -> list[torch.Tensor]:
         ("silent site", "backward"),
     ],
 )
-def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], what: str, when: str) -> None:
+def test_what_was_lost_is_made_again_bit_for_bit(
+    unharmed: list[torch.Tensor], what: str, when: str
+) -> None:
     with cluster(*TWO, patience=1.5, deterministic=True, processes=4) as (pool, carrier):
         staffed(pool, 4)
 
@@ -540,7 +596,10 @@ def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], w
             if what == "worker":
                 os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
             else:
-                os.kill(carrier.sites[0].process.pid, signal.SIGKILL if what == "site" else signal.SIGSTOP)
+                os.kill(
+                    carrier.sites[0].process.pid,
+                    signal.SIGKILL if what == "site" else signal.SIGSTOP,
+                )
 
         found = step(pool, injure)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
@@ -561,7 +620,8 @@ def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
 
 @pytest.mark.slow
 def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool) -> None:
-    """Their calls run again with the results that the caller has, also where nobody has read these."""
+    """Their calls run again with the results that the caller has, also where nobody has read
+    these."""
     with cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
         x = leaf()
@@ -648,7 +708,9 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
 
         async def said(*records: Any) -> list[Any]:
             _, content = await there.exchange(next(exchanges), packed(records))
-            return [record for record in (unpacked(content) if content else ()) if record[0] != "hello"]
+            return [
+                record for record in (unpacked(content) if content else ()) if record[0] != "hello"
+            ]
 
         assert await said(("start", 1), ("start", 2)) == []
         ends[1].close()
@@ -735,8 +797,13 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as caller:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env
+    ) as caller:
         assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
         pids = [each.pid for each in psutil.Process(caller.pid).children(recursive=True)]
         caller.kill()
@@ -754,7 +821,9 @@ def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
         pool.map(abs, [-1])
         carrier.join(Node("b", "beta", 2))
         deadline = time.monotonic() + 20
-        while {worker.node for worker in pool.stats().workers} != {"alpha", "beta"} or len(pool.stats().workers) < 3:
+        while {worker.node for worker in pool.stats().workers} != {"alpha", "beta"} or len(
+            pool.stats().workers
+        ) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert pool.processes == 3
@@ -817,14 +886,21 @@ class Late(LocalCarrier):
 
 
 @pytest.mark.slow
-def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_site_that_does_not_come(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     """Nothing said what the pool waited for."""
     from mpgrad.cluster import engine
 
     monkeypatch.setattr(engine, "WAITING", 0.1)
     with cluster(Node("a", "alpha", 3), carrier=Late, patience=1.0) as (pool, carrier):
         found = pool.map_async(abs, [-1])
-        eventually(lambda: "a site for 3 workers (on node alpha) has not come for 0.1 s; other jobs" in caplog.text)
+        eventually(
+            lambda: (
+                "a site for 3 workers (on node alpha) has not come for 0.1 s; other jobs"
+                in caplog.text
+            )
+        )
         carrier.sites[0].process.send_signal(signal.SIGCONT)
         assert found.get() == [1]
     assert caplog.text.count("has not come") == 1
@@ -845,31 +921,41 @@ def test_where_workers_are_placed() -> None:
     assert placed([small, large], 4) == [("alpha", 2), ("beta", 2)]
     assert placed([small, large], 9) == [("alpha", 2), ("beta", 7)]
     assert placed([small, large], 12) == [("alpha", 2), ("beta", 8), ("", 2)]
-    assert placed([small._replace(slots=0)], 3) == [("", 1)] * 3  # nobody knows how large nodes will be
+    # nobody knows how large nodes will be
+    assert placed([small._replace(slots=0)], 3) == [("", 1)] * 3
     assert placed([small], 7) == [("alpha", 2), ("", 2), ("", 2), ("", 1)]
     held = [small._replace(free=0), large._replace(free=0)]
     assert placed(held, 4) == [("alpha", 2), ("beta", 2)]  # waits for those who hold them
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:
-    with pytest.raises(RuntimeError, match="no node of the cluster has room"), cluster(Node("a", "alpha", 0)):
+    with (
+        pytest.raises(RuntimeError, match="no node of the cluster has room"),
+        cluster(Node("a", "alpha", 0)),
+    ):
         pass
 
 
 @pytest.mark.parametrize("name", first_are_quick(1, ["torch", "Python", "mpgrad"]))
-def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_on_a_node(
+    nursery: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mpgrad.cluster import engine
 
     ours = engine.hello()
     other = ours._replace(versions={**ours.versions, name: "1.2.3"})
     monkeypatch.setattr(engine, "hello", lambda: other)
-    message = re.escape(f"node {ours.host} has {name} {ours.versions[name]}, and the caller 1.2.3; ")
+    message = re.escape(
+        f"node {ours.host} has {name} {ours.versions[name]}, and the caller 1.2.3; "
+    )
     with cluster(Node("a", "alpha", 1)) as (pool, _), pytest.raises(RuntimeError, match=message):
         pool.map(abs, [-1])
 
 
 @pytest.mark.slow
-def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_another_version_joins(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pool goes on with the nodes that it has."""
     from mpgrad.cluster.engine import SiteHandle
 
@@ -895,7 +981,8 @@ def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_busy_caller_is_no_silence(nursery: mpgrad.Pool) -> None:
-    """A callback kept the thread busy that speaks with the sites, which took the caller for dead."""
+    """A callback kept the thread busy that speaks with the sites, which took the caller for
+    dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
         weight = torch.ones(3, requires_grad=True)
         (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
@@ -915,7 +1002,10 @@ class Refusing(LocalCarrier):
 
 def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
     message = "its site was lost: ConnectionError"
-    with cluster(Node("a", "alpha", 1), carrier=Refusing) as (pool, _), pytest.raises(mpgrad.WorkerDiedError, match=message):
+    with (
+        cluster(Node("a", "alpha", 1), carrier=Refusing) as (pool, _),
+        pytest.raises(mpgrad.WorkerDiedError, match=message),
+    ):
         pool.map(abs, [-1])
 
 
@@ -928,16 +1018,32 @@ def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
     [
         ({"address": ""}, ValueError, "address must be"),
         ({"workers_per_node": 0}, ValueError, "workers_per_node must be at least 1"),
-        ({"workers_per_node": 1.5}, TypeError, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
+        (
+            {"workers_per_node": 1.5},
+            TypeError,
+            r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)",
+        ),
         ({"memory_per_worker": 0}, ValueError, "memory_per_worker must be at least 1"),
         ({"cpus_per_worker": 0}, ValueError, "cpus_per_worker must be more than 0"),
-        ({"cpus_per_worker": "2"}, TypeError, r"cpus_per_worker must be a number \(cpus_per_worker: '2'\)"),
+        (
+            {"cpus_per_worker": "2"},
+            TypeError,
+            r"cpus_per_worker must be a number \(cpus_per_worker: '2'\)",
+        ),
         ({"node_timeout": -1.0}, ValueError, "node_timeout must be more than 0"),
-        ({"node_timeout": float("inf")}, ValueError, "node_timeout must be more than 0, and finite"),
+        (
+            {"node_timeout": float("inf")},
+            ValueError,
+            "node_timeout must be more than 0, and finite",
+        ),
         ({"node_timeout": None}, TypeError, "node_timeout must be a number"),
         ({"resources": ["GPU"]}, TypeError, "resources must be numbers by name"),
         ({"resources": {"tape": "1"}}, TypeError, "resources must be numbers by name"),
-        ({"resources": {"tape": float("nan")}}, ValueError, "resources must be 0 or more, and finite"),
+        (
+            {"resources": {"tape": float("nan")}},
+            ValueError,
+            "resources must be 0 or more, and finite",
+        ),
         ({"runtime_env": "pip"}, TypeError, "runtime_env must be a mapping, or None"),
     ],
 )

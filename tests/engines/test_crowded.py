@@ -1,4 +1,5 @@
-"""Clusters without room for all: what is lost, or left over, must not wait for a worker that may never come."""
+"""Clusters without room for all: what is lost, or left over, must not wait for a worker that may
+never come."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from mpgrad.cluster.carrier import LocalCarrier, Node, SiteOptions
 
 
 class Crowded(LocalCarrier):
-    """There is room on the nodes that were named; a site that may be anywhere waits until some is made."""
+    """There is room on the nodes that were named; a site that may be anywhere waits until some is
+    made."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         super().__init__(nodes)
@@ -61,22 +63,31 @@ def sine(x: torch.Tensor) -> torch.Tensor:
 def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost: int) -> None:
     """They were given to the worker with the least to do, which was one that never came."""
     xs = leaves()
-    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier),
+    ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
         carrier.lose(*"ab"[:lost])
         eventually(lambda: len(carrier.waiting) == lost)
         gradients = thread.submit(torch.autograd.grad, total, xs)
         if lost == 2:
-            eventually(lambda: pool.stats().backwards_left > 0)  # which is said, though no worker has them
+            # which is said, though no worker has them
+            eventually(lambda: pool.stats().backwards_left > 0)
             carrier.make_room()
-        assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
+        assert all(
+            torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
+        )
 
 
 @pytest.mark.slow
 def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> None:
     xs = leaves()
-    with ThreadPoolExecutor(2) as threads, cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier):
+    with (
+        ThreadPoolExecutor(2) as threads,
+        cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier),
+    ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
         carrier.lose("a", "b")
@@ -86,7 +97,9 @@ def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> No
         pool.close()
         joined = threads.submit(pool.join)
         carrier.make_room()
-        assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
+        assert all(
+            torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
+        )
         joined.result(20)
 
 
@@ -94,7 +107,10 @@ def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> No
 def test_without_retries_the_error_comes_at_once(nursery: mpgrad.Pool) -> None:
     """It waited for room, where the graph could not be made again anyway."""
     xs = leaves()
-    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier),
+    ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
         carrier.lose("a", "b")
@@ -152,7 +168,9 @@ def test_graphs_of_chains_are_made_again_after_the_end(nursery: mpgrad.Pool) -> 
     with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
         xs, results = [], []
-        while not all(worker.graphs for worker in pool.stats().workers):  # or one might end at once, and nobody would be left
+        while not all(
+            worker.graphs for worker in pool.stats().workers
+        ):  # or one might end at once, and nobody would be left
             more = [leaf() for _ in range(4)]
             chains = [chain(pool, x) for x in more]
             results += [each[-1].result() for each in chains]
@@ -185,7 +203,11 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         pids = [int(path.name.split()[0]) for path in tmp_path.iterdir()]
         slow_one = psutil.Process(pids[0])
-        (site,) = [each for each in carrier.sites if each.process.pid in [parent.pid for parent in slow_one.parents()]]
+        (site,) = [
+            each
+            for each in carrier.sites
+            if each.process.pid in [parent.pid for parent in slow_one.parents()]
+        ]
         (other,) = [each for each in carrier.sites if each is not site]
         site.process.kill()
         gradients = thread.submit(torch.autograd.grad, total, xs)
@@ -203,9 +225,15 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
 def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Pool) -> None:
     """It keeps graphs, and its successor was to find room elsewhere."""
     xs = [torch.full((3,), float(k), requires_grad=True) for k in range(24)]
-    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2, maxtasksperchild=4) as (pool, _):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        cluster(*ONE_EACH, carrier=Crowded, processes=2, maxtasksperchild=4) as (pool, _),
+    ):
         results = thread.submit(pool.map, sine, xs, 1).result(30)
-        assert all(torch.equal(found, x.cos()) for found, x in zip(torch.autograd.grad(sum(results), xs), xs, strict=True))
+        assert all(
+            torch.equal(found, x.cos())
+            for found, x in zip(torch.autograd.grad(sum(results), xs), xs, strict=True)
+        )
 
 
 @pytest.mark.slow
@@ -222,9 +250,15 @@ def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refusals", [1, 2])
-def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool, refusals: int) -> None:
-    """It was to find room elsewhere, while its place was free; so it is only where a node goes on to refuse."""
-    with ThreadPoolExecutor(1) as thread, cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
+def test_a_worker_that_was_refused_is_tried_again_there(
+    nursery: mpgrad.Pool, refusals: int
+) -> None:
+    """It was to find room elsewhere, while its place was free; so it is only where a node goes on
+    to refuse."""
+    with (
+        ThreadPoolExecutor(1) as thread,
+        cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier),
+    ):
         staffed(pool, 1)
         (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
         site.refusals, site.full_until = refusals, time.monotonic() + 0.5
@@ -247,4 +281,6 @@ def test_a_lost_node_costs_no_worker_elsewhere(nursery: mpgrad.Pool) -> None:
         eventually(lambda: pool.stats().deaths == 2)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
         workers = pool.stats().workers
-        assert {worker.pid for worker in workers} == kept and {worker.state for worker in workers} <= {"idle", "busy"}
+        assert {worker.pid for worker in workers} == kept and {
+            worker.state for worker in workers
+        } <= {"idle", "busy"}

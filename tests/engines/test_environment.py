@@ -1,6 +1,8 @@
-"""What the caller changes in its environment after a pool has begun shows in workers, as it does in the serial loop.
+"""What the caller changes in its environment after a pool has begun shows in workers, as it does in
+the serial loop.
 
-Workers are other processes: they had the variables, the directory and the arguments of the moment when the pool began.
+Workers are other processes: they had the variables, the directory and the arguments of the moment
+when the pool began.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ def seen(_: object = None) -> tuple[Any, ...]:
     except FileNotFoundError:
         directory = "deleted"
     there = os.path.exists("made_by_the_test")
-    return os.environ.get(NAME), os.getenv("HOME"), directory, there, sys.argv[:], sys.path[:], time.localtime(0).tm_hour
+    return (
+        os.environ.get(NAME),
+        os.getenv("HOME"),
+        directory,
+        there,
+        sys.argv[:],
+        sys.path[:],
+        time.localtime(0).tm_hour,
+    )
 
 
 def set_it(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -65,13 +75,25 @@ def replace_all(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(os, "environ", {NAME: "replaced"})  # which `os.getenv` reads, too
 
 
-CHANGES = [set_it, delete_another, go_elsewhere, delete_the_directory, give_arguments, add_a_path, replace_all]
+CHANGES = [
+    set_it,
+    delete_another,
+    go_elsewhere,
+    delete_the_directory,
+    give_arguments,
+    add_a_path,
+    replace_all,
+]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("change", CHANGES)
 def test_calls_see_what_has_changed(
-    change: Change, pool2: mpgrad.Pool, pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    change: Change,
+    pool2: mpgrad.Pool,
+    pool: mpgrad.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     before = seen()
     assert pool2.map(seen, range(4), 1) == [before] * 4
@@ -85,13 +107,19 @@ def test_calls_see_what_has_changed(
 
 @pytest.mark.quick
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="the system has no time.tzset")
-def test_the_time_zone_is_the_one_in_use(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before `time.tzset` in the caller: until then the loop's clock goes on as it was, whatever TZ says."""
+def test_the_time_zone_is_the_one_in_use(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before `time.tzset` in the caller: until then the loop's clock goes on as it was,
+    whatever TZ says."""
     try:
         with monkeypatch.context() as patch:
             patch.setenv("TZ", "XXX-7")
             for _ in range(2):
-                assert pool2.map(lambda _: (time.tzname, time.timezone), range(2), 1) == [(time.tzname, time.timezone)] * 2
+                assert (
+                    pool2.map(lambda _: (time.tzname, time.timezone), range(2), 1)
+                    == [(time.tzname, time.timezone)] * 2
+                )
                 time.tzset()
             assert time.timezone == -7 * 3600
     finally:
@@ -126,8 +154,11 @@ def set_up(folder: str) -> None:
     sys.argv[:] = ["the initializer's"]
 
 
-def test_what_a_worker_has_set_itself_stays(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its initializer's variables, directory, paths and arguments; the numbers of threads that mpgrad sets."""
+def test_what_a_worker_has_set_itself_stays(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its initializer's variables, directory, paths and arguments; the numbers of threads that
+    mpgrad sets."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(NAME, raising=False)
     with mpgrad.Pool(1, initializer=set_up, initargs=(str(tmp_path),)) as pool:
@@ -139,7 +170,9 @@ def test_what_a_worker_has_set_itself_stays(nursery: mpgrad.Pool, monkeypatch: p
         monkeypatch.syspath_prepend("/nowhere")
         monkeypatch.setattr(sys, "argv", ["the caller's"])
         names = NAME, "OMP_NUM_THREADS", "ANOTHER_VARIABLE"
-        of_worker = pool.apply(lambda: ([os.environ.get(each) for each in names], os.getcwd(), sys.path[:2], sys.argv))
+        of_worker = pool.apply(
+            lambda: ([os.environ.get(each) for each in names], os.getcwd(), sys.path[:2], sys.argv)
+        )
     assert of_worker[0][::2] == ["the initializer's", "followed"] and of_worker[0][1] != "7"
     assert of_worker[1:] == (str(tmp_path), [str(tmp_path), "/nowhere"], ["the initializer's"])
 
@@ -158,8 +191,11 @@ class Scaled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("graphs", ["keep", "recompute"])
-def test_backwards_and_calls_that_run_again(graphs: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is made again finds what the forward had; its backward what the caller has when it runs."""
+def test_backwards_and_calls_that_run_again(
+    graphs: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that is made again finds what the forward had; its backward what the caller has when
+    it runs."""
     with mpgrad.Pool(1, graphs=graphs) as pool:
         x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
         monkeypatch.setenv(NAME, "2")
@@ -185,7 +221,8 @@ class Seen(torch.autograd.Function):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """A backward that ran with its forward saw the forward's environment, not the caller's later one."""
+    """A backward that ran with its forward saw the forward's environment, not the caller's later
+    one."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return Seen.apply(x).sum()  # type: ignore[no-any-return, no-untyped-call]
@@ -203,8 +240,11 @@ def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_pat
 
 
 @linux_only("the time it takes to start workers")
-def test_the_successor_of_a_worker_that_died(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A call that is tried again finds the environment of its operation, in a worker that began in another one."""
+def test_the_successor_of_a_worker_that_died(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A call that is tried again finds the environment of its operation, in a worker that began in
+    another one."""
 
     def fn(k: int) -> tuple[str, str]:
         if k == 1 and not os.path.exists("tried"):

@@ -1,4 +1,5 @@
-"""A pool in the world: scripts without guard, start methods, replacement of workers, and nothing left after any end."""
+"""A pool in the world: scripts without guard, start methods, replacement of workers, and nothing
+left after any end."""
 
 from __future__ import annotations
 
@@ -105,7 +106,9 @@ class InterruptedThreading:
         return getattr(threading, name)
 
 
-def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_workers_of_a_context_start(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is left of the pool that nobody has."""
     monkeypatch.setattr(mpgrad.scheduling.dispatcher, "threading", InterruptedThreading())
     with pytest.raises(KeyboardInterrupt):
@@ -116,7 +119,10 @@ def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool,
 def test_a_module_beside_the_script_is_importable(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def twice(x):\n    return 2 * x\n")
     script = tmp_path / "script.py"
-    script.write_text("import mpgrad, helper\nwith mpgrad.Pool(1) as pool:\n    print(pool.map(helper.twice, [1, 2]))\n")
+    script.write_text(
+        "import mpgrad, helper\nwith mpgrad.Pool(1) as pool:\n    print(pool.map(helper.twice, [1, "
+        "2]))\n"
+    )
     assert run([sys.executable, str(script)], cwd="/").stdout == "[2, 4]\n"
 
 
@@ -139,7 +145,8 @@ raise SystemExit(0)
 
 @pytest.mark.slow
 def test_an_interpreter_that_ends_with_open_pools() -> None:
-    done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ENDING])  # in less time than the calls take
+    # in less time than the calls take
+    done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ENDING])
     assert done.stderr == "" and done.returncode == 0
     assert gone([int(pid) for pid in done.stdout.split()], within=20)
 
@@ -148,7 +155,9 @@ def test_an_interpreter_that_ends_with_open_pools() -> None:
 def test_the_parent_is_killed() -> None:
     """With idle workers; tests/faults/test_outside.py has busy ones."""
     code = UNCLOSED + "__import__('time').sleep(1000)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
@@ -164,7 +173,9 @@ def test_busy_workers_end_with_their_calls_if_not_before(tmp_path: Path) -> None
         "    while not os.path.exists(f'{name}go'): pass\n"
         "pool.map(waits, [sys.argv[1]] * 4)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, f"{tmp_path}/"], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, f"{tmp_path}/"], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         while len(list(tmp_path.iterdir())) < 2:
@@ -178,8 +189,13 @@ def test_busy_workers_end_with_their_calls_if_not_before(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> None:
-    code = UNCLOSED + "child = os.fork()\nif child: print(child, flush=True)\n__import__('time').sleep(1000)\n"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    code = (
+        UNCLOSED
+        + "child = os.fork()\nif child: print(child, flush=True)\n__import__('time').sleep(1000)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         child = int(parent.stdout.readline())
@@ -230,7 +246,9 @@ def test_many_pools_leave_no_descriptors_and_no_memory(nursery: mpgrad.Pool) -> 
     before = shared_memory_files()
     for _ in range(5):
         with mpgrad.Pool(2) as pool:
-            results = pool.map(lambda x: x * 2, [torch.ones(100_000, requires_grad=True) for _ in range(4)])
+            results = pool.map(
+                lambda x: x * 2, [torch.ones(100_000, requires_grad=True) for _ in range(4)]
+            )
             sum(r.sum() for r in results).backward()
         del results
     assert shared_memory_files() <= before
@@ -249,7 +267,9 @@ def test_results_outlive_their_pool(nursery: mpgrad.Pool) -> None:
 
 def test_initializer(nursery: mpgrad.Pool) -> None:
     for engine in ("process", "thread", "inline"):
-        with mpgrad.Pool(2, initializer=os.putenv, initargs=("MPGRAD_TEST", engine), engine=engine) as pool:
+        with mpgrad.Pool(
+            2, initializer=os.putenv, initargs=("MPGRAD_TEST", engine), engine=engine
+        ) as pool:
             assert set(pool.map(variable, ["MPGRAD_TEST"] * 8)) == {engine}
     os.unsetenv("MPGRAD_TEST")
 
@@ -282,7 +302,10 @@ def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:
     workers = psutil.Process().children(recursive=True)
 
     def used() -> list[tuple[int, int]]:
-        return [(each.num_ctx_switches().voluntary, each.num_ctx_switches().involuntary) for each in workers]
+        return [
+            (each.num_ctx_switches().voluntary, each.num_ctx_switches().involuntary)
+            for each in workers
+        ]
 
     before = used()
     time.sleep(0.5)

@@ -1,6 +1,8 @@
-"""The portable branches, which macOS takes, on Linux: a program of its own runs without anything that only Linux has.
+"""The portable branches, which macOS takes, on Linux: a program of its own runs without anything
+that only Linux has.
 
-With `MPGRAD_PORTABLE=1` in the environment all other tests take them too, apart from those that are `linux_only`.
+With `MPGRAD_PORTABLE=1` in the environment all other tests take them too, apart from those that are
+`linux_only`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ WITHOUT_LINUX = """
 import ctypes, mmap, os, signal, socket, sys
 
 for module, names in (
-    (os, "eventfd memfd_create pidfd_open pipe2 posix_fallocate sched_getaffinity sched_setaffinity"),
+    (os, "eventfd memfd_create pidfd_open pipe2 posix_fallocate"),
+    (os, "sched_getaffinity sched_setaffinity"),
     (signal, "pidfd_send_signal"),
     (socket, "MSG_CMSG_CLOEXEC SOCK_SEQPACKET"),
 ):
@@ -55,8 +58,9 @@ def of_mpgrad():
 def refuse(event, arguments):
     if event == "mmap.__new__" and arguments[2] == mmap.ACCESS_COPY:
         raise OSError(22, "no private mappings of shared memory")
-    if event in ("open", "os.listdir") and str(arguments[0]).startswith(("/proc", "/sys")) and of_mpgrad():
-        raise OSError(2, f"no {arguments[0]}")
+    if event in ("open", "os.listdir") and str(arguments[0]).startswith(("/proc", "/sys")):
+        if of_mpgrad():
+            raise OSError(2, f"no {arguments[0]}")
 
 sys.addaudithook(refuse)
 
@@ -86,7 +90,8 @@ def descriptors():
     return sorted(target for _, target in links() if "/dev/shm" in target or "socket" in target)
 
 def names_of(processes):
-    return set(os.listdir("/dev/shm")) & {name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
+    pids = (os.getpid(), *(each.pid for each in processes))
+    return set(os.listdir("/dev/shm")) & {name_of(pid)[1:] for pid in pids}
 
 def leave_a_name(pid):
     """As a process does that is killed right after it has made it."""
@@ -113,7 +118,8 @@ def all_of_it():
         large = torch.zeros(1_000_000)  # above what is copied anyway
         private = [torch.full((500_000,), float(k), requires_grad=True) for k in range(4)]
         results = pool.starmap(writes, [(x * 1, large) for x in private])
-        assert all((y == 2 * k).all() and seen.tolist() == [7, 0] for k, (y, seen) in enumerate(results))
+        for k, (y, seen) in enumerate(results):
+            assert (y == 2 * k).all() and seen.tolist() == [7, 0]
         sum(y.sum() for y, _ in results).backward()
         assert all((x.grad == 2).all() for x in private) and (large == 0).all()
         assert pool.apply(str.upper, ["x" * 3_000_000]) == "X" * 3_000_000  # through small pipes
@@ -162,25 +168,34 @@ mpgrad.Pool
 
 @pytest.mark.slow
 def test_a_system_without_sockets_that_carry_descriptors() -> None:
-    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=58)
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=58
+    )
     assert done.stdout == "imported\n"
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
+        "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), "
+        "which this system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
 
 
 def test_what_the_environment_may_say() -> None:
     assert [system.wants_portable(value) for value in ("", "0", "1")] == [False, False, True]
-    with pytest.raises(ValueError, match=r"MPGRAD_PORTABLE must be 0 or 1 \(MPGRAD_PORTABLE: 'yes'\)"):
+    with pytest.raises(
+        ValueError, match=r"MPGRAD_PORTABLE must be 0 or 1 \(MPGRAD_PORTABLE: 'yes'\)"
+    ):
         system.wants_portable("yes")
 
 
 def test_one_module_asks_for_the_system() -> None:
-    asks = re.compile(r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), |[\"']/(proc|sys)")
+    asks = re.compile(
+        r"sys\.platform|platform\.system|os\.name|attr\((os|socket|signal|select|mmap), "
+        r"|[\"']/(proc|sys)"
+    )
     files = [*(ROOT / "mpgrad").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]
     asking = {path.relative_to(ROOT) for path in files if asks.search(path.read_text())}
-    assert asking - {Path("mpgrad/doctor.py")} == {Path("mpgrad/system.py")}  # the doctor describes systems
+    # the doctor describes systems
+    assert asking - {Path("mpgrad/doctor.py")} == {Path("mpgrad/system.py")}
 
 
 # --- what macOS says to descriptors
@@ -203,7 +218,8 @@ class Full(socket.socket):
 
 
 class Exhausted(socket.socket):
-    """No descriptor is free to receive one with: it says so once, and gives the bytes afterwards."""
+    """No descriptor is free to receive one with: it says so once, and gives the bytes
+    afterwards."""
 
     was_asked = False
 
@@ -217,9 +233,13 @@ class Exhausted(socket.socket):
         return count, [], flags, address
 
 
-def pair(ours: type[socket.socket], theirs: type[socket.socket], blocking: bool = False) -> tuple[Channel, Channel]:
+def pair(
+    ours: type[socket.socket], theirs: type[socket.socket], blocking: bool = False
+) -> tuple[Channel, Channel]:
     ends = socket.socketpair()
-    return Channel(ours(fileno=ends[0].detach()), blocking), Channel(theirs(fileno=ends[1].detach()), blocking=False)
+    return Channel(ours(fileno=ends[0].detach()), blocking), Channel(
+        theirs(fileno=ends[1].detach()), blocking=False
+    )
 
 
 def sent(ours: Channel, theirs: Channel) -> Channel:
@@ -257,14 +277,17 @@ def refuse(number, *calls):
     load, equal, answer = 0x20, 0x15, 0x06
     code = struct.pack("HBBI", load, 0, 0, 0)
     for call in calls:
-        code += struct.pack("HBBI", equal, 0, 1, call) + struct.pack("HBBI", answer, 0, 0, 0x00050000 | number)
+        code += struct.pack("HBBI", equal, 0, 1, call)
+        code += struct.pack("HBBI", answer, 0, 0, 0x00050000 | number)
     code += struct.pack("HBBI", answer, 0, 0, 0x7FFF0000)
     held = ctypes.create_string_buffer(code)
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held)))
+    address = ctypes.addressof(held)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, address))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 
-MEMFD_CREATE, PIDFD_OPEN, FALLOCATE = (319, 434, 285) if os.uname().machine == "x86_64" else (279, 434, 47)
+NUMBERS = (319, 434, 285) if os.uname().machine == "x86_64" else (279, 434, 47)
+MEMFD_CREATE, PIDFD_OPEN, FALLOCATE = NUMBERS
 """
 IN_IT = """
 import torch, mpgrad
@@ -292,7 +315,9 @@ except OSError as error:
 
 
 def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SANDBOX + code], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", SANDBOX + code], capture_output=True, text=True, timeout=60
+    )
 
 
 @linux_only("what other systems lack")
@@ -300,8 +325,11 @@ def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("calls", ["MEMFD_CREATE", "PIDFD_OPEN", "MEMFD_CREATE, PIDFD_OPEN"])
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
 def test_a_sandbox_that_refuses_calls_of_linux_is_another_system(calls: str, number: int) -> None:
-    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not implemented"."""
-    done = sandboxed(f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)")
+    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not
+    implemented"."""
+    done = sandboxed(
+        f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)"
+    )
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
@@ -336,4 +364,8 @@ def test_a_sandbox_that_refuses_to_take_pages_early() -> None:
 @pytest.mark.quick
 def test_a_call_that_is_refused_later_is_named() -> None:
     done = sandboxed(LATER)
-    assert "memfd_create is refused" in done.stdout and "MPGRAD_PORTABLE=1" in done.stdout and done.stderr == ""
+    assert (
+        "memfd_create is refused" in done.stdout
+        and "MPGRAD_PORTABLE=1" in done.stdout
+        and done.stderr == ""
+    )

@@ -1,4 +1,5 @@
-"""Worker processes as children: what they inherit, what multiprocessing gives its own, what they start from, how they end."""
+"""Worker processes as children: what they inherit, what multiprocessing gives its own, what they
+start from, how they end."""
 
 from __future__ import annotations
 
@@ -55,8 +56,11 @@ def content_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("context", CONTEXTS[:2])  # the others have multiprocessing's own
-def test_shared_memory_that_a_task_makes_outlives_its_worker(nursery: mpgrad.Pool, context: str | None) -> None:
-    """FileNotFoundError in the next map: each worker had a resource tracker, which took it away when the worker ended."""
+def test_shared_memory_that_a_task_makes_outlives_its_worker(
+    nursery: mpgrad.Pool, context: str | None
+) -> None:
+    """FileNotFoundError in the next map: each worker had a resource tracker, which took it away
+    when the worker ended."""
     with mpgrad.Pool(2, maxtasksperchild=1, context=context) as pool:
         names = pool.map(make_block, [5, 6, 7], 1)
         assert pool.map(content_of, names, 1) == [5, 6, 7]
@@ -76,7 +80,8 @@ def make(_):
     return block.name
 
 def trackers():
-    return sum("resource_tracker" in " ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
+    children = psutil.Process().children(recursive=True)
+    return sum("resource_tracker" in " ".join(each.cmdline()) for each in children)
 
 with mpgrad.Pool(2) as pool:
     pool.map(abs, range(4))
@@ -107,7 +112,14 @@ def as_a_child(_: object) -> tuple[Any, ...]:
     process = multiprocessing.current_process()
     executable = os.fsdecode(multiprocessing.spawn.get_executable())
     level = logging.getLogger("multiprocessing").level
-    return bytes(process.authkey), executable, process.name, len(process._identity), level, multiprocessing.get_start_method()
+    return (
+        bytes(process.authkey),
+        executable,
+        process.name,
+        len(process._identity),
+        level,
+        multiprocessing.get_start_method(),
+    )
 
 
 @pytest.fixture
@@ -121,7 +133,8 @@ def fork_server(nursery: mpgrad.Pool) -> Iterator[None]:
 def test_what_multiprocessing_tells_its_children(
     fork_server: None, context: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """multiprocessing.set_executable had no effect on the children of tasks, nor had its start method."""
+    """multiprocessing.set_executable had no effect on the children of tasks, nor had its start
+    method."""
     wrapper = tmp_path / "another"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -143,7 +156,9 @@ def test_what_multiprocessing_tells_its_children(
 
 
 def start_daemon(_: object) -> int | None:
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=time.sleep, args=(1000,), daemon=True
+    )
     process.start()
     return process.pid
 
@@ -253,7 +268,9 @@ TAKEN_OVER = [
     pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
     pytest.param(without_capabilities, marks=AS_ROOT, id="capabilities"),
     pytest.param(lambda: LIBC.prctl(24, 13, 0, 0, 0), marks=AS_ROOT, id="bounds of capabilities"),
-    pytest.param(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]), id="blocked signals"),
+    pytest.param(
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]), id="blocked signals"
+    ),
     pytest.param(lambda: os.umask(0o027), id="umask"),
     pytest.param(lambda: os.nice(1), id="niceness"),
     pytest.param(lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), id="affinity"),
@@ -262,12 +279,18 @@ TAKEN_OVER = [
     pytest.param(unprivileged(no_new_privileges), marks=AS_ROOT, id="user and no_new_privs"),
 ]
 BEYOND = [
-    pytest.param(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"),
+    pytest.param(
+        lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"
+    ),
     pytest.param(another_namespace, marks=AS_ROOT, id="namespace"),
-    pytest.param(lambda: (another_namespace(), as_nobody()), marks=AS_ROOT, id="namespace and user"),
+    pytest.param(
+        lambda: (another_namespace(), as_nobody()), marks=AS_ROOT, id="namespace and user"
+    ),
     pytest.param(another_root, marks=AS_ROOT, id="root"),
     pytest.param(lambda: LIBC.personality(0x0040000), id="personality"),
-    pytest.param(lambda: Path("/proc/self/coredump_filter").write_text("0"), id="what a core dump has"),
+    pytest.param(
+        lambda: Path("/proc/self/coredump_filter").write_text("0"), id="what a core dump has"
+    ),
     pytest.param(lambda: LIBC.prctl(28, 1, 0, 0, 0), marks=AS_ROOT, id="secure bits"),
     pytest.param(lambda: os.environ.update(CUDA_VISIBLE_DEVICES="7"), id="what torch reads"),
 ]
@@ -321,12 +344,15 @@ def test_who_has_no_rights_gets_none_back() -> None:
 
 
 @linux_only("the nursery")
-def test_the_environment_of_a_later_pool(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_later_pool(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its workers had that of the first pool."""
     monkeypatch.setenv("MPGRAD_TESTS", "first")
     with mpgrad.Pool(1) as pool:
         assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) == "first"
-        assert pool.apply(lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)  # libraries find it, too
+        # libraries find it, too
+        assert pool.apply(lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)
     monkeypatch.delenv("MPGRAD_TESTS")
     before = set(NurseryLauncher._open)
     with mpgrad.Pool(1) as pool:
@@ -341,7 +367,8 @@ def who():
     umask = os.umask(0)
     os.umask(umask)
     ids = os.getresuid(), os.getresgid(), os.getgroups()
-    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("SOME_VARIABLE")
+    variable = os.environ.get("SOME_VARIABLE")
+    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), variable
 
 with mpgrad.Pool(1, maxtasksperchild=1) as old:
     root = old.apply(who)
@@ -392,7 +419,10 @@ with mpgrad.Pool(1) as pool:
     except RuntimeError as error:
         print(error)
 """
-READS = "def rights(): return [line for line in open('/proc/self/status') if line[:3] in ('Cap', 'Uid')]"
+READS = (
+    "def rights(): return [line for line in open('/proc/self/status') if line[:3] in ('Cap', "
+    "'Uid')]"
+)
 
 
 @linux_only("the nursery")
@@ -407,9 +437,11 @@ READS = "def rights(): return [line for line in open('/proc/self/status') if lin
     ],
 )
 def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:
-    """Root that had dropped its capabilities had workers with all of them: a program that root starts has them again.
+    """Root that had dropped its capabilities had workers with all of them: a program that root
+    starts has them again.
 
-    And as another user they could not load what a module's function needs, where Python was in a closed folder.
+    And as another user they could not load what a module's function needs, where Python was in a
+    closed folder.
     """
     (tmp_path / "of_the_user.py").write_text(READS)
     done = run(RIGHTS, tmp_path, rights, cwd="/")
@@ -460,7 +492,8 @@ except RuntimeError as error:
 @pytest.mark.quick
 @pytest.mark.parametrize("context", [None, "spawn", "forkserver"])
 @pytest.mark.parametrize(
-    ("name", "frozen", "starts"), [("program", True, 1), ("program", False, 2), ("python3", False, 2), ("", False, 1)]
+    ("name", "frozen", "starts"),
+    [("program", True, 1), ("program", False, 2), ("python3", False, 2), ("", False, 1)],
 )
 def test_a_program_that_is_no_python_is_not_started_again_and_again(
     tmp_path: Path, context: str | None, name: str, frozen: bool, starts: int
@@ -474,7 +507,11 @@ def test_a_program_that_is_no_python_is_not_started_again_and_again(
     main = MAIN.format(executable=str(program) if name else "", frozen=frozen, context=context)
     (tmp_path / "main.py").write_text(main)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    expected = f"this program's is none (executable: {str(program) if name else ''!r})" if name else "is none (executable: '')"
+    expected = (
+        f"this program's is none (executable: {str(program) if name else ''!r})"
+        if name
+        else "is none (executable: '')"
+    )
     assert expected in done.stdout and 'use context="fork"' in done.stdout and done.stderr == ""
     assert (tmp_path / "starts").read_text().count("started") == starts
 
@@ -505,15 +542,19 @@ def test_programs_of_tasks_inherit_nothing_of_the_worker(method: str) -> None:
         "from mpgrad.engines.launch import enter_process\n"
         "ends = os.pipe()\n"
         "for end in ends: os.set_inheritable(end, True)\n"
-        "enter_process(sys.argv[1], 'os', 'system', f'test -e /dev/fd/{ends[0]} -o -e /dev/fd/{ends[1]} || echo none')"
+        "enter_process(sys.argv[1], 'os', 'system', f'test -e /dev/fd/{ends[0]} -o -e "
+        "/dev/fd/{ends[1]} || echo none')"
     )
     assert run(code, method).stdout == "none\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(fork_server: None, context: str, tmp_path: Path) -> None:
-    """The program inherited the worker's pipe: the death was noticed when the program ended, or never."""
+def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(
+    fork_server: None, context: str, tmp_path: Path
+) -> None:
+    """The program inherited the worker's pipe: the death was noticed when the program ended, or
+    never."""
 
     def starts_and_dies(path: Path) -> None:
         if path.exists():
@@ -570,7 +611,8 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
             left = len(list(filter(alive, pids)))
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
-            assert left < 4  # the worker is gone; what the fork has inherited of multiprocessing is its own
+            # the worker is gone; what the fork has inherited of multiprocessing is its own
+            assert left < 4
 
 
 @pytest.fixture
@@ -667,6 +709,7 @@ POOL = "with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1, -2]))"
     ],
 )
 def test_first_use_after_the_main_thread_has_ended(use: str) -> None:
-    """RuntimeError: can't register atexit after shutdown, since concurrent.futures.process was not imported before."""
+    """RuntimeError: can't register atexit after shutdown, since concurrent.futures.process was not
+    imported before."""
     done = run(LATE.format(use=use))
     assert (done.stdout, done.stderr) == ("[1, 2]\n", "")

@@ -1,4 +1,5 @@
-"""Engine "ray" on several raylets of this machine: what only Ray itself can show. The rest is in test_cluster.py."""
+"""Engine "ray" on several raylets of this machine: what only Ray itself can show. The rest is in
+test_cluster.py."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from mpgrad.testing import assert_same_as_serial
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install '.[ray]')"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="Ray is not installed (pip install '.[ray]')",
+    ),
     # Ray 2.50 does not close the files that it opens for the processes it starts
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -81,7 +85,9 @@ def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
     weight = torch.ones(100_000, requires_grad=True)
     ray = importlib.import_module("ray")
     deadline = time.monotonic() + 20
-    while ray.available_resources().get("CPU") != 4:  # Ray may say for some moments that an earlier pool still has them
+    while (
+        ray.available_resources().get("CPU") != 4
+    ):  # Ray may say for some moments that an earlier pool still has them
         assert time.monotonic() < deadline
         time.sleep(0.05)
     with ray_pool() as pool:
@@ -99,7 +105,9 @@ def test_joblib_takes_the_cluster(ray_cluster: Any) -> None:
     joblib = pytest.importorskip("joblib", reason="joblib is not installed")
     importlib.import_module("mpgrad.joblib").register()
     x = torch.arange(3.0, requires_grad=True)
-    with joblib.parallel_config(backend="mpgrad", n_jobs=-1, engine="ray", ray=mpgrad.Ray(node_timeout=5.0)):
+    with joblib.parallel_config(
+        backend="mpgrad", n_jobs=-1, engine="ray", ray=mpgrad.Ray(node_timeout=5.0)
+    ):
         with joblib.Parallel() as parallel:
             losses = parallel(joblib.delayed(lambda k: (x * k).sum())(k) for k in range(8))
             assert parallel._backend.effective_n_jobs(-1) == 4
@@ -125,7 +133,8 @@ def test_what_ray_lost_is_made_again(ray_cluster: Any, what: str) -> None:
             raylet.kill()
         else:
             for worker in pool.stats().workers:
-                above = psutil.Process(worker.pid).parents()  # its nursery, where there are nurseries; its site; the raylet
+                # its nursery, where there are nurseries; its site; the raylet
+                above = psutil.Process(worker.pid).parents()
                 if raylet in above:
                     above[above.index(raylet) - 1].kill()
                     return
@@ -160,13 +169,17 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
         "print('workers', *[worker.pid for worker in pool.stats().workers], flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as caller:
         assert caller.stdout is not None
-        line = next(line for line in caller.stdout if line.startswith("workers"))  # Ray writes there, too
+        # Ray writes there, too
+        line = next(line for line in caller.stdout if line.startswith("workers"))
         workers = [psutil.Process(int(pid)) for pid in line.split()[1:]]
         pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
         caller.send_signal(signal.SIGKILL)
-    # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and end by themselves
+    # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and
+    # end by themselves
     assert gone(pids, within=12)
 
 
@@ -174,17 +187,29 @@ def test_no_ray_cluster_there() -> None:
     code = "import mpgrad\nmpgrad.Pool(1, engine='ray', ray=mpgrad.Ray(address='127.0.0.1:1'))\n"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "ConnectionError: no Ray cluster can be joined" in ended.stderr and "ray start --head" in ended.stderr
+    assert (
+        "ConnectionError: no Ray cluster can be joined" in ended.stderr
+        and "ray start --head" in ended.stderr
+    )
 
 
 def test_the_tutorials_cluster_of_its_own(tmp_path: Path) -> None:
-    """tests/project/test_pages.py leaves this block out, because all that start Ray run one after another."""
+    """tests/project/test_pages.py leaves this block out, because all that start Ray run one after
+    another."""
     text = (HERE.parents[1] / "docs" / "tutorials" / "cluster.md").read_text()
-    (program,) = re.findall(r"^:caption: Not run here: starts a Ray cluster .*?\)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(
+        r"^:caption: Not run here: starts a Ray cluster .*?\)\n(.*?)^```$",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        env={
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        },
         capture_output=True,
         text=True,
         timeout=100,
@@ -194,7 +219,10 @@ def test_the_tutorials_cluster_of_its_own(tmp_path: Path) -> None:
 
 
 def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConnectionError, match=r"Ray Client .* cannot be used; .*ray job submit.*ray://10\.0\.0\.1:10001"):
+    with pytest.raises(
+        ConnectionError,
+        match=r"Ray Client .* cannot be used; .*ray job submit.*ray://10\.0\.0\.1:10001",
+    ):
         mpgrad.Pool(1, engine="ray", ray=mpgrad.Ray(address="ray://10.0.0.1:10001"))
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ConnectionError, match="cannot be used"):
@@ -212,38 +240,67 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
         "    assert first.map(abs, [-1]) == [1]\n"
         "    first.terminate()\n"
         "    sum(second.map(lambda x: (weight * x).sum(), [1.0, 2.0])).backward()\n"
-        "_, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)  # Ray's own take a moment\n"
+        "_, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)  # "
+        "Ray's own take a moment\n"
         "print(weight.grad.tolist(), len(left))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
     assert ended.stdout == "[3.0, 3.0, 3.0] 0\n", ended.stderr[-3000:]
 
 
 @contextlib.contextmanager
 def autoscaled(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head without CPUs that can add two nodes of one CPU: its address, and the environment in which to join it.
+    """A head without CPUs that can add two nodes of one CPU: its address, and the environment in
+    which to join it.
 
-    Ray's own `AutoscalingCluster` stops all that this user has of Ray, and needs a file that is not in the wheel.
+    Ray's own `AutoscalingCluster` stops all that this user has of Ray, and needs a file that is not
+    in the wheel.
     """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    small = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-    settings = ("launch_multiple", "use_node_id_as_ip", "disable_node_updaters", "disable_launch_config_check")
+    small = {
+        "resources": {"CPU": 1, "object_store_memory": 100_000_000},
+        "node_config": {},
+        "min_workers": 0,
+        "max_workers": 2,
+    }
+    settings = (
+        "launch_multiple",
+        "use_node_id_as_ip",
+        "disable_node_updaters",
+        "disable_launch_config_check",
+    )
     config = {
         "cluster_name": "pretended",
         "max_workers": 2,
         "idle_timeout_minutes": 0.1,
         "upscaling_speed": 1.0,
-        "provider": {"type": "fake_multinode", "gcs_address": address, **dict.fromkeys(settings, True)},
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": address,
+            **dict.fromkeys(settings, True),
+        },
         "head_node_type": "ray.head.default",
         "available_node_types": {
             "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "small": small,
         },
         **{name: {} for name in ("auth", "docker", "file_mounts")},
-        **{f"{name}_commands": [] for name in ("initialization", "setup", "head_setup", "worker_setup")},
-        **{name: [] for name in ("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files")},
+        **{
+            f"{name}_commands": []
+            for name in ("initialization", "setup", "head_setup", "worker_setup")
+        },
+        **{
+            name: []
+            for name in (
+                "head_start_ray_commands",
+                "worker_start_ray_commands",
+                "cluster_synced_files",
+            )
+        },
         **{name: [] for name in ("rsync_exclude", "rsync_filter")},
         "file_mounts_sync_continuously": False,
     }
@@ -256,18 +313,30 @@ def autoscaled(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    start = f"start --block --head --num-cpus=0 --include-dashboard=false --dashboard-agent-listen-port=0 --port={address[10:]}"
-    command = [str(Path(sys.executable).with_name("ray")), *start.split(), "--node-ip-address=127.0.0.1"]
+    start = (
+        "start --block --head --num-cpus=0 --include-dashboard=false "
+        f"--dashboard-agent-listen-port=0 --port={address[10:]}"
+    )
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        *start.split(),
+        "--node-ip-address=127.0.0.1",
+    ]
     with (
         (folder / "log").open("w") as log,
         subprocess.Popen(
-            [*command, f"--autoscaling-config={folder / 'config.json'}"], env=environment, stdout=log, stderr=log
+            [*command, f"--autoscaling-config={folder / 'config.json'}"],
+            env=environment,
+            stdout=log,
+            stderr=log,
         ) as head,
     ):
         try:
             deadline = time.monotonic() + 30
             while "Ray runtime started" not in (folder / "log").read_text():
-                assert head.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                assert head.poll() is None and time.monotonic() < deadline, (
+                    folder / "log"
+                ).read_text()
                 time.sleep(0.1)
             yield address, environment
         finally:
@@ -303,8 +372,11 @@ def test_an_autoscaler_adds_nodes_and_removes_them() -> None:
         tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder,
         autoscaled(Path(folder)) as (address, environment),
     ):
-        faulthandler.cancel_dump_traceback_later()  # it would leave the head behind; the caller has a limit of its own
+        # it would leave the head behind; the caller has a limit of its own
+        faulthandler.cancel_dump_traceback_later()
         command = [sys.executable, "-c", code, address]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     refused = "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"
-    assert ended.stdout.splitlines() == [refused, "[6.0, 6.0, 6.0, 6.0, 6.0] 3", "released"], ended.stderr[-3000:]
+    assert ended.stdout.splitlines() == [refused, "[6.0, 6.0, 6.0, 6.0, 6.0] 3", "released"], (
+        ended.stderr[-3000:]
+    )

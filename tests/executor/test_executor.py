@@ -1,4 +1,5 @@
-"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and gradients with ours."""
+"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and
+gradients with ours."""
 
 from __future__ import annotations
 
@@ -122,7 +123,12 @@ def test_submit_and_map(kind: Any) -> None:
 @both
 def test_items_that_come_from_the_executor(kind: Any) -> None:
     with kind(2) as executor:
-        assert list(executor.map(abs, (executor.submit(abs, -k).result() for k in range(4)))) == [0, 1, 2, 3]
+        assert list(executor.map(abs, (executor.submit(abs, -k).result() for k in range(4)))) == [
+            0,
+            1,
+            2,
+            3,
+        ]
         with pytest.raises(ZeroDivisionError):
             executor.map(abs, (1 // k for k in (1, 0)))
 
@@ -183,7 +189,9 @@ def test_shutdown_that_cancels(kind: Any) -> None:
     executor.shutdown(cancel_futures=True)
     assert futures[0].result() == 0.2 and futures[-1].cancelled()
     assert all(future.done() for future in futures)
-    if kind is mpgrad.Executor:  # the other one leaves them where `wait` does not see that they are done
+    if (
+        kind is mpgrad.Executor
+    ):  # the other one leaves them where `wait` does not see that they are done
         assert concurrent.futures.wait(futures, timeout=PATIENCE).not_done == set()
 
 
@@ -207,7 +215,10 @@ def test_an_initializer_that_fails(kind: Any, capfd: pytest.CaptureFixture[str])
 def test_wrong_arguments(kind: Any) -> None:
     with pytest.raises(ValueError, match="max_workers"):
         kind(0)
-    if kind is mpgrad.Executor or sys.version_info >= (3, 11):  # before, the standard library's takes none
+    if kind is mpgrad.Executor or sys.version_info >= (
+        3,
+        11,
+    ):  # before, the standard library's takes none
         with pytest.raises(ValueError, match="max_tasks_per_child"):
             kind(1, max_tasks_per_child=0)
     with pytest.raises(TypeError, match="initializer must be"):
@@ -218,7 +229,9 @@ def test_wrong_arguments(kind: Any) -> None:
 def test_asyncio(kind: Any) -> None:
     async def main(executor: Any) -> list[Any]:
         loop = asyncio.get_running_loop()
-        return list(await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5))))
+        return list(
+            await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5)))
+        )
 
     with kind(2) as executor:
         assert asyncio.run(main(executor)) == [0, 1, 4, 9, 16]
@@ -231,7 +244,10 @@ def test_as_completed_and_callbacks(kind: Any) -> None:
         futures = [executor.submit(nap, seconds) for seconds in (0.5, 0.0)]
         for future in futures:
             future.add_done_callback(lambda future: called.append(future.result()))
-        assert [future.result() for future in concurrent.futures.as_completed(futures)] == [0.0, 0.5]
+        assert [future.result() for future in concurrent.futures.as_completed(futures)] == [
+            0.0,
+            0.5,
+        ]
     assert called == [0.0, 0.5]
 
 
@@ -242,7 +258,9 @@ def test_waiting_for_the_first_exception(kind: Any, tmp_path: Path) -> None:
         slow, failing = executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)
         started = time.monotonic()
         for _ in range(2):  # the second time it has failed before
-            found = concurrent.futures.wait([slow, failing], PATIENCE, concurrent.futures.FIRST_EXCEPTION)
+            found = concurrent.futures.wait(
+                [slow, failing], PATIENCE, concurrent.futures.FIRST_EXCEPTION
+            )
             assert found == ({failing}, {slow}) and time.monotonic() - started < PATIENCE
         (tmp_path / "go").touch()
         error = failing.exception()
@@ -254,8 +272,14 @@ def test_waiting_for_the_first_exception(kind: Any, tmp_path: Path) -> None:
 @both
 def test_the_first_exception_in_asyncio(kind: Any, tmp_path: Path) -> None:
     async def main(executor: Any) -> None:
-        slow, failing = map(asyncio.wrap_future, (executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)))
-        assert await asyncio.wait([slow, failing], return_when=asyncio.FIRST_EXCEPTION) == ({failing}, {slow})
+        slow, failing = map(
+            asyncio.wrap_future,
+            (executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)),
+        )
+        assert await asyncio.wait([slow, failing], return_when=asyncio.FIRST_EXCEPTION) == (
+            {failing},
+            {slow},
+        )
         (tmp_path / "go").touch()
         with pytest.raises(LookupError, match="nothing at 1"):
             await failing
@@ -269,7 +293,9 @@ def test_the_first_exception_in_asyncio(kind: Any, tmp_path: Path) -> None:
 def test_callbacks_of_failures(kind: Any) -> None:
     seen: list[Any] = []
     with kind(1) as executor:
-        executor.submit(fails, 1).add_done_callback(lambda future: seen.append((future.done(), str(future.exception()))))
+        executor.submit(fails, 1).add_done_callback(
+            lambda future: seen.append((future.done(), str(future.exception())))
+        )
     assert seen == [(True, "nothing at 1")]
 
 
@@ -282,7 +308,10 @@ def generator() -> Iterator[None]:
 def test_what_cannot_be_pickled_fails_its_future(kind: Any) -> None:
     """Symptom: `submit` raised."""
     with kind(1) as executor:
-        for error, arguments in ((KeyError, (Unpicklable(KeyError("no")),)), (TypeError, (generator(),))):
+        for error, arguments in (
+            (KeyError, (Unpicklable(KeyError("no")),)),
+            (TypeError, (generator(),)),
+        ):
             future = executor.submit(note, *arguments)
             with pytest.raises(error) as caught:
                 future.result(PATIENCE)
@@ -317,7 +346,9 @@ def test_errors_of_workers_are_the_standard_librarys(kind: Any) -> None:
 @both
 def test_many_threads(kind: Any) -> None:
     with kind(2) as executor, concurrent.futures.ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda k: executor.submit(pow, k, 2).result(), range(40))) == [k**2 for k in range(40)]
+        assert list(threads.map(lambda k: executor.submit(pow, k, 2).result(), range(40))) == [
+            k**2 for k in range(40)
+        ]
 
 
 EXIT = """
@@ -335,8 +366,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), [("mpgrad", "Executor"), ("concurrent.futures", "ProcessPoolExecutor")])
-def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, module: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"), [("mpgrad", "Executor"), ("concurrent.futures", "ProcessPoolExecutor")]
+)
+def test_what_was_submitted_is_done_before_the_interpreter_ends(
+    tmp_path: Path, module: str, name: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(EXIT.format(module=module, name=name))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
@@ -355,11 +390,13 @@ def run_last():
 import mpgrad
 def say(x):
     import slow
-    print("done %s\\n" % x, end="", flush=True)  # in one write, for several processes share the pipe
+    # in one write, for several processes share the pipe
+    print("done %s\\n" % x, end="", flush=True)
 {guard}
     executors = []
     for number, method in enumerate({methods}):
-        executors.append(mpgrad.Executor(1, mp_context=method and multiprocessing.get_context(method)))
+        context = method and multiprocessing.get_context(method)
+        executors.append(mpgrad.Executor(1, mp_context=context))
         import slow
         executors[-1].submit(say, number)
 """
@@ -375,18 +412,31 @@ def say(x):
     ids=["script", "-c", "import"],
 )
 @pytest.mark.slow
-def test_executors_that_nobody_shuts_down(tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]) -> None:
-    """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
+def test_executors_that_nobody_shuts_down(
+    tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]
+) -> None:
+    """Symptom: a program with a forked worker never ended. Cause: it was forked while another
+    thread imported a module.
 
     That was one that the caller imported next, or the one whose import makes the executor.
     """
     (tmp_path / "slow.py").write_text("import time; time.sleep(0.3)")
     script = tmp_path / "script.py"
     script.write_text(NEVER_SHUT_DOWN.format(guard=guard, methods=methods))
-    arguments = {"script.py": [script], "-c": ["-c", script.read_text()], "import": ["-c", "import script"]}[runs]
-    ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    arguments = {
+        "script.py": [script],
+        "-c": ["-c", script.read_text()],
+        "import": ["-c", "import script"],
+    }[runs]
+    ended = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
     *done, last = ended.stdout.splitlines()
-    assert (sorted(done), ended.stderr, ended.returncode) == ([f"done {k}" for k in range(len(methods))], "", 0)
+    assert (sorted(done), ended.stderr, ended.returncode) == (
+        [f"done {k}" for k in range(len(methods))],
+        "",
+        0,
+    )
     assert last == "cannot schedule new futures after interpreter shutdown"
 
 
@@ -400,12 +450,19 @@ def test_a_future_that_failed_before_it_was_sent() -> None:
     with mpgrad.Executor(1) as executor:
         future = executor.submit(abs, x, generator())
         del x
-        assert future.done() and not future.running() and not future.cancelled() and not future.cancel()
+        assert (
+            future.done()
+            and not future.running()
+            and not future.cancelled()
+            and not future.cancel()
+        )
         assert reference() is None  # no cycle either
         with pytest.raises(mpgrad.AncestorFailedError, match="cannot pickle") as caught:
             executor.submit(abs, future).result()
         assert caught.value.__cause__ is future.exception()
-        with pytest.raises(TypeError, match="item 0 cannot be carried to or from a worker: cannot pickle"):
+        with pytest.raises(
+            TypeError, match="item 0 cannot be carried to or from a worker: cannot pickle"
+        ):
             future.result()
         with pytest.raises(TypeError, match="the function must be callable"):
             executor.submit(3)  # type: ignore[arg-type]
@@ -429,9 +486,12 @@ def test_gradients_after_the_shutdown() -> None:
     wait_for_threads(before)
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "keep"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "keep"}], ids=str
+)
 def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> None:
-    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made again, counted as done."""
+    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made
+    again, counted as done."""
     before = threading.active_count()
     weight = torch.rand(3, requires_grad=True)
     xs = [torch.rand(3, requires_grad=True) for _ in range(6)]
@@ -442,7 +502,9 @@ def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> No
     with every_loss_gets(1.0), mpgrad.Executor(2, **options) as executor:
         losses = list(executor.map(loss, xs))
     expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
-    torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected
+    )
     del losses
     wait_for_threads(before)
 
@@ -514,8 +576,14 @@ def test_a_buffer_has_so_many_chunks(kind: Any, chunksize: int, buffersize: int)
         for n in range(1, 10):
             assert next(results) == (n - 1) ** 2
             assert len(taken) == chunksize * (buffersize + math.ceil(n / chunksize))
-        assert list(executor.map(abs, range(-7, 0), chunksize=chunksize, buffersize=buffersize)) == [7, 6, 5, 4, 3, 2, 1]
-        assert list(executor.map(abs, [], buffersize=buffersize)) == list(executor.map(abs, buffersize=buffersize)) == []
+        assert list(
+            executor.map(abs, range(-7, 0), chunksize=chunksize, buffersize=buffersize)
+        ) == [7, 6, 5, 4, 3, 2, 1]
+        assert (
+            list(executor.map(abs, [], buffersize=buffersize))
+            == list(executor.map(abs, buffersize=buffersize))
+            == []
+        )
 
 
 @since_3_14
@@ -554,7 +622,9 @@ def test_gradients_of_a_map_with_a_buffer() -> None:
     with mpgrad.Executor(2) as executor:
         losses = list(executor.map(loss, xs, chunksize=2, buffersize=1))
     expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
-    torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected
+    )
 
 
 def runs(path: Path, name: str) -> None:
@@ -592,7 +662,9 @@ def test_workers_are_ended(kind: Any, ending: str, tmp_path: Path) -> None:
         assert done.result() == 1
         getattr(executor, ending)()
     assert gone(pids, within=PATIENCE)
-    assert [(tmp_path / f"{name} was told").exists() for name in ("a", "b")] == [ending == "terminate_workers"] * 2
+    assert [(tmp_path / f"{name} was told").exists() for name in ("a", "b")] == [
+        ending == "terminate_workers"
+    ] * 2
 
 
 def pid_in(path: Path) -> int:
@@ -641,7 +713,8 @@ def test_graphs_end_with_the_workers(ending: str, engine: str) -> None:
 
 
 def test_a_shutdown_that_kills(tmp_path: Path) -> None:
-    """As loky's: all that has not ended fails with a RuntimeError that says why, and no worker is left."""
+    """As loky's: all that has not ended fails with a RuntimeError that says why, and no worker is
+    left."""
     executor = mpgrad.Executor(2)
     futures = [executor.submit(runs, tmp_path, name) for name in ("a", "b")]
     pids = [pid_in(tmp_path / name) for name in ("a", "b")]
@@ -673,12 +746,15 @@ def test_another_number_of_workers(tmp_path: Path) -> None:
     with mpgrad.Executor(1) as executor:
         executor.resize(3)
         names = ["a", "b", "c"]
-        futures = [executor.submit(meets, tmp_path, name, names) for name in names]  # of which one waits for the others
+        # of which one waits for the others
+        futures = [executor.submit(meets, tmp_path, name, names) for name in names]
         assert len({future.result(PATIENCE) for future in futures}) == 3
         executor.resize(1)
         with pytest.raises(ValueError, match=r"max_workers must be at least 1 \(max_workers: 0\)"):
             executor.resize(0)
-        with pytest.raises(TypeError, match=r"max_workers must be an integer \(max_workers: None\)"):
+        with pytest.raises(
+            TypeError, match=r"max_workers must be an integer \(max_workers: None\)"
+        ):
             executor.resize(None)  # type: ignore[arg-type]
         assert executor.submit(abs, -1).result() == 1
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
@@ -697,7 +773,9 @@ def test_a_call_that_kills_its_workers_fails_alone() -> None:
         others = [executor.submit(abs, -k) for k in range(5)]
         with pytest.raises(concurrent.futures.BrokenExecutor) as caught:
             executor.submit(exits, 1).result()
-        assert isinstance(caught.value, mpgrad.WorkerDiedError) and isinstance(caught.value, BrokenProcessPool)
+        assert isinstance(caught.value, mpgrad.WorkerDiedError) and isinstance(
+            caught.value, BrokenProcessPool
+        )
         assert [future.result() for future in others] == list(range(5))
         assert executor.submit(abs, -1).result() == 1
 

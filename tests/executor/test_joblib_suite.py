@@ -29,7 +29,9 @@ with warnings.catch_warnings():
 
 OURS: dict[str, list[Any]] = {
     **{f"{which}backend": ["mpgrad"] for which in ("", "parent_", "child_", "outer_", "inner_")},
-    "backend, error": [("mpgrad", False)],  # whether the end of one Parallel's generator ends another one's workers
+    "backend, error": [
+        ("mpgrad", False)
+    ],  # whether the end of one Parallel's generator ends another one's workers
 }
 WITH_DEFAULT = [
     "test_parallel_kwargs",
@@ -75,7 +77,8 @@ LEFT_OUT = {
         "test_dask_backend_when_dask_not_installed",
         "test_zero_worker_backend",
     ],
-    "expects the workers of the Parallel before, which end with it; those of one parallel_config stay": [
+    "expects the workers of the Parallel before, which end with it; those of one "
+    "parallel_config stay": [
         "test_loky_reuse_workers",
         "test_initializer_reused",
     ],
@@ -85,7 +88,8 @@ LEFT_OUT = {
         "test_parallel_as_context_manager",
     ],
     "pickles with loky, which leaves a process running": ["test_parallel_pickling"],
-    "expects threads in tasks; ours run serially there, as threads would not have the caller's modes": [
+    "expects threads in tasks; ours run serially there, as threads would not have the caller's "
+    "modes": [
         "test_nested_backend_context_manager",
         "test_nested_parallelism_limit",
     ],
@@ -97,9 +101,8 @@ LEFT_OUT = {
         "test_auto_memmap_on_arrays_from_generator",
         "test_memmapping_leaks",
     ],
-    "a worker is sent a second short call while it runs the first, which here then turns out to take 30 s": [
-        "test_parallel_unordered_generator_returns_fastest_first"
-    ],
+    "a worker is sent a second short call while it runs the first, which here then turns out to "
+    "take 30 s": ["test_parallel_unordered_generator_returns_fastest_first"],
     "replaces a function of loky's backend, or counts its threads": [
         "test_parallel_thread_limit",
         "test_main_thread_renamed_no_warning",
@@ -135,17 +138,31 @@ def on_ours(test: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         test(*args, **kwargs)
 
-    kept = [mark for mark in marks_of(test) if mark.name in ("parametrize", "skip", "skipif", "xfail")]
+    kept = [
+        mark for mark in marks_of(test) if mark.name in ("parametrize", "skip", "skipif", "xfail")
+    ]
     run.pytestmark = [  # type: ignore[attr-defined]
-        pytest.mark.parametrize(mark.args[0], OURS.get(mark.args[0], mark.args[1])).mark if mark.name == "parametrize" else mark
+        pytest.mark.parametrize(mark.args[0], OURS.get(mark.args[0], mark.args[1])).mark
+        if mark.name == "parametrize"
+        else mark
         for mark in kept
     ]
     return run
 
 
-TESTS = {name: test for name, test in vars(SUITE).items() if name.startswith("test_") and inspect.isfunction(test)}
+TESTS = {
+    name: test
+    for name, test in vars(SUITE).items()
+    if name.startswith("test_") and inspect.isfunction(test)
+}
 LISTED = [name for names in LEFT_OUT.values() for name in names]
-globals().update({name: on_ours(test) for name, test in TESTS.items() if takes_backends(test) and name not in LISTED})
+globals().update(
+    {
+        name: on_ours(test)
+        for name, test in TESTS.items()
+        if takes_backends(test) and name not in LISTED
+    }
+)
 globals().update({name: on_ours(TESTS[name]) for name in WITH_DEFAULT + AS_LOKY if name in TESTS})
 
 

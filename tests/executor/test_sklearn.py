@@ -1,4 +1,5 @@
-"""scikit-learn with the backend of joblib: its results are those of the serial loop, and workers do not compete for CPUs."""
+"""scikit-learn with the backend of joblib: its results are those of the serial loop, and workers do
+not compete for CPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ def search() -> Any:
 
 def grid_search() -> Any:
     found = search().fit(X, Y)
-    return [found.best_params_, found.best_score_, found.cv_results_["mean_test_score"], found.predict_proba(X)]
+    return [
+        found.best_params_,
+        found.best_score_,
+        found.cv_results_["mean_test_score"],
+        found.predict_proba(X),
+    ]
 
 
 def random_forest() -> Any:
@@ -108,7 +114,9 @@ def where(model: Any, x: Any, y: Any) -> int:
 
 
 @pytest.mark.parametrize("threads", [None, 3])
-def test_workers_have_as_many_threads_as_they_are_to_have(monkeypatch: pytest.MonkeyPatch, threads: int | None) -> None:
+def test_workers_have_as_many_threads_as_they_are_to_have(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
     for name in mpgrad.system.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     scoring = {"threads": most_threads, "where": where}

@@ -1,4 +1,5 @@
-"""CPython's own tests of executors and pools, run on ours; which of them differ on purpose, and which are left out, and why.
+"""CPython's own tests of executors and pools, run on ours; which of them differ on purpose, and
+which are left out, and why.
 
 Not every interpreter comes with its `test` package: what is missing is skipped.
 """
@@ -24,8 +25,12 @@ FUTURES = [PACKAGE, *(f"{PACKAGE}.{name}" for part in PARTS for name in (part, f
 POOLS = ["test._test_multiprocessing"]
 
 INSIDES = "looks at attributes that are not documented"
-LOADING = "what raises while an argument or a result is loaded is that call's own failure, and no worker dies of it"
-RAISED = {INSIDES: AttributeError, LOADING: (pickle.UnpicklingError, SystemExit)}  # by what differs; else AssertionError
+LOADING = (
+    "what raises while an argument or a result is loaded is that call's own failure, and no worker "
+    "dies of it"
+)
+# by what differs; else AssertionError
+RAISED = {INSIDES: AttributeError, LOADING: (pickle.UnpicklingError, SystemExit)}
 
 DIFFERS = {  # these fail, and have to
     INSIDES: [
@@ -39,7 +44,8 @@ DIFFERS = {  # these fail, and have to
         "_TestPool.test_make_pool",
         "_TestPoolWorkerLifetime.test_pool_worker_lifetime",
     ],
-    "our class of remote tracebacks is a subclass of those of both modules, and the test asks for the very class": [
+    "our class of remote tracebacks is a subclass of those of both modules, and the test asks "
+    "for the very class": [
         "ProcessPoolExecutorTest.test_traceback",
         "_TestPool.test_traceback",
     ],
@@ -53,7 +59,9 @@ DIFFERS = {  # these fail, and have to
         "_TestPool.test_imap_handle_iterable_exception"
     ],
     "its result is a lambda, which is carried": ["_TestPoolWorkerErrors.test_unpickleable_result"],
-    "a pool that nobody holds ends by itself, without a warning": ["_TestPool.test_resource_warning"],
+    "a pool that nobody holds ends by itself, without a warning": [
+        "_TestPool.test_resource_warning"
+    ],
 }
 
 LEFT_OUT = {
@@ -69,7 +77,8 @@ LEFT_OUT = {
         "AsCompletedTests.test_duplicate_futures",
         "_TestPool.test_map_no_failfast",
     ],
-    "its program imports the standard library's by name; test_executor.py and test_lifecycle.py run ours": [
+    "its program imports the standard library's by name; test_executor.py and test_lifecycle.py "
+    "run ours": [
         "ProcessPoolShutdownTest.test_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_submit_after_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_hang_gh83386",
@@ -82,7 +91,8 @@ LEFT_OUT = {
     ],
     "replaces parts of the standard library's executor": [
         "ProcessPoolExecutorTest.test_python_finalization_error",
-        "ProcessPoolExecutorTest.test_terminate_workers",  # this and the following: from Python 3.14 on
+        # this and the following: from Python 3.14 on
+        "ProcessPoolExecutorTest.test_terminate_workers",
         "ProcessPoolExecutorTest.test_kill_workers",
         "ProcessPoolExecutorTest.test_force_shutdown_workers_invalid_op",
         "ExecutorDeadlockTest.test_gh105829_should_not_deadlock_if_wakeup_pipe_full",
@@ -115,7 +125,11 @@ def found(modules: Sequence[str], name: str) -> Any:
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, unittest.SkipTest):  # there are no such tests, or not on this system
+        except (
+            ImportError,
+            AttributeError,
+            unittest.SkipTest,
+        ):  # there are no such tests, or not on this system
             continue
     return None
 
@@ -133,7 +147,9 @@ def marked_tests(suite: type) -> Iterator[tuple[str, Callable[[Any], None]]]:
             if reason := by_name(LEFT_OUT).get(listed):
                 run = pytest.mark.skip(reason=reason)(run)
             elif reason := by_name(DIFFERS).get(listed):
-                run = pytest.mark.xfail(strict=True, raises=RAISED.get(reason, AssertionError), reason=reason)(run)
+                run = pytest.mark.xfail(
+                    strict=True, raises=RAISED.get(reason, AssertionError), reason=reason
+                )(run)
             yield name, run
 
 
@@ -148,21 +164,36 @@ def set_up_staffed(cls: Any) -> None:
     staffed(cls.pool)
 
 
-EXECUTOR_SUITES = ["ProcessPoolExecutorTest", "WaitTests", "AsCompletedTests", "ProcessPoolShutdownTest"]
+EXECUTOR_SUITES = [
+    "ProcessPoolExecutorTest",
+    "WaitTests",
+    "AsCompletedTests",
+    "ProcessPoolShutdownTest",
+]
 EXECUTOR_SUITES += ["ExecutorDeadlockTest", "InitializerMixin"]
 POOL_SUITES = ["_TestPool", "_TestPoolWorkerErrors", "_TestPoolWorkerLifetime"]
-SUITES = {**{name: found(FUTURES, name) for name in EXECUTOR_SUITES}, **{name: found(POOLS, name) for name in POOL_SUITES}}
+SUITES = {
+    **{name: found(FUTURES, name) for name in EXECUTOR_SUITES},
+    **{name: found(POOLS, name) for name in POOL_SUITES},
+}
 
 
 def suites_on_ours() -> Iterator[type[unittest.TestCase]]:
     mixin = found(FUTURES, "ExecutorMixin")
     for suite in filter(None, (SUITES[name] for name in EXECUTOR_SUITES)):
         bases = () if issubclass(suite, mixin) else (mixin,)
-        yield on_ours(suite, *bases, executor_type=mpgrad.Executor, worker_count=3, get_context=lambda self: None)
+        yield on_ours(
+            suite,
+            *bases,
+            executor_type=mpgrad.Executor,
+            worker_count=3,
+            get_context=lambda self: None,
+        )
     for suite in filter(None, (SUITES[name] for name in POOL_SUITES)):
         more = {"setUpClass": classmethod(set_up_staffed)} if hasattr(suite, "test_map") else {}
         made = on_ours(suite, TYPE="processes", Pool=staticmethod(mpgrad.Pool), **more)
-        yield unittest.mock.patch.object(multiprocessing, "Pool", mpgrad.Pool)(made)  # which some use directly
+        # which some use directly
+        yield unittest.mock.patch.object(multiprocessing, "Pool", mpgrad.Pool)(made)
 
 
 globals().update((each.__name__, each) for each in suites_on_ours())
@@ -172,7 +203,11 @@ globals().update((each.__name__, each) for each in suites_on_ours())
 def test_the_suite_is_here(name: str) -> None:
     if SUITES[name] is None:
         pytest.skip(f"this interpreter comes without these tests of CPython ({name})")
-    listed = {each.partition(".")[2] for each in (*by_name(DIFFERS), *by_name(LEFT_OUT)) if each.startswith(f"{name}.")}
+    listed = {
+        each.partition(".")[2]
+        for each in (*by_name(DIFFERS), *by_name(LEFT_OUT))
+        if each.startswith(f"{name}.")
+    }
     assert {each for each in dir(SUITES[name]) if each.startswith("test")} - listed
 
 

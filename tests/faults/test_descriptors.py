@@ -1,7 +1,8 @@
-"""Functions that close, write to, or take the place of descriptors which are not theirs; and handlers that interrupt a send.
+"""Functions that close, write to, or take the place of descriptors which are not theirs; and
+handlers that interrupt a send.
 
-Daemons close all that is open. What mpgrad keeps as numbers are other files' numbers then, and so results were announced to,
-zeros written behind, and frames mixed with what belongs to the user.
+Daemons close all that is open. What mpgrad keeps as numbers are other files' numbers then, and so
+results were announced to, zeros written behind, and frames mixed with what belongs to the user.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from mpgrad.wire.asides import LastWords
 from mpgrad.wire.messages import NewSlab, Results, Returned, StartFailed, Stop
 from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
 
-TESTS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+TESTS = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    ),
+}
 FILES = 120  # they get all numbers that mpgrad had
 
 
@@ -61,10 +67,14 @@ def are_untouched(folder: Path) -> bool:
 
 
 @linux_only("memory that is reserved through a descriptor")
-def test_files_in_the_place_of_shared_memory_stay_as_they_are(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """They got zeros behind their data. The worker goes on with new memory, and what it has borrowed stays readable."""
+def test_files_in_the_place_of_shared_memory_stay_as_they_are(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """They got zeros behind their data. The worker goes on with new memory, and what it has
+    borrowed stays readable."""
     item = torch.ones(100_000)
-    assert fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4  # each worker has borrowed, and lent
+    # each worker has borrowed, and lent
+    assert fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4
 
     def fn(k: int) -> torch.Tensor:
         return with_files(tmp_path, True) + item[:1] if k == 1 else item + k
@@ -108,8 +118,11 @@ def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path)
 
 @linux_only("what is forked from a process with threads")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_of_the_caller_that_becomes_a_daemon(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """It closes all, and opens files. The end of a result was written into one of them, and closed others."""
+def test_a_child_of_the_caller_that_becomes_a_daemon(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """It closes all, and opens files. The end of a result was written into one of them, and closed
+    others."""
     results: list[object] = fresh_pool.map(lambda k: torch.full((100_000,), k), range(4), 1)
     for folder in (tmp_path / "of_caller", tmp_path / "of_worker"):
         folder.mkdir()
@@ -129,7 +142,9 @@ def test_a_child_of_the_caller_that_becomes_a_daemon(fresh_pool: mpgrad.Pool, tm
                 os._exit(status)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    while not fresh_pool._scheduler._sleeping_soundly:  # then it is woken when there is something to give back
+    while (
+        not fresh_pool._scheduler._sleeping_soundly
+    ):  # then it is woken when there is something to give back
         time.sleep(0.01)
     children = [
         become(tmp_path / "of_caller", results),
@@ -152,7 +167,9 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 for _ in range(2):
-    assert [each.sum() for each in pool.map(lambda x: close_all(True) or x * 2, items, 1)] == [2e7] * 2
+    assert [
+        each.sum() for each in pool.map(lambda x: close_all(True) or x * 2, items, 1)
+    ] == [2e7] * 2
 assert pool.stats().deaths == 0
 """
 
@@ -160,15 +177,22 @@ assert pool.stats().deaths == 0
 @pytest.mark.slow
 @linux_only("memory that has a descriptor")
 def test_memory_ends_well_without_its_descriptor() -> None:
-    """PyTorch aborts the process, child or worker, where the descriptor of shared memory was closed by others."""
+    """PyTorch aborts the process, child or worker, where the descriptor of shared memory was closed
+    by others."""
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", CLOSES_ALL]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=58, cwd=Path(__file__).parent, env=TESTS)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=58, cwd=Path(__file__).parent, env=TESTS
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def socket_of_worker() -> int:
     """The only one that it has for frames."""
-    (number,) = (each for each in range(3, 256) if os.path.exists(f"/proc/self/fd/{each}") and is_stream(each))
+    (number,) = (
+        each
+        for each in range(3, 256)
+        if os.path.exists(f"/proc/self/fd/{each}") and is_stream(each)
+    )
     return number
 
 
@@ -188,8 +212,11 @@ GARBAGE = [
 
 @linux_only("/proc")
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["zeros", "text", "short"])
-def test_garbage_on_the_pipe_is_the_death_of_that_worker(garbage: bytes, nursery: mpgrad.Pool) -> None:
-    """One frame that could not be read broke the whole pool, or had it wait for a frame of exabytes."""
+def test_garbage_on_the_pipe_is_the_death_of_that_worker(
+    garbage: bytes, nursery: mpgrad.Pool
+) -> None:
+    """One frame that could not be read broke the whole pool, or had it wait for a frame of
+    exabytes."""
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
@@ -235,13 +262,26 @@ FORGED = {
 
 
 @linux_only("/proc")
-@pytest.mark.parametrize("what", [*list(FORGED)[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in [*FORGED][1:])])
-def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(what: str, nursery: mpgrad.Pool) -> None:
-    """Where the mark was right it broke the whole pool: sizes, descriptors and messages were believed."""
+@pytest.mark.parametrize(
+    "what", [*list(FORGED)[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in [*FORGED][1:])]
+)
+def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
+    what: str, nursery: mpgrad.Pool
+) -> None:
+    """Where the mark was right it broke the whole pool: sizes, descriptors and messages were
+    believed."""
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
-        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message") as raised:
-            pool.map(lambda k: (os.write(socket_of_worker(), FORGED[what]), time.sleep(60)) if k == 1 else k, range(3), 1)
+        with pytest.raises(
+            mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"
+        ) as raised:
+            pool.map(
+                lambda k: (
+                    (os.write(socket_of_worker(), FORGED[what]), time.sleep(60)) if k == 1 else k
+                ),
+                range(3),
+                1,
+            )
         assert isinstance(raised.value.__cause__, UnreadableFrame)
         assert future.result() is None
         assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
@@ -250,7 +290,8 @@ def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(what: str, nurs
 @linux_only("the C library's fork")
 @pytest.mark.slow
 def test_a_task_that_forks_in_c(nursery: mpgrad.Pool) -> None:
-    """Python does not know of the child, which answers, too: an answer that nobody waited for broke the pool."""
+    """Python does not know of the child, which answers, too: an answer that nobody waited for broke
+    the pool."""
     with mpgrad.Pool(1, retries=0) as pool:
         with contextlib.suppress(mpgrad.WorkerDiedError):
             pool.map(lambda k: ctypes.CDLL(None).fork() and k, [1, 2], 1)
@@ -267,8 +308,11 @@ HANDLERS = ["prints", "logs", "raises"]
 
 @linux_only("timers that interrupt a system call many times a second")
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
-    """A handler that printed or logged put its frame into the middle of the other; one that raised left a half of it."""
+def test_a_signal_while_a_frame_is_being_sent(
+    handler: str, nursery: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A handler that printed or logged put its frame into the middle of the other; one that raised
+    left a half of it."""
 
     def fn(k: int) -> int:
         rung, may_raise = 0, False
@@ -300,18 +344,24 @@ def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool
     with mpgrad.Pool(1, retries=0) as pool, contextlib.redirect_stdout(out):
         (rung,) = pool.map(fn, [0])
         assert pool.apply(abs, (-1,)) == 1
-    text = out.getvalue() + "".join(each.getMessage() for each in caplog.records if each.name == "ringing")
+    text = out.getvalue() + "".join(
+        each.getMessage() for each in caplog.records if each.name == "ringing"
+    )
     numbers = [int(found) for found in re.findall(r"line (\d+) x{200000}", text)]
     assert rung > 0 and numbers == sorted(set(numbers))
     if handler == "raises":
-        assert re.fullmatch(r"(line \d+ x{200000}|\n)*", text)  # what was interrupted may be missing, but nothing is torn
+        # what was interrupted may be missing, but nothing is torn
+        assert re.fullmatch(r"(line \d+ x{200000}|\n)*", text)
     else:
         assert numbers == list(range(60))
-        assert sorted(map(int, re.findall(r"rung (\d+) r{50000}", text))) == list(range(1, rung + 1))
+        assert sorted(map(int, re.findall(r"rung (\d+) r{50000}", text))) == list(
+            range(1, rung + 1)
+        )
 
 
 class Interrupted(str):
-    """While it is added to what was written before, another thread writes: a switch at the worst moment."""
+    """While it is added to what was written before, another thread writes: a switch at the worst
+    moment."""
 
     def __radd__(self, before: str) -> str:
         write_elsewhere()

@@ -1,9 +1,11 @@
-"""A worker is killed at every message of a map and its backwards, one after the other: every run ends as if nothing had been.
+"""A worker is killed at every message of a map and its backwards, one after the other: every run
+ends as if nothing had been.
 
-On the workers' side of the pipe, the first worker to come to the n-th frame kills itself: before it handles it, after, with
-half of an answer in the pipe, or with all of it. On the parent's side, the worker is killed when the parent has just sent its
-n-th frame, or has just read one, so that what it was doing then is left to chance. An undisturbed run tells how many there are.
-Each way takes every second or fourth frame, from another one on; tests/simulation plays a death at every message.
+On the workers' side of the pipe, the first worker to come to the n-th frame kills itself: before it
+handles it, after, with half of an answer in the pipe, or with all of it. On the parent's side, the
+worker is killed when the parent has just sent its n-th frame, or has just read one, so that what it
+was doing then is left to chance. An undisturbed run tells how many there are. Each way takes every
+second or fourth frame, from another one on; tests/simulation plays a death at every message.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ Tensor = torch.Tensor
 
 
 def scenario(pool: mpgrad.Pool) -> list[Tensor]:
-    """Losses, values, gradients of items and captures, second order with captures, a chain, a large tensor, random numbers."""
+    """Losses, values, gradients of items and captures, second order with captures, a chain, a large
+    tensor, random numbers."""
     torch.manual_seed(0)
     weight = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
-    items = [torch.linspace(-1, k, 3, dtype=torch.float64, requires_grad=True) for k in range(ITEMS)]
+    items = [
+        torch.linspace(-1, k, 3, dtype=torch.float64, requires_grad=True) for k in range(ITEMS)
+    ]
     large = torch.linspace(0, 1, 3000, dtype=torch.float64, requires_grad=True)  # lies in a slot
 
     def fn(x: Tensor) -> Tensor:
@@ -64,7 +69,8 @@ def scenario(pool: mpgrad.Pool) -> list[Tensor]:
 
 
 class Killer:
-    """Counts, over all workers, in a file; kills this one at the count that is written beside it."""
+    """Counts, over all workers, in a file; kills this one at the count that is written beside
+    it."""
 
     def __init__(self, folder: Path, when: str) -> None:
         self.folder = folder
@@ -89,7 +95,12 @@ class Killer:
         else:
             send = Channel.send
 
-            def sent(channel: Channel, messages: Any, payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+            def sent(
+                channel: Channel,
+                messages: Any,
+                payload: Sequence[bytes] = (),
+                descriptors: Sequence[int] = (),
+            ) -> None:
                 fatal = self.counts()
                 if fatal and self.when == "half":
                     channel._socket.send(bytes(10))
@@ -135,9 +146,13 @@ def undisturbed(nursery: mpgrad.Pool) -> list[Tensor]:
         return scenario(pool)
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], note: object, exactly: bool = True) -> None:
+def assert_same(
+    found: list[Tensor], expected: list[Tensor], note: object, exactly: bool = True
+) -> None:
     for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert torch.allclose(ours, theirs, rtol=0 if exactly else 1e-13, atol=0 if exactly else 1e-13), (note, place)
+        assert torch.allclose(
+            ours, theirs, rtol=0 if exactly else 1e-13, atol=0 if exactly else 1e-13
+        ), (note, place)
 
 
 def test_the_scenario_is_right(undisturbed: list[Tensor]) -> None:
@@ -145,7 +160,9 @@ def test_the_scenario_is_right(undisturbed: list[Tensor]) -> None:
         assert_same(scenario(pool), undisturbed, "inline")
 
 
-@pytest.mark.parametrize(("when", "first", "step"), [("before", 1, 4), ("after", 3, 4), ("half", 2, 2), ("whole", 4, 4)])
+@pytest.mark.parametrize(
+    ("when", "first", "step"), [("before", 1, 4), ("after", 3, 4), ("half", 2, 2), ("whole", 4, 4)]
+)
 def test_a_kill_at_every_frame_of_the_workers(
     undisturbed: list[Tensor], tmp_path: Path, when: str, first: int, step: int
 ) -> None:
@@ -156,7 +173,8 @@ def test_a_kill_at_every_frame_of_the_workers(
     kills = range(first, frames + 1, step)
     for fatal in kills:
         assert_same(run_with(killer, [fatal]), undisturbed, fatal)
-    assert killer.killed > len(kills) / 2  # some runs have fewer frames, and the last worker is seen to die after the end
+    # some runs have fewer frames, and the last worker is seen to die after the end
+    assert killer.killed > len(kills) / 2
 
 
 def test_two_kills(undisturbed: list[Tensor], tmp_path: Path) -> None:
@@ -216,7 +234,8 @@ def test_a_kill_at_every_frame_of_the_parent(
     step: int,
 ) -> None:
     shooter = Shooter(monkeypatch, owner, method)
-    exactly = "deterministic" in options  # without it, the sums of the captures' gradients depend on who adds up what
+    # without it, the sums of the captures' gradients depend on who adds up what
+    exactly = "deterministic" in options
     assert_same(shooter.run(-1, **options), undisturbed, "no kill", exactly)
     frames = shooter.count
     assert frames > 15

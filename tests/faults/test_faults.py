@@ -31,7 +31,8 @@ pytestmark = pytest.mark.quick
 
 
 class OwnError(Exception):
-    """Defined where the worker cannot import it by accident, with arguments that its message does not show."""
+    """Defined where the worker cannot import it by accident, with arguments that its message does
+    not show."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -60,7 +61,9 @@ def test_the_exception_of_the_first_failing_item(pool: mpgrad.Pool) -> None:
             pool.map(fn, range(40), 2)
         assert caught.value.args == (5, "text") and caught.value.code == 5
     (note,) = caught.value.__notes__
-    assert note.startswith("raised in item 5 of fn, worker ") and note.endswith("phase: forward (int)")
+    assert note.startswith("raised in item 5 of fn, worker ") and note.endswith(
+        "phase: forward (int)"
+    )
     assert 'raise OwnError(k, "text")' in str(caught.value.__cause__)
     works(pool)
 
@@ -99,7 +102,10 @@ def test_an_exception_that_cannot_be_printed(pool: mpgrad.Pool, kind: type[Excep
 
     with pytest.raises((kind, mpgrad.RemoteError)) as caught:
         pool.map(fn, [1])
-    assert caught.value.__notes__[0].startswith("raised in item 0 of fn, ") and pool.stats().deaths == 0
+    assert (
+        caught.value.__notes__[0].startswith("raised in item 0 of fn, ")
+        and pool.stats().deaths == 0
+    )
     works(pool)
 
 
@@ -162,11 +168,18 @@ def test_exceptions_that_end_programs(pool: mpgrad.Pool, exception: BaseExceptio
 
 def test_unpicklable_functions_items_and_results(pool: mpgrad.Pool) -> None:
     numbers = iter(k for k in range(3))
-    with pytest.raises(TypeError, match=r"the function cannot be carried to or from a worker: cannot pickle 'generator'"):
+    with pytest.raises(
+        TypeError,
+        match=r"the function cannot be carried to or from a worker: cannot pickle 'generator'",
+    ):
         pool.map(lambda x: numbers, [1])
-    with pytest.raises(TypeError, match=r"item 2 cannot be carried to or from a worker: cannot pickle 'generator'"):
+    with pytest.raises(
+        TypeError, match=r"item 2 cannot be carried to or from a worker: cannot pickle 'generator'"
+    ):
         pool.map(abs, [1, 2, numbers])
-    with pytest.raises(TypeError, match="the result cannot be carried to or from a worker: cannot pickle") as caught:
+    with pytest.raises(
+        TypeError, match="the result cannot be carried to or from a worker: cannot pickle"
+    ) as caught:
         pool.map(lambda k: (j for j in range(k)) if k else k, [0, 1])
     assert any("item 1" in note and "phase: result" in note for note in caught.value.__notes__)
     works(pool)
@@ -195,10 +208,16 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
     assert error.__notes__[-1] == "item 1 cannot be carried to or from a worker"
     with pytest.raises(RuntimeError, match="no function") as caught:
         pool.map(functools.partial(abs, Refuses(RuntimeError("no function"))), [1])
-    assert caught.value.__notes__[-1] == "the function cannot be carried to or from a worker (args[0])"
-    results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])  # it must not be taken for the end of the items
+    assert (
+        caught.value.__notes__[-1] == "the function cannot be carried to or from a worker (args[0])"
+    )
+    # it must not be taken for the end of the items
+    results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])
     assert next(results) == 1
-    with pytest.raises(pickle.PicklingError, match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)"):
+    with pytest.raises(
+        pickle.PicklingError,
+        match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)",
+    ):
         next(results)
     works(pool)
 
@@ -211,12 +230,24 @@ class Unreadable(Refuses):
 def test_a_result_that_cannot_be_carried_is_a_maybe_encoding_error(pool: mpgrad.Pool) -> None:
     for fn, exc, value in (
         (lambda k: Refuses(LookupError("not found")), "LookupError('not found')", "<refuses>"),
-        (lambda k: Unreadable(LookupError("not found")), "LookupError('not found')", "Unreadable object at"),
-        (lambda k: torch.ones(2).to_mkldnn(), "its layout is torch._mkldnn", "layout=torch._mkldnn"),
+        (
+            lambda k: Unreadable(LookupError("not found")),
+            "LookupError('not found')",
+            "Unreadable object at",
+        ),
+        (
+            lambda k: torch.ones(2).to_mkldnn(),
+            "its layout is torch._mkldnn",
+            "layout=torch._mkldnn",
+        ),
     ):
-        with pytest.raises(multiprocessing.pool.MaybeEncodingError, match=r"the result .*cannot be carried") as caught:
+        with pytest.raises(
+            multiprocessing.pool.MaybeEncodingError, match=r"the result .*cannot be carried"
+        ) as caught:
             pool.map(fn, [1])
-        assert isinstance(caught.value, pickle.PicklingError) and isinstance(caught.value, TypeError)
+        assert isinstance(caught.value, pickle.PicklingError) and isinstance(
+            caught.value, TypeError
+        )
         assert exc in caught.value.exc and value in caught.value.value
         assert "phase: result" in caught.value.__notes__[0]
     works(pool)
@@ -226,14 +257,18 @@ def test_remote_tracebacks_are_the_standard_librarys(pool: mpgrad.Pool) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         pool.apply(divmod, (1, 0))
     cause = caught.value.__cause__
-    assert isinstance(cause, multiprocessing.pool.RemoteTraceback) and isinstance(cause, mpgrad.RemoteTraceback)
+    assert isinstance(cause, multiprocessing.pool.RemoteTraceback) and isinstance(
+        cause, mpgrad.RemoteTraceback
+    )
     assert str(cause) == cause.tb == f'\n"""\n{cause.text}"""' and "ZeroDivisionError" in cause.text
     again = pickle.loads(pickle.dumps(cause))
     assert (type(again), again.tb, again.text) == (type(cause), cause.tb, cause.text)
 
 
 def test_a_pool_cannot_be_captured(pool2: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match="a pool cannot be pickled, nor captured by a function that it runs"):
+    with pytest.raises(
+        TypeError, match="a pool cannot be pickled, nor captured by a function that it runs"
+    ):
         pool2.map(lambda x: pool2.map(abs, [x]), [1])
 
 
@@ -280,7 +315,9 @@ DEATHS = [
 @pytest.mark.parametrize(("how", "text"), DEATHS)
 def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: str) -> None:
     works(fresh_pool)
-    with pytest.raises(mpgrad.WorkerDiedError, match=rf"worker \d+ {text} \(phase: forward, item 3\)") as caught:
+    with pytest.raises(
+        mpgrad.WorkerDiedError, match=rf"worker \d+ {text} \(phase: forward, item 3\)"
+    ) as caught:
         fresh_pool.map(lambda k: die(how) if k == 3 else time.sleep(0.01), range(20))
     assert (caught.value.item, caught.value.phase) == (3, "forward")
     works(fresh_pool)
@@ -317,9 +354,12 @@ def test_without_retries_what_is_lost_raises(nursery: mpgrad.Pool) -> None:
         victim.kill()
         pool._scheduler.wait_until(lambda: victim.pid not in pids(), timeout=10)
         for _ in range(2):
-            with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"):
+            with pytest.raises(
+                mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"
+            ):
                 sum(r.sum() for r in results).backward(retain_graph=True)
-        assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8  # what has come stays valid
+        # what has come stays valid
+        assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 3\)"):
             pool.map(lambda k: die("SIGKILL") if k == 3 else k, range(6))
         works(pool)
@@ -354,7 +394,10 @@ def test_a_failing_initializer(nursery: mpgrad.Pool) -> None:
 
 def test_workers_that_die_at_start(nursery: mpgrad.Pool) -> None:
     message = r"exited with status 5 \(phase: start\); so did 3 in a row"
-    with mpgrad.Pool(1, initializer=os._exit, initargs=(5,)) as pool, pytest.raises(mpgrad.WorkerDiedError, match=message):
+    with (
+        mpgrad.Pool(1, initializer=os._exit, initargs=(5,)) as pool,
+        pytest.raises(mpgrad.WorkerDiedError, match=message),
+    ):
         pool.map(abs, [1])
 
 
@@ -382,10 +425,13 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
 
 def interrupted(work: Callable[[], object]) -> None:
-    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end before."""
+    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end
+    before."""
     for child in psutil.Process().children(recursive=True):
         child.send_signal(signal.SIGINT)
-    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer = threading.Timer(
+        0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    )
     timer.start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -398,11 +444,18 @@ def test_after_close(nursery: mpgrad.Pool) -> None:
     pool = mpgrad.Pool(2)
     x = torch.ones(2, requires_grad=True)
     (y,) = pool.map(lambda t: t * 2, [x])
-    with pytest.raises(ValueError, match="the pool is still open; close or terminate it before join"):
+    with pytest.raises(
+        ValueError, match="the pool is still open; close or terminate it before join"
+    ):
         pool.join()
     running = pool.map_async(abs, range(50))
     pool.close()
-    for use in (lambda: pool.map(abs, [1]), lambda: pool.submit(abs, 1), lambda: pool.imap(abs, [1]), pool.__enter__):
+    for use in (
+        lambda: pool.map(abs, [1]),
+        lambda: pool.submit(abs, 1),
+        lambda: pool.imap(abs, [1]),
+        pool.__enter__,
+    ):
         with pytest.raises(mpgrad.PoolClosedError, match="the pool is closed; make a new one"):
             use()
     assert running.get(30) == list(range(50))
@@ -410,7 +463,10 @@ def test_after_close(nursery: mpgrad.Pool) -> None:
     pool.join()
     pool.join()
     assert y.tolist() == [2, 2] and x.grad.tolist() == [2, 2]
-    with pytest.raises(mpgrad.PoolClosedError, match="the pool is closed, and its workers and their graphs are gone"):
+    with pytest.raises(
+        mpgrad.PoolClosedError,
+        match="the pool is closed, and its workers and their graphs are gone",
+    ):
         y.sum().backward()
     pool.terminate()
 
@@ -428,7 +484,9 @@ def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
             wait()
 
 
-def test_one_thread_at_a_time_answers_what_came_too_late(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_at_a_time_answers_what_came_too_late(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two would give an operation the same error twice."""
     failed, entered, go = [], threading.Event(), threading.Event()
     fail = Operation.fail
@@ -512,7 +570,11 @@ def test_from_a_forked_child(fresh_pool: mpgrad.Pool) -> None:
     pid = os.fork()
     if pid == 0:
         errors = []
-        for use in (lambda: fresh_pool.map(abs, [1]), lambda: y.sum().backward(), lambda: fresh_pool.submit(abs, 1)):
+        for use in (
+            lambda: fresh_pool.map(abs, [1]),
+            lambda: y.sum().backward(),
+            lambda: fresh_pool.submit(abs, 1),
+        ):
             try:
                 use()
             except RuntimeError as error:
@@ -526,7 +588,11 @@ def test_from_a_forked_child(fresh_pool: mpgrad.Pool) -> None:
     os.close(reader)
     os.close(writer)
     assert len(errors) == 3
-    assert all(f"this pool belongs to process {os.getpid()} and cannot be used in its forked child {pid}" in e for e in errors)
+    assert all(
+        f"this pool belongs to process {os.getpid()} and cannot be used in its forked child {pid}"
+        in e
+        for e in errors
+    )
     works(fresh_pool)
     y.sum().backward()
 
@@ -577,18 +643,48 @@ def limit_files(nbytes: int) -> None:
         ({"processes": True}, TypeError, r"processes must be an integer \(processes: True\)"),
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
         ({"maxtasksperchild": 0}, ValueError, "maxtasksperchild must be at least 1"),
-        ({"maxtasksperchild": 0.5}, ValueError, r"maxtasksperchild must be an integer \(maxtasksperchild: 0.5\)"),
-        ({"engine": "gpu"}, ValueError, r"engine must be one of process, thread, inline, stream, ray \(engine: 'gpu'\)"),
+        (
+            {"maxtasksperchild": 0.5},
+            ValueError,
+            r"maxtasksperchild must be an integer \(maxtasksperchild: 0.5\)",
+        ),
+        (
+            {"engine": "gpu"},
+            ValueError,
+            r"engine must be one of process, thread, inline, stream, ray \(engine: 'gpu'\)",
+        ),
         ({"initializer": 3}, TypeError, "initializer must be a function or None"),
-        ({"initializer": abs, "initargs": (sys._getframe(),)}, TypeError, "the initializer or its arguments cannot be"),
+        (
+            {"initializer": abs, "initargs": (sys._getframe(),)},
+            TypeError,
+            "the initializer or its arguments cannot be",
+        ),
         ({"context": 3}, TypeError, "context must be a name or a context of multiprocessing"),
-        ({"context": "vfork"}, ValueError, r"context must be one of .*spawn.* \(context: 'vfork'\)"),
-        ({"deterministic": "yes"}, TypeError, r"deterministic must be True or False \(deterministic: 'yes'\)"),
-        ({"deterministic": 1}, TypeError, r"deterministic must be True or False \(deterministic: 1\)"),
-        ({"initializer": abs, "initargs": 3}, TypeError, r"initargs must be an iterable \(given: 3\)"),
+        (
+            {"context": "vfork"},
+            ValueError,
+            r"context must be one of .*spawn.* \(context: 'vfork'\)",
+        ),
+        (
+            {"deterministic": "yes"},
+            TypeError,
+            r"deterministic must be True or False \(deterministic: 'yes'\)",
+        ),
+        (
+            {"deterministic": 1},
+            TypeError,
+            r"deterministic must be True or False \(deterministic: 1\)",
+        ),
+        (
+            {"initializer": abs, "initargs": 3},
+            TypeError,
+            r"initargs must be an iterable \(given: 3\)",
+        ),
     ],
 )
-def test_bad_arguments_of_the_pool(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_bad_arguments_of_the_pool(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         mpgrad.Pool(**arguments)
 
@@ -601,14 +697,32 @@ def test_bad_arguments_of_calls(pool: mpgrad.Pool) -> None:
     not_iterable: list[tuple[str, Callable[[], object]]] = [
         (r"the items must be an iterable \(given: 3\)", lambda: pool.map(abs, 3)),
         (r"the items must be an iterable \(given: 3\)", lambda: pool.starmap(abs, 3)),
-        (r"the items must be an iterable \(given: tensor\(3\.\)\)", lambda: pool.map(abs, torch.tensor(3.0))),
-        (r"the function comes first, then the items \(given: <built-in function abs>\)", lambda: pool.map([1], abs)),
-        (r"the function comes first, then the items \(given: <class 'list'>\)", lambda: pool.imap([1], list)),
-        (r"as the arguments of a call, must be an iterable \(given: 1\)", lambda: pool.starmap(abs, [1, 2])),
+        (
+            r"the items must be an iterable \(given: tensor\(3\.\)\)",
+            lambda: pool.map(abs, torch.tensor(3.0)),
+        ),
+        (
+            r"the function comes first, then the items \(given: <built-in function abs>\)",
+            lambda: pool.map([1], abs),
+        ),
+        (
+            r"the function comes first, then the items \(given: <class 'list'>\)",
+            lambda: pool.imap([1], list),
+        ),
+        (
+            r"as the arguments of a call, must be an iterable \(given: 1\)",
+            lambda: pool.starmap(abs, [1, 2]),
+        ),
         (r"args must be an iterable \(given: 3\)", lambda: pool.apply(abs, 3)),
-        (r"the function comes first, then args \(given: <built-in function abs>\)", lambda: pool.apply_async((3,), abs)),
+        (
+            r"the function comes first, then args \(given: <built-in function abs>\)",
+            lambda: pool.apply_async((3,), abs),
+        ),
         (r"kwds must be a mapping \(kwds: 4\)", lambda: pool.apply(abs, (3,), 4)),
-        (r"the items must be an iterable \(given: 3\)", lambda: pool.reduce("sum", 3, torch.zeros(1))),
+        (
+            r"the items must be an iterable \(given: 3\)",
+            lambda: pool.reduce("sum", 3, torch.zeros(1)),
+        ),
         (r"the function comes first, then the items", lambda: pool.map_reduce([1], abs, "sum")),
         (r"the items must be an iterable \(given: 3\)", lambda: mpgrad.advise(abs, 3)),
     ]
@@ -618,6 +732,8 @@ def test_bad_arguments_of_calls(pool: mpgrad.Pool) -> None:
     assert pool.apply(int, ("11",), types.MappingProxyType({"base": 2})) == 3
     with pytest.raises(TypeError, match=r"path must name a file, or be None \(path: 3\)"):
         pool.timeline(3)
-    with pytest.raises(TypeError, match="progress must be True, False, a description, or a function"):
+    with pytest.raises(
+        TypeError, match="progress must be True, False, a description, or a function"
+    ):
         pool.map(abs, [1], progress=3)
     works(pool)

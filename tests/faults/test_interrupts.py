@@ -1,4 +1,5 @@
-"""An interrupt stops the work: what nobody can ask for any more is cancelled, running calls with their workers."""
+"""An interrupt stops the work: what nobody can ask for any more is cancelled, running calls with
+their workers."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def meet(folder: Path, number: int) -> bool:
 
 
 class Stuck(torch.autograd.Function):
-    """The identity, whose backward says that it has begun, and does something for as long as nobody has said `go`."""
+    """The identity, whose backward says that it has begun, and does something for as long as nobody
+    has said `go`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, folder: Path, busy: Callable[[], None]) -> Tensor:
@@ -79,7 +81,8 @@ class Stuck(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        may_go = (ctx.folder / "go").exists()  # before it is said: who reads that may say `go` at once
+        # before it is said: who reads that may say `go` at once
+        may_go = (ctx.folder / "go").exists()
         (ctx.folder / f"begun {int(grad.sum())}").touch()
         if not may_go:
             ctx.busy()
@@ -115,7 +118,8 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def interrupted(when: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's frames only."""
+    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's
+    frames only."""
 
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
     came = False
@@ -127,7 +131,9 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
             came = True
         finally:  # also if it never comes: the block would wait forever
             signal.pthread_kill(main, signal.SIGINT)
-        if not was_raised.wait(10):  # it came when the thread was about to block: Python looks again at the next signal only
+        if not was_raised.wait(
+            10
+        ):  # it came when the thread was about to block: Python looks again at the next signal only
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -138,7 +144,8 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
     thread.join()
     assert came
     has_no_frames_of_ours(caught.value)
-    del caught  # its traceback leads to this frame: nothing that the block refers to would be dropped
+    # its traceback leads to this frame: nothing that the block refers to would be dropped
+    del caught
 
 
 def has_no_frames_of_ours(error: BaseException) -> None:
@@ -281,7 +288,9 @@ def in_the_first(futures: list[concurrent.futures.Future[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["process", "thread"])
 @pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait, in_the_first])
-def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]) -> None:
+def test_the_with_block_of_an_executor(
+    nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]
+) -> None:
     """It waited for the whole queue."""
     x = torch.ones(2, requires_grad=True)
     go, asks = tmp_path / "go", threading.Event()
@@ -289,7 +298,9 @@ def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, eng
     with interrupted(lambda: asks.is_set() and count(tmp_path, "begun") == 2), executor:
         done = executor.submit(wave, x)
         done.result()
-        results = executor.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(2))
+        results = executor.map(
+            functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(2)
+        )
         futures = [executor.submit(begin, tmp_path, sleeps, k) for k in range(2, 9)]
         futures[0].add_done_callback(lambda _: None)  # so that a wait for it calls nothing off
         asks.set()
@@ -299,7 +310,8 @@ def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, eng
     with pytest.raises(concurrent.futures.CancelledError):
         next(results)
     if engine == "process":
-        wait_for(lambda: executor._pool.stats().deaths == 1)  # the other worker keeps a graph, which could not be made again
+        # the other worker keeps a graph, which could not be made again
+        wait_for(lambda: executor._pool.stats().deaths == 1)
     go.touch()
     done.result().backward()
     assert_same([x.grad], serial_gradients(wave, [x]))
@@ -331,7 +343,10 @@ def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
     function = functools.partial(begin, tmp_path, sleeps)
     started = time.monotonic()
     executor = mpgrad.Executor(2)
-    with interrupted(lambda: count(tmp_path, "begun") == 2 and somebody_waits(executor._pool)), executor:
+    with (
+        interrupted(lambda: count(tmp_path, "begun") == 2 and somebody_waits(executor._pool)),
+        executor,
+    ):
         if moment == "in the map":
             list(executor.map(function, range(9)))
         else:
@@ -355,7 +370,9 @@ def test_an_interrupt_before_there_is_an_iterator(fresh_pool: mpgrad.Pool, tmp_p
         assert_at_full_strength(fresh_pool, tmp_path)
 
 
-def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_future_that_somebody_holds_is_still_wanted(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     def task(x: Tensor) -> Tensor:
         (tmp_path / "begun").touch()
         wait_for((tmp_path / "go").exists)
@@ -364,7 +381,14 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
     x = torch.ones(2, requires_grad=True)
     future, result = fresh_pool.submit(task, x), fresh_pool.map_async(task, [x])
     results = fresh_pool.imap(task, [x])
-    for wait in (future.result, future.exception, result.get, result.wait, results.next, fresh_pool.synchronize):
+    for wait in (
+        future.result,
+        future.exception,
+        result.get,
+        result.wait,
+        results.next,
+        fresh_pool.synchronize,
+    ):
         with interrupted(functools.partial(somebody_waits, fresh_pool)):
             wait()
     assert fresh_pool.stats().deaths == 0 and not future.done() and not result.ready()
@@ -377,10 +401,11 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
 def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
     fresh_pool: mpgrad.Pool, tmp_path: Path, taken: bool
 ) -> None:
-    """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument was there.
+    """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument
+    was there.
 
-    Cause: after an interrupted wait a future is cancelled when nobody holds it; but calls of which others had been connected
-    with it no longer counted as its users.
+    Cause: after an interrupted wait a future is cancelled when nobody holds it; but calls of which
+    others had been connected with it no longer counted as its users.
     """
 
     def task(x: Tensor) -> Tensor:
@@ -393,7 +418,10 @@ def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
 
     x = torch.ones(2, requires_grad=True)
     given = fresh_pool.submit(task, x)
-    first, second = fresh_pool.submit(torch.sin, given), fresh_pool.submit(torch.add, given, fresh_pool.submit(late))
+    first, second = (
+        fresh_pool.submit(torch.sin, given),
+        fresh_pool.submit(torch.add, given, fresh_pool.submit(late)),
+    )
     with interrupted(functools.partial(somebody_waits, fresh_pool)):
         given.result()
     (tmp_path / "go").touch()
@@ -467,7 +495,9 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 @pytest.mark.slow
 def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     weight = torch.linspace(1, 2, 3, requires_grad=True)
-    results = fresh_pool.map(lambda x: stuck_in_backward(tmp_path, sleeps, weight * x), [1.0, 2.0, 3.0, 4.0], 1)
+    results = fresh_pool.map(
+        lambda x: stuck_in_backward(tmp_path, sleeps, weight * x), [1.0, 2.0, 3.0, 4.0], 1
+    )
     for ask in (
         lambda: sum(results).backward(retain_graph=True),
         lambda: mpgrad.per_item_grad(results, weight, retain_graph=True),
@@ -486,8 +516,11 @@ def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: 
     torch.testing.assert_close(sum(each), copy.grad)
 
 
-def test_backwards_that_had_not_begun_can_be_asked_for_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come to them."""
+def test_backwards_that_had_not_begun_can_be_asked_for_again(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come
+    to them."""
     xs = leaves(6)
     with mpgrad.Pool(1) as pool:
         results = pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), xs, 1)
@@ -495,10 +528,14 @@ def test_backwards_that_had_not_begun_can_be_asked_for_again(nursery: mpgrad.Poo
             sum(results).backward()
         (tmp_path / "go").touch()
         sum(results).backward()
-    assert_same(gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs))
+    assert_same(
+        gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs)
+    )
 
 
-def test_an_interrupt_in_a_hook_of_the_caller(nursery: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_an_interrupt_in_a_hook_of_the_caller(
+    nursery: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     def interrupt(grad: Tensor) -> None:
         fresh_pool.submit(abs, 1)  # the pool hears at once of what was sent to it
         wait_for(lambda: count(tmp_path, "begun") > 0)
@@ -518,7 +555,8 @@ def test_an_interrupt_in_a_hook_of_the_caller(nursery: mpgrad.Pool, fresh_pool: 
 
 @pytest.mark.slow
 def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """They are queued behind calls that are interrupted, more often than a call may lose its worker."""
+    """They are queued behind calls that are interrupted, more often than a call may lose its
+    worker."""
     with mpgrad.Pool(1, retries=1) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
         x = torch.ones(3, requires_grad=True)
@@ -547,11 +585,16 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
     thread = threading.Thread(target=lambda: found.extend(fresh_pool.map(slow, xs, 1)))
     stuck = fresh_pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
     wait_for(lambda: count(tmp_path, "begun") == 1)
-    with interrupted(lambda: count(tmp_path, "slow") == 1 and len(fresh_pool._scheduler._waiters) == 2):  # type: ignore[attr-defined]
+    with interrupted(
+        lambda: (
+            count(tmp_path, "slow") == 1 and len(fresh_pool._scheduler._waiters) == 2  # type: ignore[attr-defined]
+        )
+    ):
         thread.start()
         stuck.get()
     del stuck
-    wait_for(lambda: count(tmp_path, "slow") == 2)  # the second one runs where the interrupted one ran
+    # the second one runs where the interrupted one ran
+    wait_for(lambda: count(tmp_path, "slow") == 2)
     (tmp_path / "go").touch()
     thread.join()
     assert [torch.equal(y, x * 2) for x, y in zip(xs, found, strict=True)] == [True, True]
@@ -565,7 +608,13 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
     with staffed(mpgrad.Pool(2, retries=0)) as pool:
         kept = pool.map(wave, xs, 1)
         with interrupted(lambda: count(tmp_path, "begun") == 2):
-            pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, (tmp_path / "go").exists)), range(2), 1)
+            pool.map(
+                functools.partial(
+                    begin, tmp_path, functools.partial(wait_for, (tmp_path / "go").exists)
+                ),
+                range(2),
+                1,
+            )
         assert_at_full_strength(pool, tmp_path)
         (tmp_path / "go").touch()
         sum(kept).backward()
@@ -580,8 +629,11 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 2])
-def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Path, retries: int) -> None:
-    """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
+def test_nothing_waits_behind_what_never_ends(
+    nursery: mpgrad.Pool, tmp_path: Path, retries: int
+) -> None:
+    """Neither what was queued there before the interrupt, nor what comes right after it: the pool
+    seemed to hang."""
     xs = leaves(2)
     with mpgrad.Pool(1, retries=retries) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
@@ -598,7 +650,8 @@ def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Pa
             assert pool.map(abs, [-2, -3], 1) == [2, 3] and before.result() == 1
         assert pool.stats().deaths == (0 if retries == 0 else 2)
         del kept
-        wait_for(lambda: [each.retiring for each in pool.stats().workers] == [False])  # they are ended with their last graph
+        # they are ended with their last graph
+        wait_for(lambda: [each.retiring for each in pool.stats().workers] == [False])
         assert pool.stats().deaths == 2
 
 
@@ -642,7 +695,9 @@ def test_a_backward_that_raises_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_pat
     def task(x: Tensor) -> Tensor:
         return stuck_in_backward(tmp_path, raises if len(x) == 2 else slow, x)
 
-    results = fresh_pool.map(task, [torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)], 1)
+    results = fresh_pool.map(
+        task, [torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)], 1
+    )
     with pytest.raises(ValueError, match="no"):
         sum(results).backward()
     wait_for((tmp_path / "done").exists)
@@ -665,7 +720,11 @@ def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     with mpgrad.Pool(2, engine="thread") as pool:
         results = pool.map(task, xs, 1)
         with interrupted(lambda: count(tmp_path, "begun") == 2):
-            pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(20), 1)
+            pool.map(
+                functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)),
+                range(20),
+                1,
+            )
         let_it_hear(pool)
         go.touch()
         assert_at_full_strength(pool, tmp_path)
@@ -681,7 +740,9 @@ def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
         for x in xs:
             x.grad = None
         sum(results).backward()
-        assert_same(gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs))
+        assert_same(
+            gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs)
+        )
 
 
 SCRIPT = """
@@ -707,7 +768,9 @@ with mpgrad.Pool(2) as pool:
 @pytest.mark.slow
 def test_a_terminal_interrupts_the_whole_group() -> None:
     command = [sys.executable, "-u", "-W", "ignore", "-c", SCRIPT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as script:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
         assert script.stdout is not None and script.stderr is not None
         lines = []
         begun = 0
@@ -723,7 +786,9 @@ def test_a_terminal_interrupts_the_whole_group() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops what a finalizer raises
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_second_interrupt_while_the_first_one_cancels(
@@ -755,8 +820,11 @@ def test_a_second_interrupt_while_the_first_one_cancels(
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_iterator_adds_a_call_after_all_were_cancelled(fresh_pool: mpgrad.Pool, ordered: bool) -> None:
-    """As where one thread iterates while another one leaves the executor's `with` by an interrupt."""
+def test_an_iterator_adds_a_call_after_all_were_cancelled(
+    fresh_pool: mpgrad.Pool, ordered: bool
+) -> None:
+    """As where one thread iterates while another one leaves the executor's `with` by an
+    interrupt."""
     scheduler = fresh_pool._scheduler
 
     def source() -> Iterator[int]:
@@ -777,7 +845,8 @@ def test_an_iterator_adds_a_call_after_all_were_cancelled(fresh_pool: mpgrad.Poo
 
 
 class Interrupter:
-    """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after calls of C functions."""
+    """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after
+    calls of C functions."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -796,7 +865,9 @@ PACKAGE = os.path.dirname(mpgrad.__file__)
 OPENS_A_PIPE = SocketEngine.__init__.__code__
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops what a finalizer raises
 def test_an_interrupt_leaves_the_collector_on() -> None:
     for at in range(1, 100):
         interrupter = Interrupter(at)
@@ -812,9 +883,12 @@ def test_an_interrupt_leaves_the_collector_on() -> None:
 
 
 @pytest.mark.parametrize("engine", ["process", "inline"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops what a finalizer raises
 def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
-    """Whatever the caller is at: afterwards the pool gives what it should, or says that it cannot."""
+    """Whatever the caller is at: afterwards the pool gives what it should, or says that it
+    cannot."""
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = leaves(2)
 
@@ -832,7 +906,9 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
     at = 1
     while True:
         interrupter = Interrupter(at)
-        with contextlib.suppress(KeyboardInterrupt, mpgrad.AncestorFailedError):  # the latter where a call was interrupted
+        with contextlib.suppress(
+            KeyboardInterrupt, mpgrad.AncestorFailedError
+        ):  # the latter where a call was interrupted
             sys.setprofile(interrupter)
             work(pool)
         sys.setprofile(None)
@@ -851,7 +927,9 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
 
 
 @pytest.mark.parametrize("context", [None, "fork"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops what a finalizer raises
 def test_an_interrupt_while_a_pool_starts(nursery: mpgrad.Pool, context: str | None) -> None:
     """Of a pool that nobody has got nothing stays; the guard of all tests looks."""
     at = 1
@@ -888,8 +966,12 @@ def test_an_interrupt_beside_the_start_of_a_thread(
         mpgrad.Pool(1, context="fork")
 
 
-@pytest.mark.parametrize("place", ["mpgrad.pool.Submitter", "mpgrad.scheduling.dispatcher.Dispatcher.start"])
-def test_an_interrupt_before_a_pool_starts(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["mpgrad.pool.Submitter", "mpgrad.scheduling.dispatcher.Dispatcher.start"]
+)
+def test_an_interrupt_before_a_pool_starts(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -898,30 +980,40 @@ def test_an_interrupt_before_a_pool_starts(nursery: mpgrad.Pool, monkeypatch: py
         mpgrad.Pool(1)
 
 
-def asked_async(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+def asked_async(
+    pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]
+) -> Callable[[], list[Tensor]]:
     result = pool.map_async(fn, xs, 1)
     result.wait()
     return result.get
 
 
-def asked_one(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+def asked_one(
+    pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]
+) -> Callable[[], list[Tensor]]:
     results = [pool.apply_async(fn, (x,)) for x in xs]
     for each in results:
         each.wait()
     return lambda: [each.get() for each in results]
 
 
-def asked_futures(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+def asked_futures(
+    pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]
+) -> Callable[[], list[Tensor]]:
     futures = [pool.submit(fn, pool.submit(torch.clone, x)) for x in xs]
     mpgrad.wait(futures)
     return lambda: [each.result() for each in futures]
 
 
-def asked_imap(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+def asked_imap(
+    pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]
+) -> Callable[[], list[Tensor]]:
     return into_a_list(pool.imap(fn, xs))
 
 
-def asked_unordered(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+def asked_unordered(
+    pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]
+) -> Callable[[], list[Tensor]]:
     return into_a_list(pool.imap_unordered(fn, xs))
 
 
@@ -936,13 +1028,21 @@ def into_a_list(results: Iterator[Tensor]) -> Callable[[], list[Tensor]]:
     return ask
 
 
-@pytest.mark.parametrize("asked", first_are_quick(3, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]))
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
-def test_who_was_interrupted_can_ask_again(fresh_pool: mpgrad.Pool, asked: Callable[..., Callable[[], list[Tensor]]]) -> None:
-    # symptom: `get` raised KeyboardInterrupt for ever after, a future's second try gave a result without gradients, an iterator
-    # left an item out. cause: the error was kept as if a call had raised it; what leads from a call to its inputs was let go,
-    # and the item counted as given, before the result was put down.
-    # (A finalizer that is interrupted gives nothing back: the pool is hurt.)
+@pytest.mark.parametrize(
+    "asked",
+    first_are_quick(3, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]),
+)
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops what a finalizer raises
+def test_who_was_interrupted_can_ask_again(
+    fresh_pool: mpgrad.Pool, asked: Callable[..., Callable[[], list[Tensor]]]
+) -> None:
+    # symptom: `get` raised KeyboardInterrupt for ever after, a future's second try gave a result
+    # without gradients, an iterator left an item out. cause: the error was kept as if a call had
+    # raised it; what leads from a call to its inputs was let go, and the item counted as given,
+    # before the result was put down. (A finalizer that is interrupted gives nothing back: the pool
+    # is hurt.)
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = leaves(2)
 

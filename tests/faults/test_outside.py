@@ -1,4 +1,5 @@
-"""Faults of the outside: little memory, few descriptors, large and many tensors, threads, forks, signals, abrupt ends.
+"""Faults of the outside: little memory, few descriptors, large and many tensors, threads, forks,
+signals, abrupt ends.
 
 What limits a whole process runs in a program of its own, which the test starts.
 """
@@ -36,16 +37,19 @@ GIB = 1 << 30
 # the whole of it, once by hand: 1,000,000 and 100,000
 TINY_CALLS = 20_000
 CALLS_WITH_GRAPHS = 2_000
-NOISE = 2 * MIB  # by which a process of 230 MiB may grow between the second and the last tenth of these
+# by which a process of 230 MiB may grow between the second and the last tenth of these
+NOISE = 2 * MIB
 LARGE = 2 * GIB + 4096 + 3  # bytes: more than 31 bits can say, and no whole pages
-LARGE_NEEDS = 9 * GIB  # bytes of memory: item, result, their slots and as much again for whoever else runs
+# bytes of memory: item, result, their slots and as much again for whoever else runs
+LARGE_NEEDS = 9 * GIB
 
 BEGIN = """
 import faulthandler, gc, logging, os, resource, sys, time
 faulthandler.dump_traceback_later(50, exit=True)
 import torch, mpgrad
 
-logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))  # these tiny calls do
+# these tiny calls do cost more to send
+logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 MIB = 1 << 20
 
 def works(pool):
@@ -73,8 +77,17 @@ def address_space():
 
 def run(code: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
     """What a program prints; it has to end well and say nothing on stderr."""
-    # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that fork see that it does not
-    command = [*before, sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", BEGIN + code, *arguments]
+    # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that
+    # fork see that it does not
+    command = [
+        *before,
+        sys.executable,
+        "-W",
+        "ignore:This process:DeprecationWarning",
+        "-c",
+        BEGIN + code,
+        *arguments,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
     return ended.stdout
@@ -91,7 +104,8 @@ def works(pool: mpgrad.Pool) -> None:
 SMALL = """
 free = os.statvfs("/dev/shm")
 assert free.f_blocks * free.f_frsize <= 16 * MIB
-assert isinstance(error_of(lambda: open(os.environ["TMPDIR"] + "/more", "wb").write(bytes(MIB))), OSError)
+more = os.environ["TMPDIR"] + "/more"
+assert isinstance(error_of(lambda: open(more, "wb").write(bytes(MIB))), OSError)
 before = os.listdir("/dev/shm")
 nbytes = 0
 with mpgrad.Pool(2) as pool:
@@ -113,11 +127,21 @@ def test_a_small_dev_shm_and_a_full_disk(tmp_path: Path) -> None:
         "mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm && "
         f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && "
     )
-    fill = f"{{ cat /dev/zero > {tmp_path}/full 2>/dev/null; true; }} && export TMPDIR={tmp_path} && "
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", mounts + "true"], capture_output=True, text=True)
+    fill = (
+        f"{{ cat /dev/zero > {tmp_path}/full 2>/dev/null; true; }} && export TMPDIR={tmp_path} && "
+    )
+    tried = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounts + "true"], capture_output=True, text=True
+    )
     if tried.returncode != 0:
-        pytest.skip(f"needs a mount namespace of its own, which only root may have here ({tried.stderr.strip()})")
-    assert run(SMALL, before=("unshare", "-m", "sh", "-c", mounts + fill + 'exec "$0" "$@"')) == "right\n"
+        pytest.skip(
+            "needs a mount namespace of its own, which only root may have here "
+            f"({tried.stderr.strip()})"
+        )
+    assert (
+        run(SMALL, before=("unshare", "-m", "sh", "-c", mounts + fill + 'exec "$0" "$@"'))
+        == "right\n"
+    )
 
 
 FEW_DESCRIPTORS = """
@@ -145,7 +169,8 @@ NO_DESCRIPTORS = """
 limit(resource.RLIMIT_NOFILE, 64)
 with mpgrad.Pool(2) as pool:
     works(pool)
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(60 - len(os.listdir("/proc/self/fd")))]
+    room = 60 - len(os.listdir("/proc/self/fd"))
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(room)]
     # each result has a slab, and so a descriptor, of its own
     error = error_of(lambda: pool.map(lambda k: torch.full((9 * MIB,), float(k)), range(8)))
     assert isinstance(error, (OSError, MemoryError)), repr(error)
@@ -189,9 +214,12 @@ print("right")
 
 
 def test_few_descriptors_and_none() -> None:
-    """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large tensors."""
+    """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large
+    tensors."""
     pools = 3 if PORTABLE else 10  # workers that are spawned take a second to start
-    code = NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
+    code = (
+        NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
+    )
     assert run(code, str(pools)) == "right\n" * 4
 
 
@@ -203,7 +231,8 @@ for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         limit(what, MIB if what == resource.RLIMIT_FSIZE else address_space() + 90 * MIB)
         for _ in range(3):
             error = error_of(lambda: pool.map(lambda t: t.sum(), [large]))
-            assert isinstance(error, mpgrad.SharedMemoryError) and "104,857,600 bytes asked for" in str(error), repr(error)
+            assert isinstance(error, mpgrad.SharedMemoryError), repr(error)
+            assert "104,857,600 bytes asked for" in str(error), repr(error)
             works(pool)
         unlimited(what)
         pool.map(lambda t: t.sum(), [large])[0].backward()
@@ -227,7 +256,8 @@ print("right")
 
 NO_ROOM_FOR_A_MESSAGE = """
 logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # of messages that could not be read
-with mpgrad.Pool(2, retries=1) as pool:  # by workers that the limit does not hold for: it may for their successors
+# retried by workers that the limit does not hold for: it may for their successors
+with mpgrad.Pool(2, retries=1) as pool:
     works(pool)
     limit(resource.RLIMIT_AS, address_space() + 90 * MIB)
     error = error_of(lambda: pool.map(lambda k: "x" * k, [100 * MIB]))
@@ -258,7 +288,8 @@ errors = [error_of(in_a_pool)]
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 errors.append(error_of(lambda: in_a_pool(limited)))
 for error in errors:
-    assert isinstance(error, mpgrad.SharedMemoryError) and "1,048,576 bytes" in str(error) and "ulimit -f" in str(error), error
+    assert isinstance(error, mpgrad.SharedMemoryError), error
+    assert "1,048,576 bytes" in str(error) and "ulimit -f" in str(error), error
 in_a_pool()
 print("right")
 """
@@ -267,12 +298,15 @@ print("right")
 @pytest.mark.slow
 @linux_only("memory that is a file")
 def test_a_limit_on_the_size_of_files_is_named() -> None:
-    """For the caller, and for workers, which ended three times in a row; it said "no room", with many gigabytes free."""
+    """For the caller, and for workers, which ended three times in a row; it said "no room", with
+    many gigabytes free."""
     assert run(LIMITED_FILES) == "right\n"
 
 
 def limit_address_space(further: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + further, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + further, resource.RLIM_INFINITY)
+    )
 
 
 def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
@@ -290,7 +324,9 @@ def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
         assert pool.stats().deaths == 0
 
 
-def test_no_room_for_an_item_in_a_worker(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_room_for_an_item_in_a_worker(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     with mpgrad.Pool(2, initializer=limit_address_space, initargs=(90 * MIB,)) as pool:
         with pytest.raises(MemoryError):
             pool.map(lambda t: t.sum(), [torch.ones(25 * MIB)])
@@ -331,7 +367,9 @@ def test_an_item_of_many_tensors(pool2: mpgrad.Pool) -> None:
     (ys,) = pool2.map(lambda tensors: [t * 2 for t in tensors], [xs])
     (torch.stack(ys) * torch.arange(count)[:, None]).sum().backward()
     assert torch.equal(torch.stack(ys), 2 * torch.stack(xs))
-    assert torch.equal(torch.stack([x.grad for x in xs]), (2.0 * torch.arange(count))[:, None].expand(-1, 3))
+    assert torch.equal(
+        torch.stack([x.grad for x in xs]), (2.0 * torch.arange(count))[:, None].expand(-1, 3)
+    )
 
 
 def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
@@ -347,7 +385,9 @@ def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
     del results
     gc.collect()
     fresh_pool.map(abs, range(4), 1)
-    assert fresh_pool._scheduler.wait_until(lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), 5)
+    assert fresh_pool._scheduler.wait_until(
+        lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), 5
+    )
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["values", "graphs"])
@@ -368,13 +408,19 @@ def test_memory_stays_what_it_is(fresh_pool: mpgrad.Pool, with_graphs: bool) -> 
         gc.collect()
         tenths.append(held(fresh_pool))
     second, last = tenths[1], tenths[-1]
-    print(f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}")
+    print(
+        f"{count:,} calls, bytes in parent and workers after the second tenth and the last: "
+        f"{second[0]}, {last[0]}"
+    )
     (parent, *workers), (parent_now, *workers_now) = second[0], last[0]
-    # on a busy machine one worker may have done little by then, and come later to where the other is
+    # on a busy machine one worker may have done little by then, and come later to where the other
+    # is
     assert parent_now - parent < NOISE and max(workers_now) - max(workers) < NOISE
     # a slab more or less is no leak: one would leave something in each of thousands of calls
     more = [
-        now - before for then, later in zip(second[1:], last[1:], strict=True) for before, now in zip(then, later, strict=True)
+        now - before
+        for then, later in zip(second[1:], last[1:], strict=True)
+        for before, now in zip(then, later, strict=True)
     ]
     assert max(more) <= 2
 
@@ -415,7 +461,8 @@ def test_a_source_that_raises(pool: mpgrad.Pool) -> None:
     with pytest.raises(LookupError, match="half-way"):
         for result in pool.imap(lambda t: t * 2, half_a_source()):
             came.append(result)
-    assert [y[0].item() for y in came] == [2 * k for k in range(50)]  # what came before the error is good
+    # what came before the error is good
+    assert [y[0].item() for y in came] == [2 * k for k in range(50)]
     sum(y.sum() for y in came).backward()
 
 
@@ -451,7 +498,9 @@ def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Poo
 
     def source() -> Iterator[int]:
         yield os.getpid()
-        begun.append(pool2._scheduler.wait_until(lambda: bool(pool2._scheduler.admissions.unfinished), 0.5))
+        begun.append(
+            pool2._scheduler.wait_until(lambda: bool(pool2._scheduler.admissions.unfinished), 0.5)
+        )
         yield 1
 
     assert len(list(pool2.imap(abs, source()))) == 2
@@ -467,7 +516,8 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
             while k == 0 and not (folder / "go").exists():
                 time.sleep(1e-3)
 
-        pool.map(note, range(100, 108), 1)  # short calls, of which a worker gets one more than it runs
+        # short calls, of which a worker gets one more than it runs
+        pool.map(note, range(100, 108), 1)
         unwanted = pool.imap(note, range(8))
         while not (folder / "begun 0").exists():
             time.sleep(1e-3)
@@ -488,7 +538,9 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
             assert begun == {"begun 0"}  # the call that had begun, and no other
             if given > 1:
                 return
-    raise AssertionError("calls seemed long each time, so the worker never had one that it could leave out")
+    raise AssertionError(
+        "calls seemed long each time, so the worker never had one that it could leave out"
+    )
 
 
 # --- threads, coroutines, forks
@@ -504,7 +556,9 @@ def test_asyncio(fresh_pool: mpgrad.Pool) -> None:
         return x.grad.tolist()
 
     async def use() -> None:
-        ys = await asyncio.gather(*(asyncio.wrap_future(fresh_pool.submit(lambda t: t * weight * 2, x)) for x in xs))
+        ys = await asyncio.gather(
+            *(asyncio.wrap_future(fresh_pool.submit(lambda t: t * weight * 2, x)) for x in xs)
+        )
         sum(y.sum() for y in ys).backward()
         assert weight.grad.tolist() == [380] * 3 and all(x.grad.tolist() == [2] * 3 for x in xs)
         with pytest.raises(ZeroDivisionError):
@@ -579,7 +633,8 @@ def test_sixteen_threads_with_all_that_can_happen(fresh_pool: mpgrad.Pool) -> No
 def test_a_future_that_is_cancelled_as_its_turn_comes(fresh_pool: mpgrad.Pool) -> None:
     before = [fresh_pool.submit(time.sleep, 0.1) for _ in range(6)]
     future = fresh_pool.submit(abs, -1)
-    assert concurrent.futures.Future.cancel(future)  # the first half of cancel(); the dispatcher comes before the second
+    # the first half of cancel(); the dispatcher comes before the second
+    assert concurrent.futures.Future.cancel(future)
     assert [each.result(10) for each in before] == [None] * 6
     works(fresh_pool)
     assert future.cancelled()
@@ -594,10 +649,18 @@ weight = torch.ones(3, requires_grad=True)
 (y,) = pool.map(lambda t: t * weight, [torch.ones(3)])
 busy = pool.map_async(time.sleep, [0.01] * 100)
 iterator = pool.imap(abs, range(10))
-atexit.register(lambda: print("parent at exit", flush=True) if os.getpid() == pid_of_parent else None)
+atexit.register(
+    lambda: print("parent at exit", flush=True) if os.getpid() == pid_of_parent else None
+)
 
 def in_the_child():
-    uses = [lambda: pool.map(abs, [1]), lambda: y.sum().backward(), lambda: next(iterator), lambda: busy.get(), pool.stats]
+    uses = [
+        lambda: pool.map(abs, [1]),
+        lambda: y.sum().backward(),
+        lambda: next(iterator),
+        lambda: busy.get(),
+        pool.stats,
+    ]
     for use in uses:
         error = error_of(use)
         assert "cannot be used in its forked child" in str(error), repr(error)
@@ -663,10 +726,12 @@ def computes(k):
 
 def task(name):
     (where / f"{os.getpid()}").write_text(name)
-    {"spins": spins, "computes": computes, "sleeps": lambda k: time.sleep(1000), "stopped": spins}[name](0)
+    sleeps = lambda k: time.sleep(1000)
+    {"spins": spins, "computes": computes, "sleeps": sleeps, "stopped": spins}[name](0)
 
 pool = mpgrad.Pool(4)
-pool.map(time.sleep, [0.1] * 8, 1)  # all have started: the first to be ready would get two of the calls
+# all have started: the first to be ready would get two of the calls
+pool.map(time.sleep, [0.1] * 8, 1)
 result = pool.map_async(task, ["spins", "computes", "sleeps", "stopped"], 1)
 time.sleep(1000)
 """
@@ -674,8 +739,12 @@ time.sleep(1000)
 
 @linux_only("the death signal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_the_parent_is_killed_while_workers_are_busy(tmp_path: Path, number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", BEGIN + BUSY, str(tmp_path)], stderr=subprocess.PIPE) as parent:
+def test_the_parent_is_killed_while_workers_are_busy(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + BUSY, str(tmp_path)], stderr=subprocess.PIPE
+    ) as parent:
         deadline = time.monotonic() + 40
         names: dict[int, str] = {}
         while len(names) < 4 or "" in names.values():
@@ -734,7 +803,9 @@ def test_an_interpreter_that_ends_while_calls_are_running() -> None:
     assert run(ENDS) == ""  # which does not wait so long as the calls take
 
 
-def test_garbage_collection_while_calls_are_running(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_garbage_collection_while_calls_are_running(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     pool = mpgrad.Pool(2)
     works(pool)
     pids = [worker.pid for worker in pool.stats().workers]
@@ -758,7 +829,9 @@ CYCLE = {
 }
 
 
-def test_modules_that_call_each_other(pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_call_each_other(
+    pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in CYCLE.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,5 @@
-"""What a dead worker had is done again by others: the results are those of the serial loop, whatever died and when."""
+"""What a dead worker had is done again by others: the results are those of the serial loop,
+whatever died and when."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ Tensor = torch.Tensor
 
 
 class Once:
-    """In a task: does something the first time only, whichever worker comes first; a file remembers."""
+    """In a task: does something the first time only, whichever worker comes first; a file
+    remembers."""
 
     def __init__(self, file: Path, what: Callable[[], object]) -> None:
         self.file = file
@@ -74,7 +76,9 @@ def kill_all(pool: mpgrad.Pool) -> None:
     victims = workers_of(pool)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    assert pool._scheduler.wait_until(lambda: pool.stats().deaths >= deaths + len(victims), timeout=10)
+    assert pool._scheduler.wait_until(
+        lambda: pool.stats().deaths >= deaths + len(victims), timeout=10
+    )
 
 
 class Around(torch.autograd.Function):
@@ -93,7 +97,9 @@ class Around(torch.autograd.Function):
 
 @pytest.mark.parametrize("death", first_are_quick(1, [killed, segfault, exits]))
 @pytest.mark.parametrize("phase", ["forward", "backward", "double backward"])
-def test_a_death_in_a_phase(fresh_pool: mpgrad.Pool, tmp_path: Path, death: Callable[[], None], phase: str) -> None:
+def test_a_death_in_a_phase(
+    fresh_pool: mpgrad.Pool, tmp_path: Path, death: Callable[[], None], phase: str
+) -> None:
     xs, weight = items(), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
 
     def derivatives(loop: Callable[..., list[Tensor]], die: Callable[[], object]) -> list[Tensor]:
@@ -105,7 +111,11 @@ def test_a_death_in_a_phase(fresh_pool: mpgrad.Pool, tmp_path: Path, death: Call
         def fn(x: Tensor) -> Tensor:
             if phase == "forward" and x[-1] == 3:
                 die()
-            y = Second.apply(x, int) if phase == "double backward" else Around.apply(x, die if phase == "backward" else int)
+            y = (
+                Second.apply(x, int)
+                if phase == "double backward"
+                else Around.apply(x, die if phase == "backward" else int)
+            )
             return (y * weight).exp() * torch.rand(())
 
         torch.manual_seed(1)
@@ -119,12 +129,18 @@ def test_a_death_in_a_phase(fresh_pool: mpgrad.Pool, tmp_path: Path, death: Call
     found = derivatives(fresh_pool.map, Once(tmp_path / "once", death))
     assert fresh_pool.stats().deaths == 1
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)  # sums of captures depend on who adds them up
+        # sums of captures depend on who adds them up
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
-def assert_same(run: Callable[[Callable[..., list[Tensor]]], Sequence[Sequence[Tensor | None]]], pool: mpgrad.Pool) -> None:
+def assert_same(
+    run: Callable[[Callable[..., list[Tensor]]], Sequence[Sequence[Tensor | None]]],
+    pool: mpgrad.Pool,
+) -> None:
     """What `run` gives with the pool's map, and with the serial loop."""
-    for found, expected in zip(run(pool.map), run(lambda fn, items: [fn(item) for item in items]), strict=True):
+    for found, expected in zip(
+        run(pool.map), run(lambda fn, items: [fn(item) for item in items]), strict=True
+    ):
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
@@ -141,7 +157,9 @@ def test_all_die_between_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
         kill_all(fresh_pool)
         some = torch.autograd.grad(results[2].sum() + results[4].prod(), [xs[2], weight])
         kill_all(fresh_pool)
-        rest = torch.autograd.grad([results[0].sum(), results[5].sum()], [*xs, weight], allow_unused=True)
+        rest = torch.autograd.grad(
+            [results[0].sum(), results[5].sum()], [*xs, weight], allow_unused=True
+        )
         return [first, some, rest]
 
     assert_same(run, fresh_pool)
@@ -160,14 +178,19 @@ def test_the_only_worker_dies(nursery: mpgrad.Pool, tmp_path: Path) -> None:
 def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
     xs, weight = items(3), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
 
-    def derivatives(loop: Callable[..., list[Tensor]], between: Callable[[], object]) -> list[Tensor]:
+    def derivatives(
+        loop: Callable[..., list[Tensor]], between: Callable[[], object]
+    ) -> list[Tensor]:
         results = loop(lambda x: (x * weight).exp(), xs)
         inputs = [weight, *xs]
         first = torch.autograd.grad(sum(y.sum() for y in results), inputs, create_graph=True)
         between()
-        second = torch.autograd.grad(sum((grad**2).sum() for grad in first), inputs, create_graph=True)
+        second = torch.autograd.grad(
+            sum((grad**2).sum() for grad in first), inputs, create_graph=True
+        )
         between()
-        # a loss and a penalty in one pass: graphs of both orders are made again, with the one they derive from
+        # a loss and a penalty in one pass: graphs of both orders are made again, with the one they
+        # derive from
         everything = [(each**2).sum() for each in (*results, *first, *second)]
         return [*first, *second, *torch.autograd.grad(everything, inputs)]
 
@@ -177,8 +200,11 @@ def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
-def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All backwards are done and answered when the workers die; what they had added up for the capture went with them."""
+def test_a_sum_that_is_lost_before_it_is_collected(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All backwards are done and answered when the workers die; what they had added up for the
+    capture went with them."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     xs = items(8)
     results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
@@ -192,8 +218,12 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
         send(backward)
 
     def after_a_massacre(*arguments: Any) -> None:
-        if len(backwards) == 8 and not fresh_pool.stats().deaths:  # once: the sum of the other worker is asked for as well
-            assert scheduler.wait_until(lambda: all(backward.arrived for backward in backwards), timeout=10)
+        if (
+            len(backwards) == 8 and not fresh_pool.stats().deaths
+        ):  # once: the sum of the other worker is asked for as well
+            assert scheduler.wait_until(
+                lambda: all(backward.arrived for backward in backwards), timeout=10
+            )
             kill_all(fresh_pool)
         request(*arguments)
 
@@ -208,14 +238,17 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
 def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a derived graph another makes its graph again: a gradient of a capture was in the sum there, and came apart too."""
+    """For a derived graph another makes its graph again: a gradient of a capture was in the sum
+    there, and came apart too."""
     weight = torch.linspace(0.5, 1, 4, dtype=torch.float64, requires_grad=True)
 
     def penalized(loop: Any, xs: list[Tensor]) -> Iterator[Any]:
         losses = list(loop(lambda x: ((x * weight).sin() * weight).sum(), xs))
         slopes = torch.autograd.grad(sum(losses), xs, create_graph=True)
         yield
-        yield torch.autograd.grad(sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight])
+        yield torch.autograd.grad(
+            sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight]
+        )
 
     with mpgrad.Pool(2) as pool:
         scheduler: Any = pool._scheduler
@@ -240,8 +273,11 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has answered every call, and hangs when it is to hand over what it added up: that may time out too."""
+def test_a_worker_that_is_stopped_with_a_sum(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered every call, and hangs when it is to hand over what it added up: that may time
+    out too."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(2, timeout=1) as pool:
         results = pool.map(lambda x: x * weight, items(8), 1)
@@ -256,7 +292,9 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
 
         monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_stop)
         sum(y.sum() for y in results).backward()
-    torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14
+    )
 
 
 def test_an_input_that_the_task_writes_to(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
@@ -271,7 +309,9 @@ def test_an_input_that_the_task_writes_to(fresh_pool: mpgrad.Pool, tmp_path: Pat
 
     for ours, x in zip(fresh_pool.map(fn, [x * 1 for x in xs]), xs, strict=True):
         assert torch.equal(ours, 2 * x + 1)
-    graphs = fresh_pool.map(lambda x: (x.mul_(2) ** 2).sum(), [(x * 1).requires_grad_() * 1 for x in xs])
+    graphs = fresh_pool.map(
+        lambda x: (x.mul_(2) ** 2).sum(), [(x * 1).requires_grad_() * 1 for x in xs]
+    )
     kill_all(fresh_pool)
     leaves = [x.clone().requires_grad_() for x in xs]
     graphs = fresh_pool.map(lambda x: (x.mul_(2) ** 2).sum(), [x * 1 for x in leaves])
@@ -292,7 +332,10 @@ def test_results_of_dead_workers_as_inputs(fresh_pool: mpgrad.Pool) -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("operation", first_are_quick(2, ["submit", "map_reduce", "starmap", "imap", "reduce", "map_async"]))
+@pytest.mark.parametrize(
+    "operation",
+    first_are_quick(2, ["submit", "map_reduce", "starmap", "imap", "reduce", "map_async"]),
+)
 def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str) -> None:
     weight = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
     xs = items(4)
@@ -305,8 +348,12 @@ def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str
     ways: dict[str, Callable[[], Any]] = {
         "starmap": lambda: torch.stack(fresh_pool.starmap(fn, [(x, 1.0) for x in xs])).sum(0) - 4,
         "imap": lambda: torch.stack(list(fresh_pool.imap(fn, xs))).sum(0),
-        "submit": lambda: torch.stack([each.result() for each in [fresh_pool.submit(fn, x) for x in xs]]).sum(0),
-        "reduce": lambda: fresh_pool.reduce(lambda target, x: fn(x, target), xs, torch.zeros(4, dtype=torch.float64)),
+        "submit": lambda: torch.stack(
+            [each.result() for each in [fresh_pool.submit(fn, x) for x in xs]]
+        ).sum(0),
+        "reduce": lambda: fresh_pool.reduce(
+            lambda target, x: fn(x, target), xs, torch.zeros(4, dtype=torch.float64)
+        ),
         "map_reduce": lambda: fresh_pool.map_reduce(fn, xs, "sum"),
         "map_async": lambda: torch.stack(fresh_pool.map_async(fn, xs).get()).sum(0),
     }
@@ -319,13 +366,17 @@ def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
-def test_a_call_that_kills_every_worker_fails(fresh_pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_kills_every_worker_fails(
+    fresh_pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     def fn(k: int) -> int:
         if k == 7:
             killed()
         return k
 
-    with pytest.raises(mpgrad.WorkerDiedError, match=r"was killed by SIGKILL \(phase: forward, item 7 of fn\)") as caught:
+    with pytest.raises(
+        mpgrad.WorkerDiedError, match=r"was killed by SIGKILL \(phase: forward, item 7 of fn\)"
+    ) as caught:
         fresh_pool.map(fn, range(20))
     assert (caught.value.item, caught.value.call) == (7, "item 7 of fn")
     assert (fresh_pool.stats().deaths, fresh_pool.stats().kills) == (3, 0)
@@ -334,22 +385,32 @@ def test_a_call_that_kills_every_worker_fails(fresh_pool: mpgrad.Pool, caplog: p
     future = fresh_pool.submit(fn, 7)
     with pytest.raises(mpgrad.WorkerDiedError, match=r"\(phase: forward, a call of fn\)") as caught:
         future.result()
-    assert caught.value.item is None and pickle.loads(pickle.dumps(caught.value)).call == "a call of fn"
+    assert (
+        caught.value.item is None
+        and pickle.loads(pickle.dumps(caught.value)).call == "a call of fn"
+    )
     found = fresh_pool.map(fn, range(20), on_error="return")
     assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
 
 
 @pytest.mark.slow
-def test_the_likely_cause_is_named(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_likely_cause_is_named(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mpgrad.scheduling.recovery.kills_for_memory", lambda: 10**9)
-    with pytest.raises(mpgrad.WorkerDiedError, match="the kernel has killed for want of memory meanwhile; use fewer workers"):
+    with pytest.raises(
+        mpgrad.WorkerDiedError,
+        match="the kernel has killed for want of memory meanwhile; use fewer workers",
+    ):
         fresh_pool.apply(killed)
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
         fresh_pool.apply(exits)
     assert "memory" not in str(caught.value)
 
 
-def test_a_function_that_is_another_the_second_time(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_function_that_is_another_the_second_time(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     x = torch.ones(2, requires_grad=True)
     file = tmp_path / "ran"
 
@@ -360,7 +421,9 @@ def test_a_function_that_is_another_the_second_time(fresh_pool: mpgrad.Pool, tmp
 
     (y,) = fresh_pool.map(fn, [x])
     kill_all(fresh_pool)
-    with pytest.raises(RuntimeError, match="2 outputs of the function needed gradients, not 1 as before"):
+    with pytest.raises(
+        RuntimeError, match="2 outputs of the function needed gradients, not 1 as before"
+    ):
         y.sum().backward()
 
 
@@ -398,7 +461,9 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_always_hangs(
+    nursery: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "mpgrad")
 
     def fn(x: Tensor) -> Tensor:
@@ -409,13 +474,20 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pyte
     xs = items(4)
     with mpgrad.Pool(2, retries=1) as pool:
         begin = time.monotonic()
-        message = rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
+        message = (
+            rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed "
+            r"with its worker"
+        )
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
             results = pool.map(fn, xs, timeout=1)
             sum(y.sum() for y in results).backward()
         assert 2 < time.monotonic() - begin < 50
         assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
-        assert pool.stats().kills == pool.stats().deaths == len([each for each in caplog.records if each.levelname == "INFO"])
+        assert (
+            pool.stats().kills
+            == pool.stats().deaths
+            == len([each for each in caplog.records if each.levelname == "INFO"])
+        )
         assert isinstance(caught.value, TimeoutError)
         assert pool.map(abs, [-1], timeout=5) == [1]
 
@@ -425,9 +497,14 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mp
     weight = torch.ones(2, requires_grad=True)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.map(abs, [-1])
-        done, late = pool.map(lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return")
+        done, late = pool.map(
+            lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return"
+        )
         assert isinstance(late, mpgrad.CallTimeoutError)
-        message = r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); the graph .* was lost"
+        message = (
+            r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); "
+            r"the graph .* was lost"
+        )
         with pytest.raises(mpgrad.WorkerDiedError, match=message):
             done.sum().backward()
 
@@ -466,14 +543,26 @@ def test_errors_are_returned_where_asked_for(pool: mpgrad.Pool) -> None:
     assert any("item 3" in note for note in found[3].__notes__)
     sum(found[k].sum() for k in (0, 2, 4)).backward()
     assert [x.grad is None for x in xs] == [False, True, False, True, False]
-    torch.testing.assert_close(weight.grad, (xs[0] + xs[2] + xs[4]).detach(), rtol=1e-14, atol=1e-14)
-    assert [type(each) for each in pool.starmap(pow, [(1, 2), (0, -1)], on_error="return")] == [int, ZeroDivisionError]
-    assert [type(each) for each in pool.imap(lambda k: 1 / k, [1, 0], on_error="return")] == [float, ZeroDivisionError]
-    assert [type(each) for each in pool.map_async(lambda k: 1 / k, [1, 0], on_error="return").get()] == [
+    torch.testing.assert_close(
+        weight.grad, (xs[0] + xs[2] + xs[4]).detach(), rtol=1e-14, atol=1e-14
+    )
+    assert [type(each) for each in pool.starmap(pow, [(1, 2), (0, -1)], on_error="return")] == [
+        int,
+        ZeroDivisionError,
+    ]
+    assert [type(each) for each in pool.imap(lambda k: 1 / k, [1, 0], on_error="return")] == [
         float,
         ZeroDivisionError,
     ]
-    with pytest.raises(ValueError, match=r"on_error must be one of raise, return \(on_error: 'ignore'\)"):
+    assert [
+        type(each) for each in pool.map_async(lambda k: 1 / k, [1, 0], on_error="return").get()
+    ] == [
+        float,
+        ZeroDivisionError,
+    ]
+    with pytest.raises(
+        ValueError, match=r"on_error must be one of raise, return \(on_error: 'ignore'\)"
+    ):
         pool.map(fn, xs, on_error="ignore")
     with pytest.raises(NotImplementedError, match=r"not for torch\.func transforms"):
         torch.func.grad(lambda x: pool.map(torch.sum, [x], on_error="return")[0])(xs[0])
@@ -495,7 +584,9 @@ def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: P
 # --- graphs that are not kept
 
 
-@pytest.fixture(params=[{"graphs": "recompute"}, {}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str)
+@pytest.fixture(
+    params=[{"graphs": "recompute"}, {}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
+)
 def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[Any]:
     with every_loss_gets(1.0):
         yield request.param
@@ -520,7 +611,9 @@ def test_derivatives_of_graphs_that_are_not_kept(frugal: dict[str, Any], engine:
         assert_same(run, pool)
 
 
-def test_recomputing_runs_the_function_again_and_keeps_nothing(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_recomputing_runs_the_function_again_and_keeps_nothing(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
     def fn(x: Tensor) -> Tensor:
         (tmp_path / f"{time.monotonic_ns()}").touch()
         return torch.nn.functional.dropout(x, 0.5) * 1.0
@@ -534,7 +627,8 @@ def test_recomputing_runs_the_function_again_and_keeps_nothing(nursery: mpgrad.P
         assert len(list(tmp_path.iterdir())) == 8
         kill_all(pool)
         sum(y.sum() for y in results).backward()
-    assert all(torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True))  # the same mask each time
+    # the same mask each time
+    assert all(torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True))
 
 
 @linux_only("mallinfo2: the allocator's own count")
@@ -544,7 +638,10 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
             x = x.sin()
         return x.sum()
 
-    xs = [torch.linspace(0, 1 + k, 50_000, dtype=torch.float64, requires_grad=True) for k in range(40)]  # 800 MB of graphs
+    # 800 MB of graphs
+    xs = [
+        torch.linspace(0, 1 + k, 50_000, dtype=torch.float64, requires_grad=True) for k in range(40)
+    ]
     limit = 60_000_000
     with mpgrad.Pool(2, graph_memory=limit) as pool:
         staffed(pool).map(fn, xs[:2])
@@ -555,7 +652,8 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
         assert 2 <= sum(worker.graphs for worker in stats.workers) <= 6
         sum(results).backward()
         after = [worker.resident_bytes for worker in pool.stats().workers]
-    assert all(now - then < 3 * limit for now, then in zip(after, before, strict=True))  # 400 MB each without a limit
+    # 400 MB each without a limit
+    assert all(now - then < 3 * limit for now, then in zip(after, before, strict=True))
     for x in (xs[0], xs[20], xs[39]):
         expected = torch.autograd.grad(fn(x), x)[0]
         torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
@@ -572,7 +670,9 @@ def test_a_released_graph_takes_its_input_with_it(nursery: mpgrad.Pool) -> None:
             del y
             x.grad = None  # it lies in the worker's memory
             deadline = time.monotonic() + 5
-            while pool.stats().shared_bytes >= 4_000_000:  # until the worker has given it back, along with some answer
+            while (
+                pool.stats().shared_bytes >= 4_000_000
+            ):  # until the worker has given it back, along with some answer
                 assert time.monotonic() < deadline
                 pool.apply(abs, (1,))
 
@@ -611,7 +711,10 @@ def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:
     torch.testing.assert_close(weight.grad, 2 * sum(x.detach() for x in xs))
     with pytest.raises(mpgrad.PoolClosedError):
         pool.resize(3)
-    with mpgrad.Pool(engine="inline") as pool, pytest.raises(ValueError, match="an inline pool has one worker"):
+    with (
+        mpgrad.Pool(engine="inline") as pool,
+        pytest.raises(ValueError, match="an inline pool has one worker"),
+    ):
         pool.resize(2)
 
 
@@ -625,14 +728,19 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
     assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
 
 
-def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(nursery: mpgrad.Pool) -> None:
-    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
+def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
+    nursery: mpgrad.Pool,
+) -> None:
+    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was
+    ended."""
     weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
     with mpgrad.Pool(2, maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x * weight, xs, 1)
         sum(y.sum() for y in results).backward()
         assert pool.stats().reruns == 0
-        assert pool._scheduler.wait_until(lambda: not any(each.retiring for each in pool.stats().workers), timeout=10)
+        assert pool._scheduler.wait_until(
+            lambda: not any(each.retiring for each in pool.stats().workers), timeout=10
+        )
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
 
 
@@ -654,7 +762,9 @@ def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
             results += pool.map(times, [inner])
             with pytest.raises(LookupError):
                 results[-1].sum().backward()
-        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 3, timeout=10), pool.stats()
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 3, timeout=10), (
+            pool.stats()
+        )
         assert weight.grad is None
 
 
@@ -691,7 +801,9 @@ with mpgrad.Pool(2) as pool:
     assert pool.map(abs, range(5)) == list(range(5))
 print("ok")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -715,7 +827,9 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
                 if done >= 12 and pool.stats().deaths > 3:  # however fast it goes
                     break
                 weight = torch.full((3,), float(seed), requires_grad=True)
-                xs: Sequence[Tensor] = [torch.full((3,), float(k), requires_grad=True) for k in range(6)]
+                xs: Sequence[Tensor] = [
+                    torch.full((3,), float(k), requires_grad=True) for k in range(6)
+                ]
                 results = pool.map(lambda x: x * weight, xs)
                 sum(y.sum() for y in results).backward()
                 assert weight.grad is not None and weight.grad.tolist() == [15.0] * 3
@@ -743,12 +857,28 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     [
         ({"retries": -1}, ValueError, r"retries must be at least 0 \(retries: -1\)"),
         ({"timeout": 0}, ValueError, r"timeout must be more than 0 seconds \(timeout: 0\)"),
-        ({"timeout": "1"}, TypeError, r"timeout must be a number of seconds, or None \(timeout: '1'\)"),
-        ({"timeout": 1, "engine": "thread"}, ValueError, r"a timeout needs workers that can be killed.*\(engine: 'thread'\)"),
-        ({"graphs": "drop"}, ValueError, r"graphs must be one of auto, keep, recompute \(graphs: 'drop'\)"),
+        (
+            {"timeout": "1"},
+            TypeError,
+            r"timeout must be a number of seconds, or None \(timeout: '1'\)",
+        ),
+        (
+            {"timeout": 1, "engine": "thread"},
+            ValueError,
+            r"a timeout needs workers that can be killed.*\(engine: 'thread'\)",
+        ),
+        (
+            {"graphs": "drop"},
+            ValueError,
+            r"graphs must be one of auto, keep, recompute \(graphs: 'drop'\)",
+        ),
         ({"graph_memory": "2 GB of it"}, ValueError, r'graph_memory must be like "2 GiB"'),
         ({"graph_memory": "2 gb"}, ValueError, r'graph_memory must be like "2 GiB"'),
-        ({"graph_memory": 0}, ValueError, r"graph_memory must be at least 1 byte \(graph_memory: 0\)"),
+        (
+            {"graph_memory": 0},
+            ValueError,
+            r"graph_memory must be at least 1 byte \(graph_memory: 0\)",
+        ),
         ({"graph_memory": 1.5}, TypeError, r"graph_memory must be a number of bytes"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Faults within faults: each test is what a hostile reading of the recovery found, with its symptom."""
+"""Faults within faults: each test is what a hostile reading of the recovery found, with its
+symptom."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def kill_all(pool: mpgrad.Pool) -> None:
     for pid in dead:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE
-    while dead & {worker.pid for worker in pool.stats().workers} or len(pool.stats().workers) < pool.processes:
+    while (
+        dead & {worker.pid for worker in pool.stats().workers}
+        or len(pool.stats().workers) < pool.processes
+    ):
         assert time.monotonic() < deadline
         time.sleep(1e-3)
 
@@ -55,7 +59,13 @@ def no_descriptors() -> Iterator[Any]:
 
 def run(code: str, **environment: str) -> str:
     """What a program prints on both streams."""
-    command = [sys.executable, "-W", "error", "-c", "import os, resource, sys, time, psutil, torch, mpgrad\n" + code]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "import os, resource, sys, time, psutil, torch, mpgrad\n" + code,
+    ]
     env = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
     assert done.returncode == 0, done.stderr
@@ -66,7 +76,8 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
-    """Calls of the chunk that were done before another one killed the worker added to their inputs once more."""
+    """Calls of the chunk that were done before another one killed the worker added to their inputs
+    once more."""
 
     def adds(x: Tensor) -> float:
         if x[1] == 7:
@@ -83,7 +94,8 @@ def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills: bool) -> None:
-    """The second derivative was taken at the changed input, if a worker had died; the serial loop raises."""
+    """The second derivative was taken at the changed input, if a worker had died; the serial loop
+    raises."""
     x = torch.ones(5000, requires_grad=True)
     (y,) = fresh_pool.map(lambda x: x * 2, [x])
     (z,) = fresh_pool.map(lambda y: y**3, [y])
@@ -99,7 +111,9 @@ def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills:
 # --- hangs
 
 
-def test_a_call_that_needs_no_gradient_when_it_is_run_again(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_call_that_needs_no_gradient_when_it_is_run_again(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """For a derived graph, the backward was sent again without end."""
     flag = tmp_path / "flag"
     x = torch.ones(3, requires_grad=True)
@@ -107,12 +121,16 @@ def test_a_call_that_needs_no_gradient_when_it_is_run_again(fresh_pool: mpgrad.P
     (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     flag.touch()
     kill_all(fresh_pool)
-    with pytest.raises(RuntimeError, match="nothing that the function gave needed gradients when it was run again"):
+    with pytest.raises(
+        RuntimeError, match="nothing that the function gave needed gradients when it was run again"
+    ):
         torch.autograd.grad(d.sum(), x)
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0])
-def test_a_worker_that_dies_and_leaves_a_child(nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None) -> None:
+def test_a_worker_that_dies_and_leaves_a_child(
+    nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None
+) -> None:
     """The child held the worker's end of the pipe, so that nobody saw the death."""
     flag = tmp_path / "child"
 
@@ -176,8 +194,12 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
     assert pool.map(abs, [-1]) == [1]
 
 
-@pytest.mark.parametrize("moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"])
-def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"]
+)
+def test_a_pool_is_collected_while_locks_are_held(
+    nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its finalizer waited for a thread that waited for the lock."""
     dropped: Any = mpgrad.Pool(1)
     x = torch.ones(5000, requires_grad=True)
@@ -193,15 +215,20 @@ def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: 
             mpgrad.Pool(1).terminate()
         else:
             free = mpgrad.memory.arena.free_memory
-            monkeypatch.setattr("mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1])
+            monkeypatch.setattr(
+                "mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1]
+            )
             with pytest.raises(mpgrad.PoolClosedError):
                 y.backward(torch.ones(5000) * 2)
     finally:
         gc.enable()
 
 
-def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path) -> None:
-    """The successor of a worker that had done its calls could not be started, and nobody tried again."""
+def test_a_pool_without_workers_for_a_moment(
+    nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
+) -> None:
+    """The successor of a worker that had done its calls could not be started, and nobody tried
+    again."""
     word, go = tmp_path / "word", tmp_path / "go"
 
     def waits(x: int) -> int:
@@ -228,7 +255,8 @@ def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptor
 
 
 def test_a_frame_that_is_half_sent_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for it."""
+    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for
+    it."""
 
     def refuse(descriptors: Any) -> list[int]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -242,7 +270,8 @@ def test_a_frame_that_is_half_sent_needs_no_descriptor(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("block", [None, (1 << 32, 64)])
 def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | None) -> None:
-    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the pool lived.
+    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the
+    pool lived.
 
     Only captures on devices have slots of their own, so this asks the worker's side directly.
     """
@@ -313,10 +342,12 @@ def test_many_workers_that_start_die_at_once() -> None:
 
 @linux_only("the nursery")
 def test_the_nursery_is_dying_and_nobody_can_know() -> None:
-    """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
+    """A process that is killed closes its pipes before its parent is told; successors of its
+    workers were asked of it."""
     code = (
         "from mpgrad.engines.launch import NurseryProcess\n"
-        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
+        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without "
+        "a look\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
         "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
@@ -333,7 +364,8 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
 
 
 def test_calls_that_ended_in_time_while_nobody_looked(nursery: mpgrad.Pool) -> None:
-    """The pool's thread, after a callback had held it up, killed workers for calls that were done long ago."""
+    """The pool's thread, after a callback had held it up, killed workers for calls that were done
+    long ago."""
     with mpgrad.Pool(1, timeout=1, retries=0) as pool:
         pool.map(abs, [1])
         result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
@@ -383,7 +415,8 @@ def test_gradients_for_graphs_that_are_missing(nursery: mpgrad.Pool) -> None:
 
 
 def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
-    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after its death."""
+    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after
+    its death."""
 
     def slowly(y: Tensor) -> Tensor:
         time.sleep(0.02)
@@ -397,7 +430,10 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
         others = {worker.pid for worker in fresh_pool.stats().workers} - {survivor}
         for pid in others:
             os.kill(pid, signal.SIGKILL)
-        while others & {worker.pid for worker in fresh_pool.stats().workers} or len(fresh_pool.stats().workers) < 2:
+        while (
+            others & {worker.pid for worker in fresh_pool.stats().workers}
+            or len(fresh_pool.stats().workers) < 2
+        ):
             time.sleep(1e-3)
         fresh_pool.map(slowly, results, chunksize=1)
         del results
@@ -440,7 +476,9 @@ def test_the_sizes_of_graphs_that_are_gone() -> None:
 # --- beyond the pool's own processes and threads
 
 
-def test_a_program_that_a_call_started_and_that_outlives_its_worker(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_program_that_a_call_started_and_that_outlives_its_worker(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """It held the worker's end of the pipe open: the death was seen when it had ended."""
 
     def starts(flag: Path) -> bool:
@@ -477,7 +515,8 @@ def test_a_fork_while_another_thread_starts_the_nursery() -> None:
 
 
 def test_a_forked_child_of_a_program_with_executors() -> None:
-    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its own."""
+    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its
+    own."""
     code = (
         "executors = [mpgrad.Executor(1) for _ in range(3)]\n"
         "assert [each.submit(abs, -1).result() for each in executors] == [1] * 3\n"
@@ -492,13 +531,15 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 
 
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
-    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
+    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its
+    pipe."""
     code = (
         "first = mpgrad.Pool(1)\n"
         "assert first.map(abs, [-1]) == [1]\n"
         "before = psutil.Process().num_fds()\n"
         "for spare in range(3):\n"
-        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "    held = []\n"
         "    try:\n"
         "        while True: held.append(os.dup(0))\n"
@@ -527,7 +568,8 @@ def test_a_nursery_that_somebody_has_stopped() -> None:
 
 
 def test_a_caller_that_blocks_signals() -> None:
-    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit code, and all waited."""
+    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit
+    code, and all waited."""
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
@@ -544,7 +586,10 @@ class Refusing(logging.Handler):
 
 
 def test_a_handler_and_a_stream_of_the_callers_that_raise(
-    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    fresh_pool: mpgrad.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """The pool was broken for good."""
 
@@ -556,10 +601,15 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
     handler = Refusing()
     logging.getLogger().addHandler(handler)
     try:
-        monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None))
-        assert fresh_pool.map(lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]) == [1]
+        monkeypatch.setattr(
+            "sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None)
+        )
+        assert fresh_pool.map(
+            lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]
+        ) == [1]
         future = fresh_pool.submit(waits, tmp_path / "go")
-        future.add_done_callback(lambda future: 1 / 0)  # before it is done: after that this thread would call it
+        # before it is done: after that this thread would call it
+        future.add_done_callback(lambda future: 1 / 0)
         (tmp_path / "go").touch()
         assert future.result() == 1
         assert fresh_pool.map(abs, [-1]) == [1]
@@ -572,13 +622,20 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
 
 
 def test_a_chunk_stays_skipped_while_another_is() -> None:
-    """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
+    """What had been given to others was run all the same, if the worker was slow to look; then the
+    pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.worker_handle import UnderWay
     from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
-        return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
+        return Chunk(
+            operation,
+            [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers],
+            [],
+            None,
+            None,
+        )  # type: ignore[misc]
 
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
@@ -607,12 +664,16 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
     worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     for number in (1, 2):
-        worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
+        worker.under_way.chunks[number] = Chunk(
+            operation, [(number, types.SimpleNamespace(index=number))], [], None, None
+        )  # type: ignore[list-item]
     worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
     monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()
     ((_, taken),) = worker.under_way.take_back()
-    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[Whereabouts.SKIPPED :]
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[
+        Whereabouts.SKIPPED :
+    ]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
@@ -627,7 +688,8 @@ LARGE = 10 << 20  # elements, whose memory is a slab of its own
 
 
 def forget_first_slab(lost: list[int]) -> Callable[..., None]:
-    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that comes."""
+    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that
+    comes."""
     attach = Lenders.attach
 
     def attached(self: Lenders, number: int, descriptor: int | None, nbytes: int) -> None:
@@ -644,7 +706,9 @@ def lose_first_slab() -> None:
     Lenders.attach = forget_first_slab([])  # type: ignore[method-assign]
 
 
-def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was not, and everything that was put there from then on could not be had."""
     lost: list[int] = []
     with mpgrad.Pool(1) as pool:

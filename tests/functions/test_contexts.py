@@ -1,4 +1,5 @@
-"""Emulated contexts against the serial loop ``[func.apply(*args) for args in args_per_call]``, in threads and in a pool."""
+"""Emulated contexts against the serial loop ``[func.apply(*args) for args in args_per_call]``, in
+threads and in a pool."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 
 import mpgrad
-from mpgrad import EmulatedAutogradContext, map_with_parallel_backward, run_isolated_backward, run_isolated_forward
+from mpgrad import (
+    EmulatedAutogradContext,
+    map_with_parallel_backward,
+    run_isolated_backward,
+    run_isolated_forward,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -72,7 +78,8 @@ class WithSetup(Function):
 
 
 class Mixed(Function):
-    """Integers, non-tensors, None and a marked output beside the one that has a gradient; checks what it is given for them."""
+    """Integers, non-tensors, None and a marked output beside the one that has a gradient; checks
+    what it is given for them."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, label: str, nothing: None, index: Any) -> Any:
@@ -244,15 +251,27 @@ def input_shared_as_output() -> list[tuple[Any, ...]]:
 
 
 CASES: dict[str, tuple[type[Function], Callable[[], list[tuple[Any, ...]]]]] = {
-    "product": (Product, lambda: [(leaf(2, 3), leaf(2, 3)), (leaf(1), leaf(5)), (leaf(), leaf() * 2)]),
+    "product": (
+        Product,
+        lambda: [(leaf(2, 3), leaf(2, 3)), (leaf(1), leaf(5)), (leaf(), leaf() * 2)],
+    ),
     "one call": (Product, lambda: [(leaf(3), leaf(3))]),
-    "needs_input_grad": (Product, lambda: [(leaf(3), rand(3)), (rand(3), leaf(3)), (rand(3), rand(3))]),
+    "needs_input_grad": (
+        Product,
+        lambda: [(leaf(3), rand(3)), (rand(3), leaf(3)), (rand(3), rand(3))],
+    ),
     "tensors shared": (Product, shared_by_two),
     "setup_context, different counts": (WithSetup, lambda: [(leaf(3),), (leaf(4), 2)]),
-    "mixed outputs": (Mixed, lambda: [(leaf(4), "a", None, torch.arange(3)), (leaf(2), "a", None, torch.arange(1))]),
+    "mixed outputs": (
+        Mixed,
+        lambda: [(leaf(4), "a", None, torch.arange(3)), (leaf(2), "a", None, torch.arange(1))],
+    ),
     "once_differentiable": (Once, lambda: [(leaf(3), leaf(3)), (leaf(2), leaf(2))]),
     "vjp": (AsVjp, lambda: [(leaf(3),), (leaf(2) * 2,)]),
-    "input as output": (Itself, lambda: [(leaf(3), leaf(2)), (rand(3), leaf(2)), (rand(2), rand(2))]),
+    "input as output": (
+        Itself,
+        lambda: [(leaf(3), leaf(2)), (rand(3), leaf(2)), (rand(2), rand(2))],
+    ),
     "the same input as output": (Itself, input_shared_as_output),
     "view as output": (View, lambda: [(leaf(3),), (leaf(2, 3).view(-1) * 1,), (rand(2),)]),
     "None gradients": (NoGrads, lambda: [(leaf(3), leaf(3)), (leaf(3), rand(3))]),
@@ -260,7 +279,13 @@ CASES: dict[str, tuple[type[Function], Callable[[], list[tuple[Any, ...]]]]] = {
     "tensors in some": (Constant, lambda: [(1,), (2, leaf(1)), (3, leaf(1), leaf(1))]),
     "intermediate": (Intermediate, lambda: [(leaf(3),), (leaf(2),)]),
     "gradient to be summed": (Expanding, lambda: [(leaf(2),), (leaf(1, 2),)]),
-    "decorated": (Decorated, lambda: [(leaf(2, 3).float(), leaf(3, 2).float()), (leaf(1, 3).float(), leaf(3, 1).float())]),
+    "decorated": (
+        Decorated,
+        lambda: [
+            (leaf(2, 3).float(), leaf(3, 2).float()),
+            (leaf(1, 3).float(), leaf(3, 1).float()),
+        ],
+    ),
     "empty tensors": (Product, lambda: [(leaf(0, 3), leaf(0, 3)), (leaf(1), leaf(0))]),
 }
 
@@ -268,7 +293,11 @@ CASES: dict[str, tuple[type[Function], Callable[[], list[tuple[Any, ...]]]]] = {
 def tensors_in(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
-    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (tuple, list)) else []
+    return (
+        [tensor for value in values for tensor in tensors_in(value)]
+        if isinstance(values, (tuple, list))
+        else []
+    )
 
 
 def gradients(outputs: Any, inputs: Any) -> list[torch.Tensor | None]:
@@ -294,22 +323,33 @@ def assert_equal(ours: Any, theirs: Any, rtol: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_the_serial_loop(run: Callable[..., Any], case: str, request: pytest.FixtureRequest) -> None:
+def test_as_the_serial_loop(
+    run: Callable[..., Any], case: str, request: pytest.FixtureRequest
+) -> None:
     func, make = CASES[case]
     calls = make()
     reference, outputs = serial(func, *calls), run(func, *calls)
     assert_equal(outputs, reference)
-    needed = [[each.requires_grad for each in tensors_in(values)] for values in (outputs, reference)]
+    needed = [
+        [each.requires_grad for each in tensors_in(values)] for values in (outputs, reference)
+    ]
     assert needed[0] == needed[1]
-    twice_in_a_call = case == "tensors shared" and request.node.callspec.params["run"] == "pool"  # a worker adds those up first
-    assert_equal(gradients(outputs, calls), gradients(reference, calls), rtol=1e-14 if twice_in_a_call else 0.0)
+    # a worker adds those up first
+    twice_in_a_call = case == "tensors shared" and request.node.callspec.params["run"] == "pool"
+    assert_equal(
+        gradients(outputs, calls),
+        gradients(reference, calls),
+        rtol=1e-14 if twice_in_a_call else 0.0,
+    )
 
 
 @pytest.mark.parametrize("func", [Unmaterialized, Materialized])
 def test_outputs_that_nobody_uses(run: Callable[..., Any], func: type[Function]) -> None:
     x, y = leaf(3), leaf(2)
     (_, first), _ = run(func, (x,), (y,))
-    assert_equal(torch.autograd.grad(first.sum(), [x, y], allow_unused=True), (torch.full_like(x, 3), None))
+    assert_equal(
+        torch.autograd.grad(first.sum(), [x, y], allow_unused=True), (torch.full_like(x, 3), None)
+    )
 
 
 def test_gradients_added_up_in_the_serial_order(run: Callable[..., Any]) -> None:
@@ -392,7 +432,9 @@ class MeetingAgain(Function):
 
 
 @pytest.mark.parametrize("count", [2, 12])
-def test_threads_run_all_calls_at_the_same_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_run_all_calls_at_the_same_time(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Meeting, "barrier", threading.Barrier(count))
     inputs = [leaf(2) for _ in range(count)]
     outputs = map_with_parallel_backward(Meeting, *[(x,) for x in inputs])
@@ -400,7 +442,9 @@ def test_threads_run_all_calls_at_the_same_time(count: int, monkeypatch: pytest.
     second = torch.autograd.grad([each.sum() for each in grads], inputs, create_graph=True)
     third = torch.autograd.grad([each.sum() for each in second], inputs)
     for x, output, first, twice, thrice in zip(inputs, outputs, grads, second, third, strict=True):
-        torch.testing.assert_close([output, first, twice, thrice], [x**3, 3 * x**2, 6 * x, torch.full_like(x, 6)])
+        torch.testing.assert_close(
+            [output, first, twice, thrice], [x**3, 3 * x**2, 6 * x, torch.full_like(x, 6)]
+        )
 
 
 def test_the_serial_loop_would_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +485,8 @@ def pipes(tmp_path: Path) -> Iterator[list[str]]:
     paths = [str(tmp_path / name) for name in ("left", "right")]
     for path in paths:
         os.mkfifo(path)
-    kept = [os.open(path, os.O_RDWR) for path in paths]  # or what is written would be lost between two readers
+    # or what is written would be lost between two readers
+    kept = [os.open(path, os.O_RDWR) for path in paths]
     yield paths
     for descriptor in kept:
         os.close(descriptor)
@@ -475,7 +520,9 @@ class Recorded(Function):
 
 
 @pytest.mark.parametrize("slow_first", [True, False])
-def test_a_gradient_waits_for_every_backward(slow_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_waits_for_every_backward(
+    slow_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
     monkeypatch.setattr(Recorded, "log", log)
     events = {name: threading.Event() for name in ("quick", "slow")}
@@ -515,7 +562,8 @@ def test_double_backward_in_a_pool(pool2: mpgrad.Pool) -> None:
     ours = twice(functools.partial(map_with_parallel_backward, pool=pool2), calls, joints)
     assert_equal(ours, twice(serial, calls, []))
     assert not any(each.requires_grad for each in ours[1])
-    assert joints and all(type(node).__name__ == "JointBackward" for node in joints)  # its gradients have come through one
+    # its gradients have come through one
+    assert joints and all(type(node).__name__ == "JointBackward" for node in joints)
 
 
 def twice(run: Callable[..., Any], calls: list[Any], nodes: list[Any]) -> Any:
@@ -554,7 +602,8 @@ class SavedOutput(Function):
 
 
 class OnAttribute(Function):
-    """A tensor with a history that is no saved tensor: there a double backward reaches beyond what the node knows."""
+    """A tensor with a history that is no saved tensor: there a double backward reaches beyond what
+    the node knows."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any) -> Any:
@@ -593,11 +642,17 @@ def test_double_and_triple_backward_as_serially(func: type[Function]) -> None:
         outputs = tensors_in(run(func, *calls))
         found = []
         for _ in range(3):
-            outputs = list(torch.autograd.grad([each.exp().sum() for each in outputs], inputs, create_graph=True))
+            outputs = list(
+                torch.autograd.grad(
+                    [each.exp().sum() for each in outputs], inputs, create_graph=True
+                )
+            )
             found.append([each.detach() for each in outputs])
         return found
 
-    torch.testing.assert_close(orders(map_with_parallel_backward), orders(serial), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        orders(map_with_parallel_backward), orders(serial), rtol=1e-12, atol=0
+    )
 
 
 def test_a_double_backward_frees_and_ends() -> None:
@@ -627,7 +682,10 @@ def test_repeated_backwards_and_freed_tensors() -> None:
     x, y = leaf(2), leaf(2)
     a, b = map_with_parallel_backward(Product, (x, y), (y, x))
     first = torch.autograd.grad(a.sum(), [x, y], retain_graph=True)
-    assert_equal(first, torch.autograd.grad((a + b).sum(), [x, y], retain_graph=True) and (y.detach(), x.detach()))
+    assert_equal(
+        first,
+        torch.autograd.grad((a + b).sum(), [x, y], retain_graph=True) and (y.detach(), x.detach()),
+    )
     torch.autograd.grad(b.sum(), [x])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(a.sum(), [x])
@@ -696,7 +754,9 @@ def test_saved_tensor_hooks_see_what_the_calls_save() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        map_with_parallel_backward(Product, (leaf(2), leaf(2)), (leaf(3), leaf(3)), (rand(4), rand(4)))
+        map_with_parallel_backward(
+            Product, (leaf(2), leaf(2)), (leaf(3), leaf(3)), (rand(4), rand(4))
+        )
     assert sorted(packed) == [(2,), (2,), (3,), (3,)]  # nothing for the call that needs no gradient
 
 
@@ -730,12 +790,18 @@ def test_forward_mode(reverse: bool) -> None:
         x = leaf(3) if reverse else rand(3)
         dual = forward_ad.make_dual(x, rand(3))  # type: ignore[no-untyped-call]
         calls = [(dual, rand(3), 2), (rand(3), dual, 3), (rand(3), rand(3), 2)]
-        ours, theirs = ([tangents(each[0]) for each in run(Tangent, *calls)] for run in (map_with_parallel_backward, serial))
+        ours, theirs = (
+            [tangents(each[0]) for each in run(Tangent, *calls)]
+            for run in (map_with_parallel_backward, serial)
+        )
         assert_equal(ours, theirs)
         assert theirs[2][1] is None and theirs[0][1] is not None
         if reverse:
             for part in (0, 1):
-                grads = [torch.autograd.grad(sum(each[part].sum() for each in both[:2]), x) for both in (ours, theirs)]
+                grads = [
+                    torch.autograd.grad(sum(each[part].sum() for each in both[:2]), x)
+                    for both in (ours, theirs)
+                ]
                 assert_equal(grads[0], grads[1])
 
 
@@ -762,12 +828,16 @@ def test_tangents_in_some_calls_and_gradients_in_others(dual_needs_grad: bool) -
         calls = [(dual,), (leaf(3),), (rand(3),)]
         ours, theirs = map_with_parallel_backward(HalfMarked, *calls), serial(HalfMarked, *calls)
         for call in (0, 2):
-            assert_equal([tangents(each) for each in ours[call]], [tangents(each) for each in theirs[call]])
+            assert_equal(
+                [tangents(each) for each in ours[call]], [tangents(each) for each in theirs[call]]
+            )
         for mine, other in zip(ours[1], theirs[1], strict=True):
             primal, tangent = tangents(mine)
-            assert torch.equal(primal, other) and (tangent is None or not tangent.any())  # serially always None
+            # serially always None
+            assert torch.equal(primal, other) and (tangent is None or not tangent.any())
         assert_equal(gradients(ours[1][::2], calls[1]), gradients(theirs[1][::2], calls[1]))
-        assert_equal([tangents(args[0])[1] for args in calls[1:]], [None, None])  # nothing was written to the arguments
+        # nothing was written to the arguments
+        assert_equal([tangents(args[0])[1] for args in calls[1:]], [None, None])
 
 
 def test_in_place_functions_write_to_duals() -> None:
@@ -797,7 +867,10 @@ def test_forward_mode_in_a_pool(pool2: mpgrad.Pool) -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(leaf(3), rand(3))  # type: ignore[no-untyped-call]
         calls = [(dual, rand(3), 2), (leaf(3), dual, 3), (leaf(3), rand(3), 2)]
-        ours, theirs = map_with_parallel_backward(Tangent, *calls, pool=pool2), serial(Tangent, *calls)
+        ours, theirs = (
+            map_with_parallel_backward(Tangent, *calls, pool=pool2),
+            serial(Tangent, *calls),
+        )
         for call in (0, 1):
             assert_equal(tangents(ours[call][0]), tangents(theirs[call][0]))
         primal, tangent = tangents(ours[2][0])
@@ -811,7 +884,9 @@ def test_forward_over_reverse() -> None:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, direction)  # type: ignore[no-untyped-call]
             outputs = run(Tangent, (dual, y, 2), (y, dual, 2))
-            grads = torch.autograd.grad(sum(each[0].sum() for each in outputs), [x, y], create_graph=True)  # type: ignore[arg-type]
+            grads = torch.autograd.grad(
+                sum(each[0].sum() for each in outputs), [x, y], create_graph=True
+            )  # type: ignore[arg-type]
             results.append([tangents(each) for each in grads])
     assert results[1][0][1] is not None
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=0)
@@ -872,7 +947,10 @@ def test_in_place_functions_write_to_their_argument(needs_grad: bool) -> None:
 
 def test_in_place_on_a_leaf_is_refused_as_serially() -> None:
     for run in (serial, map_with_parallel_backward):
-        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad has been used in an in-place operation"):
+        with pytest.raises(
+            RuntimeError,
+            match="a leaf Variable that requires grad has been used in an in-place operation",
+        ):
             run(AddInPlace, (leaf(2), rand(2)), (rand(2), rand(2)))
 
 
@@ -893,10 +971,16 @@ def test_in_place_in_a_pool_leaves_the_callers_tensors_alone(pool2: mpgrad.Pool)
     calls = [(leaf(3) * 1, leaf(3)), (leaf(2) * 1, leaf(2))]
     copies = [(target.clone(), x) for target, x in calls]
     before = [target.clone() for target, _ in calls]
-    outputs, expected = map_with_parallel_backward(AddInPlace, *calls, pool=pool2), serial(AddInPlace, *copies)
+    outputs, expected = (
+        map_with_parallel_backward(AddInPlace, *calls, pool=pool2),
+        serial(AddInPlace, *copies),
+    )
     assert_equal(outputs, expected)
     assert_equal([target for target, _ in calls], before)
-    assert_equal(torch.autograd.grad(outputs[0].sum(), calls[0]), (torch.full((3,), 2.0).double(), calls[0][1].detach()))
+    assert_equal(
+        torch.autograd.grad(outputs[0].sum(), calls[0]),
+        (torch.full((3,), 2.0).double(), calls[0][1].detach()),
+    )
 
 
 def test_results_may_be_written_to(run: Callable[..., Any]) -> None:
@@ -947,16 +1031,24 @@ def test_the_first_failing_call_is_raised_when_all_have_ended() -> None:
     ended = threading.Event()
     with pytest.raises(KeyError) as caught:
         map_with_parallel_backward(
-            Picky, (leaf(2), "late", ended), (leaf(2), "forward", ended), (leaf(2), "fine", None), (leaf(2), "forward", None)
+            Picky,
+            (leaf(2), "late", ended),
+            (leaf(2), "forward", ended),
+            (leaf(2), "fine", None),
+            (leaf(2), "forward", None),
         )
     assert not ended.is_set()  # the late one had its turn
     assert caught.value.args == ("x", 3)
-    assert notes(caught.value) == ["raised in call 1, phase: forward; call 3 failed too (KeyError: ('x', 3))"]
+    assert notes(caught.value) == [
+        "raised in call 1, phase: forward; call 3 failed too (KeyError: ('x', 3))"
+    ]
 
 
 def test_a_failing_backward_is_named() -> None:
     x = leaf(2)
-    outputs = map_with_parallel_backward(Picky, (x, "fine", None), (x, "backward", None), (x, "shape", None))
+    outputs = map_with_parallel_backward(
+        Picky, (x, "fine", None), (x, "backward", None), (x, "shape", None)
+    )
     with pytest.raises(ZeroDivisionError) as caught:
         sum(each.sum() for each in outputs).backward()
     expected = "raised in call 1, phase: backward; call 2 failed too (RuntimeError: Function Picky"
@@ -966,9 +1058,17 @@ def test_a_failing_backward_is_named() -> None:
 
 def test_errors_of_calls_in_a_pool(pool2: mpgrad.Pool) -> None:
     with pytest.raises(KeyError) as caught:
-        map_with_parallel_backward(Picky, (leaf(2), "fine", None), (leaf(2), "forward", None), pool=pool2)
-    assert caught.value.args == ("x", 3) and "item 1" in notes(caught.value)[0] and "forward" in notes(caught.value)[0]
-    a, b = map_with_parallel_backward(Picky, (leaf(2), "fine", None), (leaf(2), "backward", None), pool=pool2)
+        map_with_parallel_backward(
+            Picky, (leaf(2), "fine", None), (leaf(2), "forward", None), pool=pool2
+        )
+    assert (
+        caught.value.args == ("x", 3)
+        and "item 1" in notes(caught.value)[0]
+        and "forward" in notes(caught.value)[0]
+    )
+    a, b = map_with_parallel_backward(
+        Picky, (leaf(2), "fine", None), (leaf(2), "backward", None), pool=pool2
+    )
     with pytest.raises(ZeroDivisionError) as failed:
         (a + b).sum().backward()
     assert "item 1" in notes(failed.value)[0] and "backward" in notes(failed.value)[0]
@@ -991,11 +1091,16 @@ def test_wrong_gradients_raise_what_pytorch_raises(where: str) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"func must be a subclass of torch.autograd.Function \(func: <built-in"):
+    with pytest.raises(
+        TypeError, match=r"func must be a subclass of torch.autograd.Function \(func: <built-in"
+    ):
         map_with_parallel_backward(len, ())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"func must be a subclass"):
         run_isolated_forward(Product.apply, leaf(1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"call 1 must be a sequence \(given: a Tensor\); for one argument pass \(argument,\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"call 1 must be a sequence \(given: a Tensor\); for one argument pass \(argument,\)",
+    ):
         map_with_parallel_backward(AsVjp, (leaf(2),), leaf(2))  # type: ignore[arg-type]
     for func in (Product, WithSetup):
         with pytest.raises(TypeError) as caught:
@@ -1004,7 +1109,9 @@ def test_wrong_arguments() -> None:
 
 
 def test_torch_func_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"an argument of call 0 belongs to a torch\.func transform"):
+    with pytest.raises(
+        NotImplementedError, match=r"an argument of call 0 belongs to a torch\.func transform"
+    ):
         torch.func.vmap(lambda x: map_with_parallel_backward(Product, (x, x)))(rand(2, 3))
     x = leaf(3)
     (output,) = map_with_parallel_backward(Product, (x, rand(3)))
@@ -1028,13 +1135,20 @@ def test_batched_gradients() -> None:
 def test_an_isolated_call() -> None:
     x, y = leaf(3), leaf(3)
     ctx, output = run_isolated_forward(Product, x, y)
-    assert not output.requires_grad and ctx.needs_input_grad == (True, True) and isinstance(ctx, EmulatedAutogradContext)
+    assert (
+        not output.requires_grad
+        and ctx.needs_input_grad == (True, True)
+        and isinstance(ctx, EmulatedAutogradContext)
+    )
     for _ in range(2):
         first, second = run_isolated_backward(Product, ctx, torch.ones(3))
         assert torch.equal(first, y) and torch.equal(second, x) and not first.requires_grad
     ctx, outputs = run_isolated_forward(Itself, x, y)
     assert isinstance(outputs, tuple) and not outputs[0].requires_grad
-    assert_equal(run_isolated_backward(Itself, ctx, torch.ones(3), None), (torch.full((3,), 3.0), torch.zeros(3).double()))
+    assert_equal(
+        run_isolated_backward(Itself, ctx, torch.ones(3), None),
+        (torch.full((3,), 3.0), torch.zeros(3).double()),
+    )
     ctx, outputs = run_isolated_forward(WithSetup, x)
     assert ctx.times == 3 and len(run_isolated_backward(WithSetup, ctx, None, torch.ones(()))) == 2
 
@@ -1070,8 +1184,13 @@ def test_attributes_set_in_a_backward_stay() -> None:
 
 @pytest.mark.slow
 def test_the_package_imports_the_module_when_asked() -> None:
-    program = "import sys, mpgrad; print('mpgrad.workers' in sys.modules, mpgrad.EmulatedAutogradContext.__module__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    program = (
+        "import sys, mpgrad; print('mpgrad.workers' in sys.modules, "
+        "mpgrad.EmulatedAutogradContext.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.split() == ["False", "mpgrad.functions"]
     with pytest.raises(AttributeError, match="module 'mpgrad' has no attribute 'no_such_name'"):
         _ = mpgrad.no_such_name  # type: ignore[attr-defined]
@@ -1082,16 +1201,24 @@ def test_wrong_gradients_for_an_isolated_backward() -> None:
     for grads, error, message in (
         ((), ValueError, r"one gradient, or None, for each output \(outputs: 1, given: 0\)"),
         ((torch.ones(3), torch.ones(3)), ValueError, r"\(outputs: 1, given: 2\)"),
-        ((torch.ones(4, 3),), ValueError, r"the gradient of output 0 must have its shape \(\(3,\); given: \(4, 3\)\)"),
+        (
+            (torch.ones(4, 3),),
+            ValueError,
+            r"the gradient of output 0 must have its shape \(\(3,\); given: \(4, 3\)\)",
+        ),
         ((1.0,), TypeError, r"the gradient of output 0 must be a tensor or None \(given: float\)"),
     ):
         with pytest.raises(error, match=message):
             run_isolated_backward(Product, ctx, *grads)
-    with pytest.raises(TypeError, match=r"ctx must be what run_isolated_forward returned \(given: NoneType\)"):
+    with pytest.raises(
+        TypeError, match=r"ctx must be what run_isolated_forward returned \(given: NoneType\)"
+    ):
         run_isolated_backward(Product, None, torch.ones(3))
 
 
-def test_in_a_pool_all_calls_end_before_the_first_error_is_raised(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+def test_in_a_pool_all_calls_end_before_the_first_error_is_raised(
+    pool2: mpgrad.Pool, tmp_path: Path
+) -> None:
     class Fails(Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, call: int) -> torch.Tensor:
@@ -1109,4 +1236,7 @@ def test_in_a_pool_all_calls_end_before_the_first_error_is_raised(pool2: mpgrad.
     with pytest.raises(ValueError, match="at once") as caught:
         map_with_parallel_backward(Fails, (x, 0), (x, 1), pool=pool2)
     assert (tmp_path / "1").exists()
-    assert "raised in call 0, phase: forward; call 1 failed too (ArithmeticError: later)" in caught.value.__notes__
+    assert (
+        "raised in call 0, phase: forward; call 1 failed too (ArithmeticError: later)"
+        in caught.value.__notes__
+    )

@@ -1,4 +1,5 @@
-"""The arena and what it lends, without processes: sizes, reuse, private and shared memory, who gives it back."""
+"""The arena and what it lends, without processes: sizes, reuse, private and shared memory, who
+gives it back."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import torch
 from conftest import linux_only, shared_memory_files
 
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory.arena import COPY_BYTES, IDLE_BYTES, PAGE, PRIVATE, SHARED, SLAB_BYTES, Arena, Lenders, Slot, size_class
+from mpgrad.memory.arena import (
+    COPY_BYTES,
+    IDLE_BYTES,
+    PAGE,
+    PRIVATE,
+    SHARED,
+    SLAB_BYTES,
+    Arena,
+    Lenders,
+    Slot,
+    size_class,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -131,7 +143,9 @@ def test_a_free_slot_is_used_again_for_what_is_somewhat_smaller() -> None:
     address, used = slot.address, arena.bytes_in_use  # 32 pages, and 20
     del slot
     again = arena.allocate(18 * PAGE)  # as if it were as large as it was
-    assert again.address == address and again.memory.nbytes == 18 * PAGE and arena.bytes_in_use == used
+    assert (
+        again.address == address and again.memory.nbytes == 18 * PAGE and arena.bytes_in_use == used
+    )
     del again
     small = arena.allocate(14 * PAGE)  # would waste more than half
     assert small.address != address
@@ -165,7 +179,8 @@ def test_threads_allocate_and_free_at_once() -> None:
 @linux_only("memory that is reserved, given up and mapped again through a descriptor")
 @pytest.mark.parametrize("idle_bytes", [IDLE_BYTES, 0])
 def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -> None:
-    """Code that closes all that is open, and opens files then, found zeros behind its data, or holes in it."""
+    """Code that closes all that is open, and opens files then, found zeros behind its data, or
+    holes in it."""
     arena = Arena(1, idle_bytes=idle_bytes)
     lenders = Lenders(lambda: None)
     free, kept = arena.allocate(4 * PAGE), arena.allocate(COPY_BYTES + PAGE)
@@ -180,7 +195,8 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     private = lenders.borrow(kept.address, kept.memory.nbytes, private=True)
     private[6] = 8
     assert (private[5], kept.memory[5], kept.memory[6]) == (7, 7, 0)
-    # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped anew there
+    # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped
+    # anew there
     assert not [view for view in (*SHARED.values(), *PRIVATE.values()) if view[4] is lenders]
     del free
     again = [arena.allocate(4 * PAGE) for _ in range(3)]
@@ -201,7 +217,9 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
 
 
 @linux_only("a descriptor for each slab")
-def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
     """Its number may be another file's, which was mapped in its place, and closed."""
     lenders, slot = borrowed_pair(80_000)
     (kept, _) = lenders._unmapped[slot.slab.number]
@@ -218,7 +236,8 @@ def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_ag
 @linux_only("posix_fallocate")
 @pytest.mark.parametrize("why", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_to_reserve_memory_may_be_denied(why: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile of a container may forbid it, and a file system may not have it: that was taken for a lack of memory."""
+    """A profile of a container may forbid it, and a file system may not have it: that was taken for
+    a lack of memory."""
 
     def denied(*_: int) -> None:
         raise OSError(why, os.strerror(why))
@@ -229,8 +248,13 @@ def test_to_reserve_memory_may_be_denied(why: int, monkeypatch: pytest.MonkeyPat
 
 
 @linux_only("posix_fallocate")
-@pytest.mark.parametrize(("why", "words"), [(errno.ENOSPC, "no room in shared memory"), (errno.EFBIG, "ulimit -f unlimited")])
-def test_what_reserving_memory_lacks_is_named(why: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [(errno.ENOSPC, "no room in shared memory"), (errno.EFBIG, "ulimit -f unlimited")],
+)
+def test_what_reserving_memory_lacks_is_named(
+    why: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: int) -> None:
         raise OSError(why, os.strerror(why))
 

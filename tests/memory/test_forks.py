@@ -1,6 +1,8 @@
-"""What forked children see of results, gradients and inputs, which lie in shared memory: what was there at the fork, for ever.
+"""What forked children see of results, gradients and inputs, which lie in shared memory: what was
+there at the fork, for ever.
 
-They read the numbers of later calls, once the caller had dropped its results, and what they wrote appeared in the caller.
+They read the numbers of later calls, once the caller had dropped its results, and what they wrote
+appeared in the caller.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ def test_what_the_caller_writes_is_its_own(pool: mpgrad.Pool) -> None:
         result += 10
     assert child.ask() == [0, 1, 2]
     assert numbers(results) == [10, 11, 12]
-    assert numbers(pool.map(torch.neg, results)) == [-10, -11, -12]  # workers get what the caller has written
+    # workers get what the caller has written
+    assert numbers(pool.map(torch.neg, results)) == [-10, -11, -12]
 
 
 def test_a_grandchild_reads_what_was_there_at_the_first_fork(pool2: mpgrad.Pool) -> None:
@@ -145,7 +148,10 @@ def test_a_grandchild_reads_what_was_there_at_the_first_fork(pool2: mpgrad.Pool)
 def test_a_fork_in_a_thread(pool2: mpgrad.Pool) -> None:
     results = pool2.map(full, range(4))
     children: list[Child] = []
-    threads = [threading.Thread(target=lambda: children.append(Child(lambda: numbers(results)))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: children.append(Child(lambda: numbers(results))))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -198,7 +204,9 @@ class Loaded(torch.utils.data.Dataset[torch.Tensor]):
 def test_a_data_loader(pool2: mpgrad.Pool) -> None:
     data = Loaded(pool2.map(full, range(40)))
     fork: Any = multiprocessing.get_context("fork")
-    loader = torch.utils.data.DataLoader(data, batch_size=1, num_workers=2, multiprocessing_context=fork, prefetch_factor=1)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=1, num_workers=2, multiprocessing_context=fork, prefetch_factor=1
+    )
     batches = iter(loader)
     found = [next(batches)[0]]
     data._tensors = []
@@ -223,7 +231,9 @@ def helped(x: torch.Tensor, folder: Path) -> float:
 
 @pytest.mark.parametrize("size", [SIZE, 300_000], ids=["copied or shared", "mapped privately"])
 @pytest.mark.parametrize("calls", [None, 1], ids=["worker stays", "worker ends"])
-def test_a_helper_that_a_task_has_forked(nursery: mpgrad.Pool, size: int, calls: int | None, tmp_path: Path) -> None:
+def test_a_helper_that_a_task_has_forked(
+    nursery: mpgrad.Pool, size: int, calls: int | None, tmp_path: Path
+) -> None:
     """It read 5.0 where 1.0 is right."""
     for name in ("go", "said"):
         os.mkfifo(tmp_path / name)
@@ -256,7 +266,10 @@ def borrowed(count: int, copies: bool = PORTABLE) -> tuple[Lenders, list[Slot], 
     lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     for number, slot in enumerate(slots):
         torch.frombuffer(slot.memory, dtype=torch.float32).fill_(number)
-    tensors = [torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32) for slot in slots]
+    tensors = [
+        torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
+        for slot in slots
+    ]
     return lenders, slots, tensors
 
 
@@ -275,7 +288,10 @@ def test_memory_is_given_back_when_the_child_has_ended() -> None:
     assert child.ask() == [0, 1, 2]
     assert sorted(lenders.collect()) == [(slot.address, 1) for slot in slots]
     write(slots, 60)
-    again = [torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32) for slot in slots]
+    again = [
+        torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
+        for slot in slots
+    ]
     assert numbers(again) == [60, 60, 60]
 
 
@@ -295,7 +311,8 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
 
 @linux_only("private mappings")
 def test_children_that_overlap_keep_only_what_they_see() -> None:
-    """What was kept for one was kept for the next one, too: where there always was one, nothing was ever given back."""
+    """What was kept for one was kept for the next one, too: where there always was one, nothing was
+    ever given back."""
     lenders, slots, tensors = borrowed(3)
     children = [Child(lambda: numbers(tensors))]
     tensors.pop()
@@ -356,7 +373,9 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
-def test_what_another_thread_borrows_during_a_fork(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_thread_borrows_during_a_fork(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other threads may run between the fork and what prepares it."""
     lenders, slots, tensors = borrowed(2, copies or PORTABLE)
     prepare = arenas.Fork.prepare
@@ -364,7 +383,9 @@ def test_what_another_thread_borrows_during_a_fork(copies: bool, monkeypatch: py
     lenders.collect()
 
     def borrow() -> None:
-        tensors.append(torch.frombuffer(lenders.borrow(slots[1].address, 4 * SIZE), dtype=torch.float32))
+        tensors.append(
+            torch.frombuffer(lenders.borrow(slots[1].address, 4 * SIZE), dtype=torch.float32)
+        )
 
     def prepare_and_borrow(fork: arenas.Fork) -> None:
         prepare(fork)

@@ -1,4 +1,5 @@
-"""How much memory there is: the machine's, or less where a control group limits it. The kernel kills at such a limit."""
+"""How much memory there is: the machine's, or less where a control group limits it. The kernel
+kills at such a limit."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ pytestmark = linux_only("control groups")
 
 @pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
 def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Sets the limit of a group, and what it uses beside 1 GiB of cached files; this process is in /batch/job/step."""
+    """Sets the limit of a group, and what it uses beside 1 GiB of cached files; this process is in
+    /batch/job/step."""
     root = tmp_path / "cgroup"
     base = root / "memory" if request.param == 1 else root
     membership = tmp_path / "membership"
-    membership.write_text(f"3:cpu:/elsewhere\n{'4:memory' if request.param == 1 else '0:'}:/batch/job/step\n")
+    membership.write_text(
+        f"3:cpu:/elsewhere\n{'4:memory' if request.param == 1 else '0:'}:/batch/job/step\n"
+    )
 
     def set_limit(group: str, nbytes: int | None, used: int) -> None:
         folder = base / group
@@ -69,7 +73,10 @@ def test_shared_memory_ends_where_the_group_does(limit: Limit) -> None:
     limit("batch/job/step", GIB, int(0.94 * GIB))
     arena, mirrored = Arena(1), site.MirroredSlab(GIB)
     arena.allocate(1 << 20)
-    with pytest.raises(mpgrad.SharedMemoryError, match=r"no room in shared memory .* 10,737,4\d\d bytes of memory free"):
+    with pytest.raises(
+        mpgrad.SharedMemoryError,
+        match=r"no room in shared memory .* 10,737,4\d\d bytes of memory free",
+    ):
         arena.allocate(16 << 20)
     mirrored.write(0, bytes(1 << 20))
     with pytest.raises(OSError, match="Cannot allocate memory"):
@@ -92,7 +99,10 @@ with mpgrad.Pool(2) as pool:
 
 def limited_group(nbytes: int) -> Path | None:
     """A group of this machine's, or None where we may not make one."""
-    for base, file in ((system.CGROUPS / "memory", "memory.limit_in_bytes"), (system.CGROUPS, "memory.max")):
+    for base, file in (
+        (system.CGROUPS / "memory", "memory.limit_in_bytes"),
+        (system.CGROUPS, "memory.max"),
+    ):
         folder = base / f"mpgrad-test-{os.getpid()}"
         if (base / "cgroup.procs").exists():
             try:
@@ -114,7 +124,9 @@ def test_a_real_group() -> None:
         pytest.skip("needs leave to make a control group")
     try:
         join = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n"
-        done = subprocess.run([sys.executable, "-c", join + MANY_RESULTS], capture_output=True, text=True, timeout=58)
+        done = subprocess.run(
+            [sys.executable, "-c", join + MANY_RESULTS], capture_output=True, text=True, timeout=58
+        )
     finally:
         folder.rmdir()
     assert (done.returncode, done.stdout) == (0, "True 2\n"), done.stderr

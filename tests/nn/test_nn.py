@@ -1,4 +1,5 @@
-"""mpgrad.nn: data parallelism over workers is the undivided module, as torch.nn.parallel means it."""
+"""mpgrad.nn: data parallelism over workers is the undivided module, as torch.nn.parallel means
+it."""
 
 from __future__ import annotations
 
@@ -73,9 +74,16 @@ def test_replicas_that_are_applied(pool: mpgrad.Pool) -> None:
     xs = [torch.randn(rows, 3, dtype=torch.float64) for rows in (1, 4, 2)]
     replicas = mnn.replicate(net, workers(pool))
     assert all(replica.first.weight is replica.rest[1].weight for replica in replicas)  # tied
-    assert all(replica.first.weight.data_ptr() == net.first.weight.data_ptr() for replica in replicas)  # one memory
-    assert not any(replica.first.weight.is_leaf for replica in replicas) and type(replicas[0]) is Net
-    found = mnn.parallel_apply(replicas, xs, workers(pool), [{"factor": k} for k in (1.0, 2.0, 3.0)])
+    # one memory
+    assert all(
+        replica.first.weight.data_ptr() == net.first.weight.data_ptr() for replica in replicas
+    )
+    assert (
+        not any(replica.first.weight.is_leaf for replica in replicas) and type(replicas[0]) is Net
+    )
+    found = mnn.parallel_apply(
+        replicas, xs, workers(pool), [{"factor": k} for k in (1.0, 2.0, 3.0)]
+    )
     expected = [net(x, factor=k) for x, k in zip(xs, (1.0, 2.0, 3.0), strict=True)]
     assert all(map(torch.equal, found, expected))
     sum(each.sum() for each in found).backward()
@@ -93,7 +101,9 @@ def test_double_backward_through_replicas(pool2: mpgrad.Pool) -> None:
         return torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), leaves_of(net))
 
     def replicated(x: Tensor) -> Any:
-        return mnn.gather(mnn.parallel_apply(mnn.replicate(net, pool2.workers), [x[:1], x[1:]], pool2.workers))
+        return mnn.gather(
+            mnn.parallel_apply(mnn.replicate(net, pool2.workers), [x[:1], x[1:]], pool2.workers)
+        )
 
     torch.testing.assert_close(penalty(replicated), penalty(net), rtol=1e-12, atol=1e-12)
 
@@ -114,7 +124,10 @@ def test_replicas_here_and_detached(pool2: mpgrad.Pool) -> None:
     assert torch.equal(replicas[1](x), net(x))
     (grad,) = torch.autograd.grad(sum(replica(x).sum() for replica in replicas), net.first.weight)
     torch.testing.assert_close(grad, 2 * torch.autograd.grad(net(x).sum(), net.first.weight)[0])
-    assert not mnn.replicate(net, pool2.workers, detach=True)[0](x).requires_grad or net.scale.requires_grad
+    assert (
+        not mnn.replicate(net, pool2.workers, detach=True)[0](x).requires_grad
+        or net.scale.requires_grad
+    )
     assert not mnn.replicate(net, pool2.workers, detach=True)[0].first.weight.requires_grad
     with torch.no_grad():
         assert not mnn.replicate(net, pool2.workers)[0].first.weight.requires_grad
@@ -172,8 +185,15 @@ def test_buffers_that_a_forward_makes_or_replaces(pool: mpgrad.Pool) -> None:
     net = Caches()
     x = torch.zeros(4)
     for calls in (1, 2):
-        assert torch.equal(mnn.data_parallel(net, x, workers(pool, 2)), torch.full((4,), float(calls)))
-        assert net.count == calls and net.same_count is net.count and len(net.grown) == 1 and net.none is None
+        assert torch.equal(
+            mnn.data_parallel(net, x, workers(pool, 2)), torch.full((4,), float(calls))
+        )
+        assert (
+            net.count == calls
+            and net.same_count is net.count
+            and len(net.grown) == 1
+            and net.none is None
+        )
         assert not hasattr(net, "cache")
 
 
@@ -187,7 +207,9 @@ def test_no_arguments_and_one_that_is_a_list(pool: mpgrad.Pool) -> None:
     module, x = Counts(), torch.ones(2)
     for devices in (workers(pool, 1), workers(pool, 2)):
         assert mnn.data_parallel(module, None, devices).tolist() == [0, 0]
-        assert mnn.data_parallel(module, (), devices, module_kwargs={"word": "ab"}).tolist()[:2] == [0, 2]
+        assert mnn.data_parallel(module, (), devices, module_kwargs={"word": "ab"}).tolist()[
+            :2
+        ] == [0, 2]
         assert mnn.data_parallel(module, [x, x], devices).tolist()[:2] == [1, 0]
         assert mnn.data_parallel(module, (x, x), devices).tolist()[:2] == [2, 0]
 
@@ -204,7 +226,10 @@ def test_zero_grad_in_a_replica_says_that_it_has_no_effect(pool: mpgrad.Pool) ->
 
     module = Zeroes()
     module.inner.weight.grad = grad = torch.ones(2, 2)
-    with pytest.warns(UserWarning, match=r"zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect"):
+    with pytest.warns(
+        UserWarning,
+        match=r"zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect",
+    ):
         mnn.data_parallel(module, torch.ones(4, 2), workers(pool, 2))
     assert module.inner.weight.grad is grad and not hasattr(module.inner, "_is_replica")
 
@@ -213,7 +238,9 @@ def test_arguments_of_different_length(pool2: mpgrad.Pool) -> None:
     """No rows are dropped."""
     net, x = nn.Bilinear(1, 1, 1), torch.ones(8, 1)
     for y in (x[:1], x[:0]):
-        with pytest.raises(ValueError, match=r"different numbers of chunks \(sizes of dimension 0: \[8, "):
+        with pytest.raises(
+            ValueError, match=r"different numbers of chunks \(sizes of dimension 0: \[8, "
+        ):
             mnn.data_parallel(net, (x, y), pool2.workers)
         with pytest.raises(ValueError, match="different numbers of chunks"):
             mnn.scatter({"x": x, "y": y}, pool2.workers)
@@ -224,7 +251,10 @@ def test_nested_inputs_and_outputs(pool: mpgrad.Pool) -> None:
     class Nested(nn.Module):
         def forward(self, inputs: dict[str, Any], word: str, *, pair: Pair) -> Any:
             assert word == "a word"
-            return {"sum": inputs["x"] + inputs["list"][0], "pair": Pair(pair.a * 2, (pair.b, None))}
+            return {
+                "sum": inputs["x"] + inputs["list"][0],
+                "pair": Pair(pair.a * 2, (pair.b, None)),
+            }
 
     x, y = torch.randn(5, 2), torch.randn(5)
     arguments = ({"x": x, "list": [x * 2]}, "a word"), {"pair": Pair(y, x)}
@@ -238,15 +268,26 @@ def test_scatter(pool2: mpgrad.Pool) -> None:
     devices = workers(pool2)
     x = torch.arange(7)
     assert [each.tolist() for each in mnn.scatter(x, devices)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [each.tolist() for each in mnn.scatter(x, devices, chunk_sizes=[1, 4, 2])] == [[0], [1, 2, 3, 4], [5, 6]]
+    assert [each.tolist() for each in mnn.scatter(x, devices, chunk_sizes=[1, 4, 2])] == [
+        [0],
+        [1, 2, 3, 4],
+        [5, 6],
+    ]
     assert len(mnn.scatter(x[:2], devices)) == 2
     assert [each.shape for each in mnn.scatter(torch.zeros(2, 6), devices, dim=1)] == [(2, 2)] * 3
     first = mnn.scatter((x, [x, "word"], {"k": x}, Pair(x, 3), ()), devices)[2]
-    assert first[0].tolist() == [6] and first[1] == [torch.tensor([6]), "word"] and first[3].b == 3 and first[4] == ()
+    assert (
+        first[0].tolist() == [6]
+        and first[1] == [torch.tensor([6]), "word"]
+        and first[3].b == 3
+        and first[4] == ()
+    )
     grads = torch.ones(5, requires_grad=True)
     sum(each.sum() * k for k, each in enumerate(mnn.scatter(grads, devices))).backward()
     assert grads.grad is not None and grads.grad.tolist() == [0, 0, 1, 1, 2]
-    with pytest.raises(ValueError, match="expected devices and chunk_sizes to be of the same length"):
+    with pytest.raises(
+        ValueError, match="expected devices and chunk_sizes to be of the same length"
+    ):
         mnn.scatter(x, devices, chunk_sizes=[3, 4])
 
 
@@ -290,11 +331,26 @@ def test_mistakes(pool2: mpgrad.Pool, fresh_pool: mpgrad.Pool) -> None:
         (lambda: mnn.DataParallel(net, []), "there is no device"),
         (lambda: mnn.scatter(x, ["cpu"]), "must be a worker of a pool"),
         (lambda: mnn.replicate(net, [two[0], "cuda:0"]), "must all be workers of one pool"),
-        (lambda: mnn.replicate(net, [two[0], fresh_pool.workers[0]]), "must all be workers of one pool"),
-        (lambda: mnn.parallel_apply([net], [x, x], two), "number of modules 1 is not equal to the number of inputs 2"),
-        (lambda: mnn.parallel_apply([net] * 3, [x] * 3, two), "number of modules 3 is not equal to the number of devices 2"),
-        (lambda: mnn.parallel_apply([nn.ReLU()], [x]), "a module without parameters is on no device; pass devices="),
-        (lambda: mnn.parallel_apply([net] * 2, [x] * 2, two, [{}]), "modules 2 is not equal to the number of kwargs 1"),
+        (
+            lambda: mnn.replicate(net, [two[0], fresh_pool.workers[0]]),
+            "must all be workers of one pool",
+        ),
+        (
+            lambda: mnn.parallel_apply([net], [x, x], two),
+            "number of modules 1 is not equal to the number of inputs 2",
+        ),
+        (
+            lambda: mnn.parallel_apply([net] * 3, [x] * 3, two),
+            "number of modules 3 is not equal to the number of devices 2",
+        ),
+        (
+            lambda: mnn.parallel_apply([nn.ReLU()], [x]),
+            "a module without parameters is on no device; pass devices=",
+        ),
+        (
+            lambda: mnn.parallel_apply([net] * 2, [x] * 2, two, [{}]),
+            "modules 2 is not equal to the number of kwargs 1",
+        ),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -334,7 +390,10 @@ def test_a_copy_of_the_module(pool2: mpgrad.Pool) -> None:
     other = copy.deepcopy(net)
     other.load_state_dict(net.state_dict())
     x = torch.randn(4, 3)
-    assert torch.equal(other(x), net(x)) and list(net.state_dict()) == ["module.weight", "module.bias"]
+    assert torch.equal(other(x), net(x)) and list(net.state_dict()) == [
+        "module.weight",
+        "module.bias",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")

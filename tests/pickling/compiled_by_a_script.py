@@ -1,4 +1,5 @@
-"""Run as a script by test_objects.py: what torch.compile made, mapped by a pool, against the serial loop with the same."""
+"""Run as a script by test_objects.py: what torch.compile made, mapped by a pool, against the serial
+loop with the same."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def gradients(ys: list[Tensor], xs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def operations_side_by_side(xs: list[Tensor], pool: mpgrad.Pool) -> None:
-    """Each sees the globals that it began with, in calls, calls that are made again, and backwards."""
+    """Each sees the globals that it began with, in calls, calls that are made again, and
+    backwards."""
     global factor
     results = []
     for factor in (1, 2, 3):  # noqa: B007  # it is a global
@@ -202,7 +204,12 @@ def names_that_go(pool: mpgrad.Pool) -> None:
 def left_behind(x: int) -> list[str]:
     from mpgrad.pickling.compiled import ROOMS
 
-    return [name for namespace in ROOMS.namespaces.values() for name in ("abs", "large") if name in namespace]
+    return [
+        name
+        for namespace in ROOMS.namespaces.values()
+        for name in ("abs", "large")
+        if name in namespace
+    ]
 
 
 def main() -> None:

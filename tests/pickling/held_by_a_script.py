@@ -1,4 +1,5 @@
-"""Run as a script by test_objects.py: what a script may hold and use in functions that it maps, against its serial loop."""
+"""Run as a script by test_objects.py: what a script may hold and use in functions that it maps,
+against its serial loop."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ class Cached:
 
 @case
 def caches(x: Tensor) -> Tensor:
-    sizes = table.cache_info().maxsize, fibonacci.cache_info().maxsize, Cached.scaled.cache_info().maxsize
+    sizes = (
+        table.cache_info().maxsize,
+        fibonacci.cache_info().maxsize,
+        Cached.scaled.cache_info().maxsize,
+    )
     assert sizes == (7, None, 3)
     return x * table(2) * fibonacci(10) * Cached().scaled(2)
 
@@ -105,8 +110,13 @@ warm(1)
 
 @case
 def warm_caches(x: Tensor) -> Tensor:
-    known = [drawn(*each, kind=kind) for each in ((1, 2.0), (1.0, 2)) for kind in ("a", "b")] + [drawn(), drawn(1)]
-    assert len({id(each) for each in known}) == 6 and net.__wrapped__.__name__ == net.__name__ == "net"
+    known = [drawn(*each, kind=kind) for each in ((1, 2.0), (1.0, 2)) for kind in ("a", "b")] + [
+        drawn(),
+        drawn(1),
+    ]
+    assert (
+        len({id(each) for each in known}) == 6 and net.__wrapped__.__name__ == net.__name__ == "net"
+    )
     assert of_a_class(a=1) == {"a": 1}
     return sum(each["values"][0] for each in known) * net(1)(x) * prepared.scale  # type: ignore[attr-defined]
 
@@ -117,7 +127,11 @@ def warm_in_the_worker(x: Tensor) -> Tensor:
     warm(3)  # the one that was used least goes
     assert warm(1) is first and warm.cache_info().currsize == 2 and warm(2, kind="b") is not second
     warm.cache_clear()
-    assert warm.cache_info().currsize == 0 and warm(1) is not first and warm.cache_parameters()["maxsize"] == 2
+    assert (
+        warm.cache_info().currsize == 0
+        and warm(1) is not first
+        and warm.cache_parameters()["maxsize"] == 2
+    )
     return x * first.weight
 
 
@@ -249,9 +263,19 @@ def weak_registries(x: Tensor) -> Tensor:
 
 # --- what guards something within a process
 
-lock, rlock, condition, bounded = threading.Lock(), threading.RLock(), threading.Condition(), threading.BoundedSemaphore(2)
+lock, rlock, condition, bounded = (
+    threading.Lock(),
+    threading.RLock(),
+    threading.Condition(),
+    threading.BoundedSemaphore(2),
+)
 signal = threading.Semaphore(0)
-event, semaphore, barrier, local = threading.Event(), threading.Semaphore(2), threading.Barrier(1), threading.local()
+event, semaphore, barrier, local = (
+    threading.Event(),
+    threading.Semaphore(2),
+    threading.Barrier(1),
+    threading.local(),
+)
 shared = threading.Lock()
 both = threading.Condition(shared), threading.Condition(shared)
 event.set()
@@ -371,7 +395,9 @@ class Box(typing.Generic[T]):
 @case
 def classes(x: Tensor) -> Tensor:
     derived: Scaled = Derived()
-    assert isinstance(derived, Base) and issubclass(Registered, Base) and not isinstance(derived, Runs)
+    assert (
+        isinstance(derived, Base) and issubclass(Registered, Base) and not isinstance(derived, Runs)
+    )
     assert Colour(2.0) is Colour.BLUE and Flags.A | Flags.B == 3
     point = Point(Box(Wrapped(x)).held.x)
     return point.kind.times(derived.scaled(point.x))

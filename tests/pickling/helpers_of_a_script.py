@@ -1,4 +1,5 @@
-"""A module of the user's that scripts import; with a tensor, so that its functions travel by value."""
+"""A module of the user's that scripts import; with a tensor, so that its functions travel by
+value."""
 
 from __future__ import annotations
 

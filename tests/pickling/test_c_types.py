@@ -49,13 +49,16 @@ SOURCE = """
     table = {"lib": lib}
 
     def types(x):
-        return Prototype(lambda y: y + x)(1), OfPython(lambda y, z: y + z)(1, x), Pointer(ctypes.c_int(x)).contents.value
+        prototyped, of_python = Prototype(lambda y: y + x)(1), OfPython(lambda y, z: y + z)(1, x)
+        return prototyped, of_python, Pointer(ctypes.c_int(x)).contents.value
     def arrays(x): return [*Three(x, x, x), *array]
     def library(x): return lib.labs(x)
     def function(x): return absolute(x)
     def called_back(x): return callback(x)
     def pointed(x): return pointer.contents.value + x
-    def structures(x): return Pair(x, 2.0).second, pair.second, Either(whole=x).pairs[0].first, isinstance(pair, Pair)
+    def structures(x):
+        either = Either(whole=x).pairs[0].first
+        return Pair(x, 2.0).second, pair.second, either, isinstance(pair, Pair)
     def held(x): return holder.lib.labs(x), table["lib"].labs(x)
 """
 ANYWHERE = ["types", "arrays"]
@@ -73,7 +76,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_modules_that_use_ctypes(library: Any, nursery: mpgrad.Pool, engine: str) -> None:
-    """Symptom: type object 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the metaclass by value."""
+    """Symptom: type object 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried
+    the metaclass by value."""
     with mpgrad.Pool(1, engine=engine) as pool:
         for name in (*ANYWHERE, *OF_A_MODULE):
             function = getattr(library, name)
@@ -92,13 +96,16 @@ def test_scripts_that_use_ctypes(pool: mpgrad.Pool) -> None:
         ("held", "held's global: holder.lib"),
         ("function", "function's global: absolute"),
     ):
-        assert f"({words}); load the library in the function, or once a worker" in refusal(pool, script[name])
+        assert f"({words}); load the library in the function, or once a worker" in refusal(
+            pool, script[name]
+        )
     with pytest.raises(TypeError, match=r"which is one of ctypes .*structures's global: "):
         pool.map(script["structures"], [3])
 
 
 def refusal(pool: mpgrad.Pool, function: Any) -> str:
-    """What is said of a library: a ValueError, which is ctypes's own, where its objects are met first, and else a TypeError."""
+    """What is said of a library: a ValueError, which is ctypes's own, where its objects are met
+    first, and else a TypeError."""
     with pytest.raises((TypeError, ValueError)) as caught:
         pool.map(function, [3])
     return "".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
@@ -127,7 +134,8 @@ OTHERS = """
         lib, function = ctypes.CDLL(None), ctypes.CDLL(None).abs
         def both(self): return getattr(self, "lib").abs(-2), type(self).function(-3)
 
-    untouched, with_errno, python = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
+    untouched, with_errno = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True)
+    python = ctypes.PyDLL(None)
     several, own, big = [ctypes.cdll.LoadLibrary(None), ctypes.CDLL(None)], Own(None), Big(5)
     of_python, Swapped = ctypes.pythonapi, ctypes.c_int.__ctype_be__
     Array = numpy.ctypeslib.ndpointer(dtype=numpy.float64)
@@ -143,7 +151,15 @@ OTHERS = """
     def big_endian(x): return Big(x).a, big.a
     def derived(x): return Error(x).value
 """
-POINTERS = ["not_touched", "of_errno", "of_pydll", "of_pythonapi", "of_several", "of_own", "of_class"]
+POINTERS = [
+    "not_touched",
+    "of_errno",
+    "of_pydll",
+    "of_pythonapi",
+    "of_several",
+    "of_own",
+    "of_class",
+]
 
 
 @pytest.fixture
@@ -156,10 +172,16 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("engine", ["process", "inline"])
-def test_libraries_that_nothing_has_called_yet(others: Any, nursery: mpgrad.Pool, engine: str) -> None:
-    """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of the library's functions."""
+def test_libraries_that_nothing_has_called_yet(
+    others: Any, nursery: mpgrad.Pool, engine: str
+) -> None:
+    """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of
+    the library's functions."""
     with mpgrad.Pool(1, engine=engine) as pool:
-        found = {name: pool.map(getattr(others, name), [3]) for name in (*POINTERS, "swapped", "big_endian", "derived")}
+        found = {
+            name: pool.map(getattr(others, name), [3])
+            for name in (*POINTERS, "swapped", "big_endian", "derived")
+        }
     assert found == {name: [getattr(others, name)(3)] for name in found}
 
 
@@ -171,5 +193,7 @@ def test_such_libraries_of_scripts(pool: mpgrad.Pool) -> None:
         said = refusal(pool, script[name])
         assert f"({name}'s global: " in said and "load the library in the function" in said
     for name, kind in (("big_endian", "Big"), ("derived", "Error")):
-        with pytest.raises(TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"):
+        with pytest.raises(
+            TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"
+        ):
             pool.map(script[name], [3])

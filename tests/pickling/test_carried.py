@@ -1,4 +1,5 @@
-"""What can be carried to and from workers: sparse tensors, arrays, modules of every make, dtypes and strides."""
+"""What can be carried to and from workers: sparse tensors, arrays, modules of every make, dtypes
+and strides."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import copy
 import dataclasses
 import functools
 import gc
+import io
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,14 +31,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
 ]
 
-COO = functools.partial(torch.sparse_coo_tensor, check_invariants=True)  # torch warns where that is left open
+# torch warns where that is left open
+COO = functools.partial(torch.sparse_coo_tensor, check_invariants=True)
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
-RIGHT = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+RIGHT = torch.randn(
+    4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+)
 
 
 def items(count: int = 5) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(2 + n, 3, dtype=torch.float64, generator=generator, requires_grad=True) for n in range(count)]
+    return [
+        torch.randn(2 + n, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+        for n in range(count)
+    ]
 
 
 def sparse(seed: int, layout: torch.layout = torch.sparse_coo, rows: int = 6) -> torch.Tensor:
@@ -79,7 +88,11 @@ def assert_same_parts(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_sparse_tensors_go_and_come_with_gradients(pool: mpgrad.Pool, layout: torch.layout) -> None:
-    for fn in (lambda x: x, lambda x: (x * 2).to_dense().sin(), lambda x: (x.to_dense(), x.detach())):
+    for fn in (
+        lambda x: x,
+        lambda x: (x * 2).to_dense().sin(),
+        lambda x: (x.to_dense(), x.detach()),
+    ):
         assert_same_as_serial(fn, sparse_items(layout), pool)
     assert_same_as_serial(lambda x: x * 3, [x * 2 for x in sparse_items(layout)], pool)  # no leaves
 
@@ -88,8 +101,12 @@ def test_sparse_tensors_go_and_come_with_gradients(pool: mpgrad.Pool, layout: to
 @pytest.mark.parametrize("rows", [6, 10_000])
 def test_sparse_products(pool2: mpgrad.Pool, layout: torch.layout, rows: int) -> None:
     assert_same_as_serial(lambda x: x @ RIGHT, sparse_items(layout, rows), pool2)
-    if layout is not torch.sparse_csc:  # where torch has no gradient of a product with a sparse result
-        assert_same_as_serial(lambda x: torch.sparse.mm(x, RIGHT), sparse_items(layout, rows), pool2)
+    if (
+        layout is not torch.sparse_csc
+    ):  # where torch has no gradient of a product with a sparse result
+        assert_same_as_serial(
+            lambda x: torch.sparse.mm(x, RIGHT), sparse_items(layout, rows), pool2
+        )
 
 
 ENTRIES: dict[str, Callable[[], torch.Tensor]] = {
@@ -97,14 +114,21 @@ ENTRIES: dict[str, Callable[[], torch.Tensor]] = {
     "hybrid": lambda: uncoalesced(hybrid=True),
     "coalesced": lambda: uncoalesced(hybrid=True).coalesce(),
     "large": lambda: uncoalesced(count=5_000),
-    "expanded values": lambda: COO(torch.ones(2, 3, dtype=torch.int64), torch.randn(3, 1).expand(3, 2), (4, 4, 2)),
+    "expanded values": lambda: COO(
+        torch.ones(2, 3, dtype=torch.int64), torch.randn(3, 1).expand(3, 2), (4, 4, 2)
+    ),
     "no entries": lambda: COO(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0), (4, 4)),
     "no dimensions": lambda: COO(torch.zeros(0, 3, dtype=torch.int64), torch.randn(3), ()),
-    "conjugate": lambda: COO(torch.zeros(1, 2, dtype=torch.int64), torch.randn(2, dtype=torch.complex64).conj(), (2,)),
+    "conjugate": lambda: COO(
+        torch.zeros(1, 2, dtype=torch.int64), torch.randn(2, dtype=torch.complex64).conj(), (2,)
+    ),
     "bool": lambda: torch.eye(4, dtype=torch.bool).to_sparse(),
     "batch": lambda: torch.eye(4).expand(3, 4, 4).to_sparse_csr(),
     "small indices": lambda: torch.sparse_csr_tensor(
-        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [0, 1])), torch.ones(2), (2, 2), check_invariants=True
+        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [0, 1])),
+        torch.ones(2),
+        (2, 2),
+        check_invariants=True,
     ),
     "no blocks": lambda: torch.zeros(4, 4).to_sparse_bsr((2, 2)),
 }
@@ -114,8 +138,13 @@ ENTRIES: dict[str, Callable[[], torch.Tensor]] = {
 def test_entries_keep_their_order(pool2: mpgrad.Pool, name: str) -> None:
     tensor = ENTRIES[name]()
     holder = [tensor]
-    for item, (there, back) in zip([tensor, 0], pool2.map(lambda x: (parts(holder[0]), x), [tensor, 0]), strict=True):
-        assert [torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(there, parts(tensor), strict=True)]
+    for item, (there, back) in zip(
+        [tensor, 0], pool2.map(lambda x: (parts(holder[0]), x), [tensor, 0]), strict=True
+    ):
+        assert [
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            for a, b in zip(there, parts(tensor), strict=True)
+        ]
         if item is tensor:
             assert_same_parts(back, tensor)
     ((first, *_),) = pool2.map(parts, [tensor])
@@ -125,23 +154,36 @@ def test_entries_keep_their_order(pool2: mpgrad.Pool, name: str) -> None:
 def test_gradients_of_uncoalesced_tensors(pool2: mpgrad.Pool) -> None:
     for hybrid in (False, True):
         xs = [uncoalesced(hybrid).requires_grad_() for _ in range(2)]
-        for fn in (lambda x: x.coalesce() * 2, lambda x: torch.sparse.sum(x, 0), lambda x: x.coalesce().values().sin()):
+        for fn in (
+            lambda x: x.coalesce() * 2,
+            lambda x: torch.sparse.sum(x, 0),
+            lambda x: x.coalesce().values().sin(),
+        ):
             results, expected = pool2.map(fn, xs), [fn(x) for x in xs]
             for pair in zip(results, expected, strict=True):
-                ours, theirs = (torch.autograd.grad(y.to_dense().sum(), xs, allow_unused=True) for y in pair)
+                ours, theirs = (
+                    torch.autograd.grad(y.to_dense().sum(), xs, allow_unused=True) for y in pair
+                )
                 for mine, other in zip(ours, theirs, strict=True):
                     assert (mine is None) == (other is None)
                     if mine is not None:
-                        assert_same_parts(mine, other) if other.layout is not torch.strided else torch.equal(mine, other)
+                        assert_same_parts(
+                            mine, other
+                        ) if other.layout is not torch.strided else torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_sparse_results_of_one_element(pool2: mpgrad.Pool, layout: torch.layout) -> None:
-    """Symptom: NotImplementedError: aten::_local_scalar_dense. Cause: they were taken for those of losses."""
+def test_gradients_of_sparse_results_of_one_element(
+    pool2: mpgrad.Pool, layout: torch.layout
+) -> None:
+    """Symptom: NotImplementedError: aten::_local_scalar_dense. Cause: they were taken for those of
+    losses."""
     more = {"blocksize": (1, 1)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     for _ in range(3):  # a map learns from the ones before
-        results = pool2.map(lambda part: part.reshape(1, 1).to_sparse(layout=layout, **more), x.split(1))
+        results = pool2.map(
+            lambda part: part.reshape(1, 1).to_sparse(layout=layout, **more), x.split(1)
+        )
         (gradient,) = torch.autograd.grad(results, x, [each.detach() * 2 for each in results])
         assert torch.equal(gradient.to_dense(), 2 * x.detach())
 
@@ -152,8 +194,11 @@ def test_sparse_captures(pool: mpgrad.Pool) -> None:
     rows = [torch.randn(4, 1 + n, dtype=torch.float64) for n in range(4)]
     for capture in (leaf, inner, parameter, sparse(6, torch.sparse_csr).requires_grad_()):
         assert_same_as_serial(lambda x, capture=capture: torch.sparse.mm(capture, x), rows, pool)
+
         # gradients of both layouts meet, in a worker and in the caller
-        mixed = lambda x, capture=capture: (capture @ x) if x.shape[1] % 2 else torch.sparse.mm(capture, x)  # noqa: E731
+        def mixed(x: torch.Tensor, capture: torch.Tensor = capture) -> torch.Tensor:
+            return (capture @ x) if x.shape[1] % 2 else torch.sparse.mm(capture, x)
+
         assert_same_as_serial(mixed, rows, pool)
 
 
@@ -163,7 +208,10 @@ def test_sparse_gradients_of_dense_captures(pool: mpgrad.Pool, chunksize: int | 
     numbers = [torch.tensor(each) for each in ([1, 2, 2], [2, 5], [9, 1, 9, 9], [0], [2])]
     run = functools.partial(mpgrad.Pool.map, chunksize=chunksize)
     assert_same_as_serial(words, numbers, pool, run=run)
-    mixed: Callable[[torch.Tensor], torch.Tensor] = lambda n: words(n) if len(n) % 2 else words.weight[n]  # noqa: E731
+
+    def mixed(n: torch.Tensor) -> torch.Tensor:
+        return words(n) if len(n) % 2 else words.weight[n]
+
     for order in (numbers, numbers[::-1]):
         assert_same_as_serial(mixed, order, pool, run=run)
     ours, theirs = copy.deepcopy(words), copy.deepcopy(words)
@@ -178,14 +226,19 @@ def test_sparse_gradients_of_dense_captures(pool: mpgrad.Pool, chunksize: int | 
 def test_sparse_gradients_of_dense_items(pool: mpgrad.Pool) -> None:
     rows = torch.tensor([1, 1, 0])
     assert_same_as_serial(lambda weight: F.embedding(rows, weight, sparse=True), items(), pool)
-    assert_same_as_serial(lambda weight: F.embedding(rows, weight, sparse=True), [x * 2 for x in items()], pool)
+    assert_same_as_serial(
+        lambda weight: F.embedding(rows, weight, sparse=True), [x * 2 for x in items()], pool
+    )
 
 
 def test_sparse_gradients_of_results(pool: mpgrad.Pool) -> None:
     xs = items()
     grads = [
         torch.autograd.grad(sum(torch.sparse.sum(y * y.detach()) for y in results), xs)
-        for results in (pool.map(lambda x: x.relu().to_sparse(), xs), [x.relu().to_sparse() for x in xs])
+        for results in (
+            pool.map(lambda x: x.relu().to_sparse(), xs),
+            [x.relu().to_sparse() for x in xs],
+        )
     ]
     for ours, theirs in zip(*grads, strict=True):
         assert ours.layout == theirs.layout and torch.equal(ours.to_dense(), theirs.to_dense())
@@ -193,16 +246,23 @@ def test_sparse_gradients_of_results(pool: mpgrad.Pool) -> None:
 
 def test_sparse_tensors_under_the_callers_modes(pool: mpgrad.Pool) -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        assert_same_as_serial(lambda x: x * 2, [x * 1 for x in sparse_items(torch.sparse_coo)], pool)
+        assert_same_as_serial(
+            lambda x: x * 2, [x * 1 for x in sparse_items(torch.sparse_coo)], pool
+        )
     xs = sparse_items(torch.sparse_coo)
     inner = [x * 3 for x in xs]
     with torch.no_grad():
         assert not any(y.requires_grad for y in pool.map(lambda x: x * 2, xs))
         results = pool.map(torch.enable_grad()(lambda x: x * 2), [*xs, *inner])
-    for grad in torch.autograd.grad(sum(y.to_dense().sum() for y in results if y.requires_grad), xs):
-        assert grad.layout is torch.sparse_coo and set(grad.coalesce().values().tolist()) == {8.0}  # 2 + 3 * 2
+    for grad in torch.autograd.grad(
+        sum(y.to_dense().sum() for y in results if y.requires_grad), xs
+    ):
+        # 2 + 3 * 2
+        assert grad.layout is torch.sparse_coo and set(grad.coalesce().values().tolist()) == {8.0}
     with torch.inference_mode():
-        assert all(y.is_inference() for y in pool.map(lambda x: x * 2, sparse_items(torch.sparse_csr)))
+        assert all(
+            y.is_inference() for y in pool.map(lambda x: x * 2, sparse_items(torch.sparse_csr))
+        )
 
 
 def test_sparse_tensors_are_written_in_place_in_the_task_only(pool: mpgrad.Pool) -> None:
@@ -220,7 +280,8 @@ def test_sparse_tensors_are_written_in_place_in_the_task_only(pool: mpgrad.Pool)
 
 
 def test_a_worker_says_no_word_of_what_the_caller_was_told(fresh_pool: mpgrad.Pool) -> None:
-    item = sparse(1, torch.sparse_csr)  # the first of a process warns that the layout is in beta state
+    # the first of a process warns that the layout is in beta state
+    item = sparse(1, torch.sparse_csr)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fresh_pool.map(lambda x: x.layout, [item]) == [torch.sparse_csr]
@@ -272,7 +333,9 @@ def test_arrays_go_and_come(pool: mpgrad.Pool, rows: int) -> None:
 
 def test_large_arrays_travel_through_shared_memory(pool2: mpgrad.Pool) -> None:
     large = np.arange(200_000.0)
-    pickled, tensors = structure.dumps({"before": torch.ones(2), "array": large, "after": torch.zeros(3), "small": np.ones(3)})
+    pickled, tensors = structure.dumps(
+        {"before": torch.ones(2), "array": large, "after": torch.zeros(3), "small": np.ones(3)}
+    )
     assert len(pickled) < 500 and [tensor.nbytes for tensor in tensors] == [8, 12, large.nbytes]
     scheduler = pool2._scheduler
     slots, copied = scheduler.memory.arena.slots_made, scheduler.packer.bytes_copied
@@ -282,7 +345,10 @@ def test_large_arrays_travel_through_shared_memory(pool2: mpgrad.Pool) -> None:
     assert all(np.array_equal(result, (large + k) * 2) for k, result in enumerate(results))
     copied = scheduler.packer.bytes_copied
     with torch.inference_mode():  # so that no graph is made again from what may be changed by then
-        assert [float(array[1]) for array in pool2.map(lambda array: array[:2], results)] == [2.0, 4.0]
+        assert [float(array[1]) for array in pool2.map(lambda array: array[:2], results)] == [
+            2.0,
+            4.0,
+        ]
     assert scheduler.packer.bytes_copied == copied  # former results are read where they lie
 
 
@@ -319,7 +385,10 @@ def test_arrays_beside_tensors(pool: mpgrad.Pool) -> None:
         y = item["x"] * weight * float(table[item["array"][3]])
         return {"y": y, "array": item["array"] + 1, "twice": [y, item["array"]]}
 
-    given = [{"array": np.arange(n, n + 20_000), "x": x, "more": [x, table]} for n, x in enumerate(items())]
+    given = [
+        {"array": np.arange(n, n + 20_000), "x": x, "more": [x, table]}
+        for n, x in enumerate(items())
+    ]
     assert_same_as_serial(fn, given, pool)
 
 
@@ -330,18 +399,32 @@ REFUSED: list[tuple[str, Callable[[], torch.Tensor]]] = [
     ("device is meta", lambda: torch.ones(3, device="meta")),
     ("device is meta", lambda: torch.eye(3).to_sparse().to("meta")),
     ("it is nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    ("NestedTensor, whose __torch_dispatch__", lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
+    (
+        "NestedTensor, whose __torch_dispatch__",
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    ),
     ("dtype is torch.qint8", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
     ("layout is torch._mkldnn", lambda: torch.ones(2, 2).to_mkldnn()),
-    ("MaskedTensor, whose", lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))),
+    (
+        "MaskedTensor, whose",
+        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    ),
     ("a lazy module has not made it yet", lambda: torch.nn.LazyLinear(2).weight),
     ("a lazy module has not made it yet", lambda: torch.nn.LazyBatchNorm1d().running_mean),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning", "ignore:.*prototype stage")
-@pytest.mark.parametrize(("reason", "make"), REFUSED, ids=[f"{k} {reason}" for k, (reason, _) in enumerate(REFUSED)])
-def test_what_cannot_be_carried_is_refused_by_name(pool2: mpgrad.Pool, reason: str, make: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*quantize:UserWarning",
+    "ignore:.*quantize:DeprecationWarning",
+    "ignore:.*prototype stage",
+)
+@pytest.mark.parametrize(
+    ("reason", "make"), REFUSED, ids=[f"{k} {reason}" for k, (reason, _) in enumerate(REFUSED)]
+)
+def test_what_cannot_be_carried_is_refused_by_name(
+    pool2: mpgrad.Pool, reason: str, make: Callable[[], torch.Tensor]
+) -> None:
     tensor = make()
     ran = f"ran with {reason}"
     cannot = "(holds a tensor that )?cannot be carried"
@@ -355,8 +438,12 @@ def test_what_cannot_be_carried_is_refused_by_name(pool2: mpgrad.Pool, reason: s
     assert any("item 1" in note for note in caught.value.__notes__)
 
 
-def test_an_uninitialised_lazy_module_is_refused_and_an_initialised_one_works(pool2: mpgrad.Pool) -> None:
-    net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Tanh(), torch.nn.LazyLinear(2)).double()
+def test_an_uninitialised_lazy_module_is_refused_and_an_initialised_one_works(
+    pool2: mpgrad.Pool,
+) -> None:
+    net = torch.nn.Sequential(
+        torch.nn.LazyLinear(4), torch.nn.Tanh(), torch.nn.LazyLinear(2)
+    ).double()
     with pytest.raises(TypeError, match="run the module once, before it goes to the pool"):
         pool2.map(net, items())
     net(items()[0])
@@ -372,7 +459,8 @@ def linear() -> torch.nn.Linear:
 
 
 class Whole(torch.nn.Module):
-    """Tied weights, a buffer, a tensor that is neither, and a submodule that is switched by train and eval."""
+    """Tied weights, a buffer, a tensor that is neither, and a submodule that is switched by train
+    and eval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,9 +527,13 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "eval": lambda: Whole().eval(),
     "no leaf as an attribute": Derived,
     "a bound method": lambda: Derived().forward,
-    "partial": lambda: functools.partial(torch.add, torch.ones(3, dtype=torch.float64, requires_grad=True)),
+    "partial": lambda: functools.partial(
+        torch.add, torch.ones(3, dtype=torch.float64, requires_grad=True)
+    ),
     "partial of a module": lambda: functools.partial(linear()),
-    "a dataclass": lambda: Model(linear(), {"a": torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)}),
+    "a dataclass": lambda: Model(
+        linear(), {"a": torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)}
+    ),
     "nn.Buffer": lambda: torch.nn.Buffer(torch.ones(3, dtype=torch.float64) * 2).mul,
 }
 
@@ -461,15 +553,23 @@ class Unlike(torch.nn.Module):
 
 
 def test_modules_arrive_as_they_were(pool2: mpgrad.Pool) -> None:
-    """Dictionaries of hooks that are empty stay behind, and are there again: all of them, each its own."""
-    net = torch.nn.Sequential(linear(), hooked(), Unlike(), torch.nn.BatchNorm1d(3), torch.nn.Dropout())
+    """Dictionaries of hooks that are empty stay behind, and are there again: all of them, each its
+    own."""
+    net = torch.nn.Sequential(
+        linear(), hooked(), Unlike(), torch.nn.BatchNorm1d(3), torch.nn.Dropout()
+    )
     (back,) = pool2.map(lambda _: net, [0])
     assert back[2].came and len(back[1]._forward_hooks) == 1
     for ours, theirs in zip(net.modules(), back.modules(), strict=True):
         assert [(name, type(each)) for name, each in vars(ours).items()] == [
             (name, type(each)) for name, each in vars(theirs).items() if name != "came"
         ]
-    hooks = [each for module in back.modules() for each in vars(module).values() if isinstance(each, OrderedDict)]
+    hooks = [
+        each
+        for module in back.modules()
+        for each in vars(module).values()
+        if isinstance(each, OrderedDict)
+    ]
     assert len({id(each) for each in hooks}) == len(hooks) > 40
     back[0].register_forward_hook(lambda module, args, output: output + 1)
     assert torch.equal(back[0](torch.zeros(3).double()), net[0](torch.zeros(3).double()) + 1)
@@ -492,19 +592,32 @@ def test_a_parametrized_module_stays_one(pool2: mpgrad.Pool) -> None:
 
 # TorchScript optimises while it runs, and so rounds otherwise from the second or third run on
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3, dtype=torch.float64))])
-def test_scripted_modules_share_their_parameters_with_the_caller(pool: mpgrad.Pool, make: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3, dtype=torch.float64))],
+)
+def test_scripted_modules_share_their_parameters_with_the_caller(
+    pool: mpgrad.Pool, make: Callable[[Any], Any]
+) -> None:
     net = Whole().eval()
     scripted = make(net)
-    for fn in (scripted, torch.nn.Sequential(scripted, torch.nn.Tanh()), lambda x: scripted(x) * net.scale):
+    for fn in (
+        scripted,
+        torch.nn.Sequential(scripted, torch.nn.Tanh()),
+        lambda x: scripted(x) * net.scale,
+    ):
         grads = []
         for results in (pool.map(fn, items()), [fn(x) for x in items()]):
-            grads.append(torch.autograd.grad(sum((y**2).sum() for y in results), list(net.parameters())))
+            grads.append(
+                torch.autograd.grad(sum((y**2).sum() for y in results), list(net.parameters()))
+            )
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     pickled, tensors = structure.dumps(scripted)
     assert net.scale.numpy().tobytes() not in pickled
-    assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in (*net.parameters(), net.scale)}
+    assert {id(tensor) for tensor in tensors} == {
+        id(tensor) for tensor in (*net.parameters(), net.scale)
+    }
     assert pool.map(lambda x: scripted.training, [0]) == [False]
     ((back, y),) = pool.map(lambda x: (scripted, scripted(x)), items(1))
     assert torch.allclose(back(items()[0]), y, rtol=1e-12)
@@ -534,7 +647,9 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scripted, loads = torch.jit.script(Counting()), list[bytes]()
 
     def load_noted(code: bytes) -> torch.jit.ScriptModule:
@@ -550,6 +665,46 @@ def test_a_scripted_module_is_loaded_once_and_has_nothing_of_former_calls(monkey
         scripted.calls = 4
         assert pool.map(lambda x: scripted(x).item(), [torch.ones(())]) == [15.0]
     assert len(loads) == 2
+
+
+class Generated(torch.nn.Module):
+    """Saves its script by itself, as e3nn's classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.script = torch.jit.script(Counting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.script(x) * self.scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = io.BytesIO()
+        torch.jit.save(self.script, saved)
+        modules = {name: each for name, each in self._modules.items() if name != "script"}
+        return {**self.__dict__, "_modules": modules, "saved": saved.getvalue()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.script = torch.jit.load(io.BytesIO(saved))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_that_a_class_saves_is_loaded_once(nursery: mpgrad.Pool) -> None:
+    generated = Generated()
+
+    def loads(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+        same = pickle.loads(pickle.dumps(torch.jit.load)) is torch.jit.load
+        return generated(x), reducers.load_once.cache_info().misses, same
+
+    with mpgrad.Pool(1) as pool:
+        found = [pool.map(loads, [torch.ones(())])[0] for _ in range(3)]
+        generated.script.calls = 1
+        (other,) = pool.map(loads, [torch.ones(())])
+    # its counter begins anew in each map
+    assert [each[0].item() for each in found] == [4.0] * 3 and other[0].item() == 8.0
+    assert [each[1] for each in (*found, other)] == [1, 1, 1, 2] and found[0][2]
 
 
 def traced_with_a_tensor() -> Any:
@@ -573,19 +728,28 @@ class Weighted(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-@pytest.mark.parametrize("make", [traced_with_a_tensor, lambda: torch.jit.freeze(torch.jit.script(Weighted().eval()))])
-def test_tensors_in_the_code_of_a_script_are_those_of_each_operation(make: Callable[[], Any], engine: str) -> None:
-    """Symptom: what one map had written to them the next one read. Cause: copies of a script have them in common."""
+@pytest.mark.parametrize(
+    "make", [traced_with_a_tensor, lambda: torch.jit.freeze(torch.jit.script(Weighted().eval()))]
+)
+def test_tensors_in_the_code_of_a_script_are_those_of_each_operation(
+    make: Callable[[], Any], engine: str
+) -> None:
+    """Symptom: what one map had written to them the next one read. Cause: copies of a script have
+    them in common."""
     scripted = make()
     with mpgrad.Pool(1, engine=engine) as pool:  # type: ignore[arg-type]
-        first, second = (pool.map(lambda x: scripted(x).mul_(2).item(), [torch.ones(())]) for _ in range(2))
+        first, second = (
+            pool.map(lambda x: scripted(x).mul_(2).item(), [torch.ones(())]) for _ in range(2)
+        )
     assert first == second
 
 
 def test_scripts_that_are_large_are_loaded_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducers, "load_once", None)
     monkeypatch.setattr(reducers, "load_script", len)
-    assert reducers.loaded_script(bytes(reducers.MOST_SCRIPT_BYTES + 1)) > reducers.MOST_SCRIPT_BYTES
+    assert (
+        reducers.loaded_script(bytes(reducers.MOST_SCRIPT_BYTES + 1)) > reducers.MOST_SCRIPT_BYTES
+    )
 
 
 def test_values_of_torch_and_numpy(pool: mpgrad.Pool) -> None:
@@ -599,15 +763,21 @@ def test_values_of_torch_and_numpy(pool: mpgrad.Pool) -> None:
         np.float32(2),
     ]
     assert pool.map(lambda value: value, values) == values
-    assert [type(value) for value in pool.map(lambda value: value, values)] == [type(value) for value in values]
-    assert pool.map(lambda value: value.max, [torch.finfo(torch.float16), torch.iinfo(torch.int8)]) == [65504.0, 127]
+    assert [type(value) for value in pool.map(lambda value: value, values)] == [
+        type(value) for value in values
+    ]
+    assert pool.map(
+        lambda value: value.max, [torch.finfo(torch.float16), torch.iinfo(torch.int8)]
+    ) == [65504.0, 127]
     assert_same_as_serial(lambda x: x.max(0), items(), pool)  # a named tuple of torch's own
 
 
 def test_generators_arrive_in_their_state(pool2: mpgrad.Pool) -> None:
     ours, theirs = torch.Generator().manual_seed(5), np.random.default_rng(5)
     torch.rand(3, generator=ours)
-    ((a, b),) = pool2.map(lambda pair: (torch.rand(2, generator=pair[0]), pair[1].random(2)), [(ours, theirs)])
+    ((a, b),) = pool2.map(
+        lambda pair: (torch.rand(2, generator=pair[0]), pair[1].random(2)), [(ours, theirs)]
+    )
     assert torch.equal(a, torch.rand(2, generator=ours)) and np.array_equal(b, theirs.random(2))
 
 
@@ -615,7 +785,11 @@ def test_the_default_generator_is_that_of_the_item(pool2: mpgrad.Pool) -> None:
     drawn = []
     for generator in (torch.default_generator, None):
         torch.manual_seed(6)
-        drawn.append(pool2.map(lambda k, generator=generator: float(torch.rand((), generator=generator)), range(4)))
+        drawn.append(
+            pool2.map(
+                lambda k, generator=generator: float(torch.rand((), generator=generator)), range(4)
+            )
+        )
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
 
 
@@ -623,10 +797,14 @@ def test_distributions(pool2: mpgrad.Pool) -> None:
     mean = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     normal = torch.distributions.Normal(mean, 2.0)
     mixed = torch.distributions.Independent(torch.distributions.Gamma(mean.exp(), 1.0), 1)
-    assert_same_as_serial(lambda x: normal.log_prob(x) + mixed.log_prob(x.exp())[:, None], items(), pool2)
+    assert_same_as_serial(
+        lambda x: normal.log_prob(x) + mixed.log_prob(x.exp())[:, None], items(), pool2
+    )
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS itself, in torch 2.8
+@pytest.mark.filterwarnings(
+    "ignore:Converting a tensor with requires_grad=True to a scalar"
+)  # LBFGS itself, in torch 2.8
 def test_an_optimiser_in_a_task(pool2: mpgrad.Pool) -> None:
     def fit(x: torch.Tensor, kind: type[torch.optim.Optimizer]) -> torch.Tensor:
         guess = torch.zeros_like(x, requires_grad=True)
@@ -673,7 +851,9 @@ def test_checkpoints_in_a_task(pool2: mpgrad.Pool) -> None:
         sum((y**2).sum() for y in loop(fn, [*leaves, *[x * 2 for x in leaves]])).backward()
         grads.append([weight.grad, *[leaf.grad for leaf in leaves]])
     for ours, theirs in zip(*grads, strict=True):
-        assert ours.layout == theirs.layout and torch.allclose(ours.to_dense(), theirs.to_dense(), rtol=1e-12)
+        assert ours.layout == theirs.layout and torch.allclose(
+            ours.to_dense(), theirs.to_dense(), rtol=1e-12
+        )
 
 
 def test_local_functions_of_autograd(pool: mpgrad.Pool) -> None:
@@ -702,7 +882,8 @@ EVERY_DTYPE = sorted(
     {
         dtype
         for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
+        if isinstance(dtype, torch.dtype)
+        and not str(dtype).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
     },
     key=str,
 )
@@ -738,15 +919,26 @@ def test_views_with_gradients(pool2: mpgrad.Pool, name: str, dtype: torch.dtype,
         return
     view = VIEWS[name]
     xs = [torch.randn(4, 5 * size, 6, dtype=dtype, requires_grad=True) for _ in range(2)]
-    there, back = pool2.map(lambda x: (x * 2, x.stride()), [view(x) for x in xs]), pool2.map(view, xs)
+    there, back = (
+        pool2.map(lambda x: (x * 2, x.stride()), [view(x) for x in xs]),
+        pool2.map(view, xs),
+    )
     expected = [view(x) * 2 for x in xs]
     for (doubled, stride), x in zip(there, xs, strict=True):
-        assert torch.equal(doubled, view(x) * 2) and (stride == view(x).stride() or not view(x).numel())
+        assert torch.equal(doubled, view(x) * 2) and (
+            stride == view(x).stride() or not view(x).numel()
+        )
     for result, x in zip(back, xs, strict=True):
-        assert torch.equal(result, view(x)) and (result.stride() == view(x).stride() or not result.numel())
+        assert torch.equal(result, view(x)) and (
+            result.stride() == view(x).stride() or not result.numel()
+        )
     grads = [
         torch.autograd.grad(sum((y * y.conj()).real.sum() for y in results), xs)
-        for results in (expected, [doubled for doubled, _ in there], [result * 2 for result in back])
+        for results in (
+            expected,
+            [doubled for doubled, _ in there],
+            [result * 2 for result in back],
+        )
     ]
     for theirs, ours, others in zip(*grads, strict=True):
         assert torch.equal(ours, theirs) and torch.equal(others, theirs)

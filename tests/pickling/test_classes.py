@@ -42,7 +42,10 @@ def made() -> Any:
 
 
 def leaves(count: int) -> list[Tensor]:
-    return [torch.full((3,), 1.0 + number, dtype=torch.float64).requires_grad_() for number in range(count)]
+    return [
+        torch.full((3,), 1.0 + number, dtype=torch.float64).requires_grad_()
+        for number in range(count)
+    ]
 
 
 def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
@@ -73,7 +76,11 @@ def sentinels() -> Any:
             self.x, self.empty, self.nothing, self.log = x, Item.EMPTY, nothing, Item.shared
 
         def is_whole(self) -> bool:
-            return self.empty is type(self).EMPTY and self.nothing is nothing and self.log is type(self).shared
+            return (
+                self.empty is type(self).EMPTY
+                and self.nothing is nothing
+                and self.log is type(self).shared
+            )
 
     return Item
 
@@ -87,12 +94,15 @@ def test_what_an_item_and_its_class_have_in_common_stays_one(nursery: mpgrad.Poo
 
 def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
     item = sentinels()
-    before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}  # a cache of pickle's
+    # a cache of pickle's
+    before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}
     items = [item(x) for x in leaves(40)]
     for fn in (lambda given: given.x * 2, lambda given: given, lambda given: item(given.x)):
         for _ in range(3):
             results = any_pool.map(fn, items)
-        assert {name: vars(item)[name] for name in before} == before and all(each.is_whole() for each in items)
+        assert {name: vars(item)[name] for name in before} == before and all(
+            each.is_whole() for each in items
+        )
     assert all(type(each) is item for each in results)
 
 
@@ -107,7 +117,9 @@ def test_a_class_that_only_the_worker_has(any_pool: mpgrad.Pool) -> None:
         return Local()
 
     results = any_pool.map(fn, range(20))
-    assert [(each.number, each.twice) for each in results] == [(number, 2 * number) for number in range(20)]
+    assert [(each.number, each.twice) for each in results] == [
+        (number, 2 * number) for number in range(20)
+    ]
     assert len(set(map(type, results))) == 20
 
 
@@ -130,7 +142,9 @@ def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
                 results = pool.map(lambda given: given.scaled(), [item(x) for x in xs])
             else:
                 results = pool.map(lambda x: item(x).scaled(), xs)
-            assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
+            assert all(
+                torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True)
+            )
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
@@ -141,7 +155,9 @@ def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> N
         for held in (None, weight, None):
             item.weight, weight.grad = held, None
             xs = leaves(20)
-            torch.stack(pool.map(lambda given: given.scaled().sum(), [item(x) for x in xs])).sum().backward()
+            torch.stack(
+                pool.map(lambda given: given.scaled().sum(), [item(x) for x in xs])
+            ).sum().backward()
             assert (weight.grad is None) == (held is None)
             if weight.grad is not None:
                 assert weight.grad == 2 * sum(x.sum() for x in xs)
@@ -216,10 +232,13 @@ def is_open(instance: Any) -> bool:
 
 @pytest.mark.parametrize("item", slotted(), ids=lambda item: item.__name__)
 def test_slots_are_slots_in_workers(any_pool: mpgrad.Pool, item: Any) -> None:
-    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is none of the caller's."""
+    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is
+    none of the caller's."""
     for _ in range(2):
         xs = leaves(10)
-        results = any_pool.map(lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs])
+        results = any_pool.map(
+            lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs]
+        )
         assert all(type(result) is item and had == is_open(result) for result, had in results)
         torch.stack([result.x.sum() for result, _ in results]).sum().backward()
         assert all(x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2)) for x in xs)
@@ -246,7 +265,10 @@ def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Po
     for _ in range(3):
         with pytest.warns(Odd), pytest.raises(Unlucky) as caught:
             any_pool.map(fn, [0, 0, 3])
-        assert type(caught.value) is Unlucky and (caught.value.args, caught.value.why) == ((3,), "no luck")
+        assert type(caught.value) is Unlucky and (caught.value.args, caught.value.why) == (
+            (3,),
+            "no luck",
+        )
         assert [dict(vars(each)) for each in (Unlucky, Odd)] == before
 
 
@@ -311,7 +333,8 @@ def twice(x: torch.Tensor) -> OnlyForCheckers: return x * 2
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are made with the function")
 def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
-    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop does not look."""
+    """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop
+    does not look."""
     script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
     exec(compile(UNRESOLVED, "script", "exec", dont_inherit=True), script)
     twice, scale = script["twice"], script["Scale"](3.0)

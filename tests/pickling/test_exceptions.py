@@ -1,4 +1,5 @@
-"""Exceptions of tasks whose classes make it hard to read, write or pickle them: they arrive, or a RemoteError names them."""
+"""Exceptions of tasks whose classes make it hard to read, write or pickle them: they arrive, or a
+RemoteError names them."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def raises(make: Any) -> torch.Tensor:
 def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any) -> None:
     """Symptom: RemoteError, or FrozenInstanceError: cannot assign to field '__traceback__'.
 
-    Cause: its cause and note, and its traceback where it left a block of ours, were set as attributes.
+    Cause: its cause and note, and its traceback where it left a block of ours, were set as
+    attributes.
     """
     with pytest.raises(type(make())) as caught:
         pool.map(raises, [make])
@@ -64,12 +66,18 @@ def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any
 
 
 @pytest.mark.parametrize("make", OF_USERS)
-def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(nursery: mpgrad.Pool, make: Any) -> None:
+def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(
+    nursery: mpgrad.Pool, make: Any
+) -> None:
     """Symptom: as above; or FrozenWithSlots(code='__notes__').
 
-    Cause: of the latter, copies were made by the class's `__setstate__`, which is not for what `BaseException` gives it.
+    Cause: of the latter, copies were made by the class's `__setstate__`, which is not for what
+    `BaseException` gives it.
     """
-    with mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool, pytest.raises(type(make())) as caught:
+    with (
+        mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool,
+        pytest.raises(type(make())) as caught,
+    ):
         pool.map(abs, [1])
     assert (repr(caught.value), caught.value.args) == (repr(make()), make().args)
 
@@ -90,9 +98,36 @@ def test_a_note_of_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool,
 
 
 HOSTILE = [
-    *("__cause__", "__context__", "__notes__", "__traceback__", "__class__", "__dict__", "args", "__suppress_context__"),
-    *("with_traceback", "add_note", "__module__", "__reduce__", "__reduce_ex__", "__getattribute__", "__setattr__"),
-    *("__str__", "__repr__", "__hash__", "__eq__", "__bool__", "__len__", "__setstate__", "text", "exceptions"),
+    *(
+        "__cause__",
+        "__context__",
+        "__notes__",
+        "__traceback__",
+        "__class__",
+        "__dict__",
+        "args",
+        "__suppress_context__",
+    ),
+    *(
+        "with_traceback",
+        "add_note",
+        "__module__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getattribute__",
+        "__setattr__",
+    ),
+    *(
+        "__str__",
+        "__repr__",
+        "__hash__",
+        "__eq__",
+        "__bool__",
+        "__len__",
+        "__setstate__",
+        "text",
+        "exceptions",
+    ),
 ]
 
 
@@ -100,9 +135,14 @@ def raises_hostile(name: str, error: BaseException, is_property: bool) -> None:
     def fails(*args: Any) -> Any:
         raise error
 
-    base: Any = {"text": SyntaxError, "exceptions": getattr(__import__("builtins"), "ExceptionGroup", None)}.get(name)
+    base: Any = {
+        "text": SyntaxError,
+        "exceptions": getattr(__import__("builtins"), "ExceptionGroup", None),
+    }.get(name)
     args = ("t", [ValueError()]) if name == "exceptions" else ("t",)
-    raise type("Hostile", (base or Exception,), {name: property(fails) if is_property else fails})(*args)
+    raise type("Hostile", (base or Exception,), {name: property(fails) if is_property else fails})(
+        *args
+    )
 
 
 def raises_of_metaclass(name: str) -> None:
@@ -121,11 +161,16 @@ def raises_of_metaclass(name: str) -> None:
 def kind_of(error: BaseException | None) -> str:
     """Its class's own name, or that of the class for which the RemoteError stands."""
     assert error is not None
-    return str(error) if type(error) is mpgrad.RemoteError else vars(type)["__name__"].__get__(type(error))
+    return (
+        str(error)
+        if type(error) is mpgrad.RemoteError
+        else vars(type)["__name__"].__get__(type(error))
+    )
 
 
 def test_no_exception_ends_a_worker(pool: mpgrad.Pool) -> None:
-    """Symptom: WorkerDiedError, for each worker that tried it. Cause: its text and traceback were read without a guard."""
+    """Symptom: WorkerDiedError, for each worker that tried it. Cause: its text and traceback were
+    read without a guard."""
     names = [name for name in HOSTILE if name != "exceptions" or sys.version_info >= (3, 11)]
     deaths = pool.stats().deaths
     for error in (RuntimeError("no"), SystemExit(3)):
@@ -201,7 +246,20 @@ WITH_CODE_OF_THEIR_OWN: dict[str, Any] = {
     "attribute": lambda: NoSuch("a"),
     "of a library": lambda: subprocess.CalledProcessError(3, "a"),
 }
-FIELDS = "code", "errno", "filename", "strerror", "encoding", "object", "start", "end", "reason", "name", "returncode", "cmd"
+FIELDS = (
+    "code",
+    "errno",
+    "filename",
+    "strerror",
+    "encoding",
+    "object",
+    "start",
+    "end",
+    "reason",
+    "name",
+    "returncode",
+    "cmd",
+)
 
 
 def facts(error: Any) -> Any:
@@ -210,7 +268,8 @@ def facts(error: Any) -> Any:
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: of what it has in slots and fields, nothing; or its args twice. Cause: it was made again by its class."""
+    """Symptom: of what it has in slots and fields, nothing; or its args twice. Cause: it was made
+    again by its class."""
     make = WITH_CODE_OF_THEIR_OWN[name]
     error = pool.submit(raises, make).exception()
     assert facts(error) == facts(make())
@@ -218,18 +277,23 @@ def test_an_exception_whose_class_has_an_init(pool: mpgrad.Pool, name: str) -> N
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_such_an_exception_as_a_value(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called its class."""
+    """Symptom: TypeError: __init__() missing 1 required keyword-only argument. Cause: pickle called
+    its class."""
     error = WITH_CODE_OF_THEIR_OWN[name]()
-    of_item, of_capture, result = pool.map(lambda each: (facts(each), facts(error), each), [error])[0]
+    of_item, of_capture, result = pool.map(lambda each: (facts(each), facts(error), each), [error])[
+        0
+    ]
     assert of_item == of_capture == facts(result) == facts(error)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
 def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
-    """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made without its init."""
+    """Symptom: a RemoteError, which `except*` does not take. Cause: only the outermost one was made
+    without its init."""
     make = WITH_CODE_OF_THEIR_OWN[name]
-    group: Any = pool.submit(raises, lambda: BaseExceptionGroup("g", [make(), ValueError(1)])).exception()  # noqa: F821
+    of_group = lambda: BaseExceptionGroup("g", [make(), ValueError(1)])  # noqa: E731, F821
+    group: Any = pool.submit(raises, of_group).exception()
     assert type(group).__name__ == ("BaseExceptionGroup" if name == "exit" else "ExceptionGroup")
     assert [facts(each) for each in group.exceptions] == [facts(make()), facts(ValueError(1))]
 

@@ -1,6 +1,7 @@
 """Names that a script's functions find at run time: in strings, in `globals()`, in `__main__`.
 
-Before: NameError in workers; and `globals().get("w", zero)` was zero, without a gradient and without a word.
+Before: NameError in workers; and `globals().get("w", zero)` was zero, without a gradient and
+without a word.
 """
 
 from __future__ import annotations
@@ -145,7 +146,11 @@ REFUSED = {
 """
 OTHERS = "helper", "closing_over", *(IN_WORKERS := ("of_imported_main", "of_module_of_helper"))
 FOUND = ["of_closure"]
-FOUND += [name for line in SCRIPT.splitlines() if line.startswith("def ") and (name := line.split("(")[0][4:]) not in OTHERS]
+FOUND += [
+    name
+    for line in SCRIPT.splitlines()
+    if line.startswith("def ") and (name := line.split("(")[0][4:]) not in OTHERS
+]
 
 
 @pytest.fixture
@@ -179,7 +184,9 @@ def test_not_carried(pool: mpgrad.Pool, main: Any, name: str) -> None:
     function = main.REFUSED.pop(name)
     main.REFUSED.clear()
     why = "cannot pickle 'generator' object" if name == "cannot" else ""
-    with pytest.raises(TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"):
+    with pytest.raises(
+        TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"
+    ):
         pool.map(function, [0])
 
 
@@ -206,7 +213,9 @@ def test_going_through_all_names(pool: mpgrad.Pool, main: Any) -> None:
     for name in ("dict", "stars", "copy"):  # which look at no other name
         assert pool.map(through[name], [3]) == [6], name
     for name in ("items", "values", "vars"):
-        with pytest.raises(TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"):
+        with pytest.raises(
+            TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"
+        ):
             pool.map(through[name], [3])
     assert pool.map(names, [3]) == [6]
     del main.counting
@@ -233,21 +242,26 @@ def helper(x): return x * eval("w")
 
 
 def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
-    # symptom: an object of the script's that no function uses made each function with eval fail, or acted in workers
+    # symptom: an object of the script's that no function uses made each function with eval fail, or
+    # acted in workers
     main.LOADED = []
     exec(UNASKED, vars(main))
     assert pool.map(main.helper, [torch.tensor(3.0)]) == [6]
     assert pool.map(main.look, ["w"]) == [len(main.LOADED)]
     for name in ("sets", "new", "items", "Registered", "modules"):
         why = "it has sys.modules" if name == "modules" else r"\w+ has code of its own"
-        with pytest.raises(TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"):
+        with pytest.raises(
+            TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"
+        ):
             pool.map(main.look, [name[::-1]])
 
 
 MADE_BY_INIT = """
 import collections, datetime, enum, types
 import numpy
-def init(self, base, *args, **names): base.__init__(self, *args, **names); LOADED.append(type(self).__name__)
+def init(self, base, *args, **names):
+    base.__init__(self, *args, **names)
+    LOADED.append(type(self).__name__)
 class Error(Exception):
     def __init__(self, *, code): init(self, Exception, code)
 class Bag(set):
@@ -273,15 +287,21 @@ class Plain(dict):
 class Planet(enum.Enum):
     EARTH = 1, 2
     def __init__(self, mass, radius): self.mass = mass
-refused = {"bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
-    "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1), "numbers": numpy.ones(2).view(Numbers)}
+refused = {
+    "bag": Bag([1], "b"), "queue": Queue([1]), "ordered": Ordered({1: 2}), "count": Count("ab"),
+    "lists": Lists(3), "block": Block(2), "names": Names(1), "zone": Zone(1),
+    "numbers": numpy.ones(2).view(Numbers),
+}
 plain, planet, error = Plain(1), Planet.EARTH, Error(code=1)
 def look(name): return eval(name[::-1]) and len(LOADED)
 """
 
 
-def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
-    # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle call the class
+def test_what_its_init_would_make_again_is_not_carried_unasked(
+    pool: mpgrad.Pool, main: Any
+) -> None:
+    # symptom: as above, or __init__ ran in workers. cause: what such a class inherits has pickle
+    # call the class
     main.LOADED = []
     exec(MADE_BY_INIT, vars(main))
     refused = vars(main).pop("refused")
@@ -289,14 +309,19 @@ def test_what_its_init_would_make_again_is_not_carried_unasked(pool: mpgrad.Pool
     made = len(main.LOADED)
     assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
     for name in refused:
-        said = rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
+        said = (
+            rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
+        )
         with pytest.raises(TypeError, match=said):
             pool.map(main.look, [name[::-1]])
     assert len(main.LOADED) == made
 
 
 def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
-    exec("def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()", vars(main))
+    exec(
+        "def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()",
+        vars(main),
+    )
     exec("def evaluate(_): return eval('absent')", vars(main))
     assert pool2.map(main.get, [0]) == [(7, False, True)]
     with pytest.raises(NameError, match="absent"):

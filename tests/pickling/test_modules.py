@@ -1,4 +1,5 @@
-"""The user's own modules: every call of an operation has them as they are in the caller when it begins."""
+"""The user's own modules: every call of an operation has them as they are in the caller when it
+begins."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from mpgrad.pickling import modules, state
 
 pytestmark = pytest.mark.quick
 
-OPTIONS: dict[str, dict[str, Any]] = {engine: {"engine": engine} for engine in ("process", "thread", "inline")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    engine: {"engine": engine} for engine in ("process", "thread", "inline")
+}
 SOURCES = {
     "simulation": """
         import functools
@@ -131,7 +134,9 @@ class User:
         self.folder = folder
         for name, source in SOURCES.items():
             self.write(name, source)
-        self.simulation, self.constants, _, self.deep, self.beside = map(importlib.import_module, NAMES)
+        self.simulation, self.constants, _, self.deep, self.beside = map(
+            importlib.import_module, NAMES
+        )
 
     def write(self, name: str, source: str) -> None:
         path = self.folder / f"{name}.py"
@@ -149,7 +154,9 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
-def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool, user: Any) -> Iterator[mpgrad.Pool]:
+def any_pool(
+    request: pytest.FixtureRequest, nursery: mpgrad.Pool, user: Any
+) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield pool
 
@@ -166,7 +173,16 @@ def check(pool: mpgrad.Pool, fn: Callable[[Any], Any], items: list[Any]) -> None
 def functions(user: Any) -> list[Callable[[Any], Any]]:
     simulation, constants, deep = user.simulation, user.constants, user.deep
     names = (
-        *("constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package"),
+        *(
+            "constant",
+            "container",
+            "through_helper",
+            "attribute",
+            "renamed",
+            "passed_on",
+            "dynamic",
+            "in_package",
+        ),
         *("default", "local_import", "weighted", "entry", "cached", "keyed"),
     )
     return [
@@ -195,7 +211,8 @@ def write_everywhere(user: Any, number: int) -> None:
 
 
 def test_all_calls_have_what_the_caller_has(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and the caller ran some."""
+    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and
+    the caller ran some."""
     for number in range(3):
         for fn in functions(user):
             check(any_pool, fn, xs(40))
@@ -214,18 +231,27 @@ def test_gradients_of_tensors_in_modules(any_pool: mpgrad.Pool, user: Any) -> No
 
         return x * simulation.WEIGHT
 
-    fns: list[Callable[[Any], Any]] = [simulation.weighted, lambda x: x * simulation.WEIGHT, through_an_import]
+    fns: list[Callable[[Any], Any]] = [
+        simulation.weighted,
+        lambda x: x * simulation.WEIGHT,
+        through_an_import,
+    ]
     for fn in fns:
         for _ in range(2):
-            found = torch.autograd.grad(torch.stack(any_pool.map(fn, xs(20))).sum(), simulation.WEIGHT)[0]
-            expected = torch.autograd.grad(torch.stack([fn(x) for x in xs(20)]).sum(), simulation.WEIGHT)[0]
+            found = torch.autograd.grad(
+                torch.stack(any_pool.map(fn, xs(20))).sum(), simulation.WEIGHT
+            )[0]
+            expected = torch.autograd.grad(
+                torch.stack([fn(x) for x in xs(20)]).sum(), simulation.WEIGHT
+            )[0]
             assert torch.equal(found, expected)
             with torch.no_grad():
                 simulation.WEIGHT.mul_(2)
 
 
 def test_what_a_cache_holds_is_a_capture(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Each worker made one of its own, and the caller's had no gradient; also where the module was known before it was made."""
+    """Each worker made one of its own, and the caller's had no gradient; also where the module was
+    known before it was made."""
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     cold = any_pool.map(user.simulation.through_cache, [x, x])
     with torch.no_grad():
@@ -239,14 +265,22 @@ def test_what_a_cache_holds_is_a_capture(any_pool: mpgrad.Pool, user: Any) -> No
         assert gradient.tolist() == [3.0, 3.0]
     user.simulation.made.cache_clear()
     user.simulation.made.scale = 2
-    assert all(y.tolist() == [5.0, 5.0] for y in (*cold, *any_pool.map(user.simulation.through_cache, [x, x])))
+    assert all(
+        y.tolist() == [5.0, 5.0]
+        for y in (*cold, *any_pool.map(user.simulation.through_cache, [x, x]))
+    )
 
 
 def test_reloaded_from_another_file(any_pool: mpgrad.Pool, user: Any) -> None:
     check(any_pool, user.simulation.of_item, [user.simulation.Derived(x) for x in xs(20)])
     for offset in (1.0, 2.0):
-        user.write("constants", f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + {offset}\n")
-        check(any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20))  # the file alone changes nothing
+        user.write(
+            "constants",
+            f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + "
+            f"{offset}\n",
+        )
+        # the file alone changes nothing
+        check(any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20))
         importlib.reload(user.constants)
         check(any_pool, user.constants.added, xs(20))
         check(any_pool, user.simulation.attribute, xs(20))
@@ -273,7 +307,10 @@ def test_calls_that_wait_keep_what_was_there_before(user: Any, nursery: mpgrad.P
             user.simulation.DT = float(number)
             futures.append(pool.submit(user.simulation.constant, xs(1)[0]))
             expected.append(user.simulation.constant(xs(1)[0]))
-        assert all(torch.equal(future.result(), value) for future, value in zip(futures, expected, strict=True))
+        assert all(
+            torch.equal(future.result(), value)
+            for future, value in zip(futures, expected, strict=True)
+        )
 
 
 def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
@@ -286,10 +323,14 @@ def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
             check(pool, user.simulation.in_package, xs(40))
 
 
-def test_nothing_is_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_while_nothing_changes(
+    user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[object] = []
     make = state.States._made
-    monkeypatch.setattr(state.States, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted))
+    monkeypatch.setattr(
+        state.States, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted)
+    )
 
     def bytes_sent(fn: Callable[[Any], Any], items: list[Any]) -> int:
         before = pool.stats().bytes_sent
@@ -312,14 +353,21 @@ def test_nothing_is_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, 
 
 
 def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Pool) -> None:
-    user.write("held", "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + LOG.readable()\n")
+    user.write(
+        "held",
+        "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + "
+        "LOG.readable()\n",
+    )
     held = importlib.import_module("held")
     try:
         with mpgrad.Pool(2) as pool:
             check(pool, held.f, xs(4))
             held.LOG.close()
             held.LOG = open(__file__)  # noqa: SIM115
-            with pytest.raises(TypeError, match=r"held\.LOG was replaced by what cannot be carried \(TextIOWrapper\)"):
+            with pytest.raises(
+                TypeError,
+                match=r"held\.LOG was replaced by what cannot be carried \(TextIOWrapper\)",
+            ):
                 pool.map(held.f, xs(4))
             held.LOG.close()
             held.LOG = type("Log", (), {"name": "", "readable": lambda self: True})()
@@ -330,7 +378,17 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Po
 
 def test_whose_modules_are_the_users_own(user: Any) -> None:
     assert all(map(modules.is_own, [*NAMES, __name__]))
-    libraries = "torch", "torch.nn", "torch._C", "json", "builtins", "numpy", "pytest", "mpgrad", "mpgrad.pool"
+    libraries = (
+        "torch",
+        "torch.nn",
+        "torch._C",
+        "json",
+        "builtins",
+        "numpy",
+        "pytest",
+        "mpgrad",
+        "mpgrad.pool",
+    )
     for name in (*libraries, "__main__", "no"):
         assert not modules.is_own(name), name
 
@@ -369,7 +427,9 @@ def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> No
     try:
         with mpgrad.Pool(2, initializer=served.load, initargs=(2.0,)) as pool:
             for served.UNTOUCHED in (1.0, 5.0):
-                assert [r.tolist() for r in pool.map(served.f, xs(3))] == [[x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)]
+                assert [r.tolist() for r in pool.map(served.f, xs(3))] == [
+                    [x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)
+                ]
     finally:
         del sys.modules["served"]
 
@@ -436,7 +496,10 @@ def test_what_is_hard_to_watch(any_pool: mpgrad.Pool, user: Any) -> None:
             more.NET.train(number % 2 == 0)
             names = "opaque", "large", "of_class", "slots", "in_strings", "planet", "containers"
             of_memory = "array", "block", "view", "net"
-            for fn in (*(getattr(more, name) for name in (*names, *of_memory)), lambda x: x * more.a):
+            for fn in (
+                *(getattr(more, name) for name in (*names, *of_memory)),
+                lambda x: x * more.a,
+            ):
                 check(any_pool, fn, xs(6))
     finally:
         del sys.modules["more"]
@@ -461,7 +524,9 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
         with mpgrad.Pool(2) as pool:
             check(pool, mixed.f, xs(3))
             mixed.MIXED["dt"] = 9.0
-            with pytest.raises(TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"):
+            with pytest.raises(
+                TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"
+            ):
                 pool.map(mixed.f, xs(3))
             for _ in range(2):
                 check(pool, mixed.g, xs(3))  # which makes one here, too
@@ -471,9 +536,15 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
         del sys.modules["mixed"]
 
 
-def test_attributes_of_classes_that_change_and_change_back(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Symptom: the value in between. Cause: states share classes, and one that was known was not loaded again."""
-    user.write("given", "class Step:\n    dt = 1.0\ndef f(x): return x * Step.dt\ndef g(x): return x + Step.dt\n")
+def test_attributes_of_classes_that_change_and_change_back(
+    any_pool: mpgrad.Pool, user: Any
+) -> None:
+    """Symptom: the value in between. Cause: states share classes, and one that was known was not
+    loaded again."""
+    user.write(
+        "given",
+        "class Step:\n    dt = 1.0\ndef f(x): return x * Step.dt\ndef g(x): return x + Step.dt\n",
+    )
     given = importlib.import_module("given")
     try:
         for dt in (1.0, 2.0, 1.0, 2.0):
@@ -499,7 +570,10 @@ def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Po
         with mpgrad.Pool(2) as trainer.Trainer.pool:
             for trainer.Trainer.rate in (0.5, 2.0):
                 found = trainer.Trainer().all(xs(4))
-                assert all(torch.equal(r, x * trainer.Trainer.rate) for r, x in zip(found, xs(4), strict=True))
+                assert all(
+                    torch.equal(r, x * trainer.Trainer.rate)
+                    for r, x in zip(found, xs(4), strict=True)
+                )
     finally:
         del sys.modules["trainer"]
 
@@ -523,7 +597,8 @@ OPEN = """
 
 @pytest.mark.quick
 def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
-    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause: they were left out."""
+    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause:
+    they were left out."""
     user.write("readers", OPEN)
     readers = importlib.import_module("readers")
     try:
@@ -532,7 +607,10 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad
                 assert pool.map(function, [0]) == [function(0)]
             readers.Reader.later = readers.Reader.file
             assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
-            with pytest.raises(TypeError, match=r"readers\.Reader\.later cannot be carried.*the worker's own import has none"):
+            with pytest.raises(
+                TypeError,
+                match=r"readers\.Reader\.later cannot be carried.*the worker's own import has none",
+            ):
                 pool.map(readers.added_later, [0])
     finally:
         readers.Reader.file.close()
@@ -543,7 +621,11 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad
 def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
     names = "\n".join(f"N{number} = {number}" for number in range(300))
     added = " + ".join(f"N{number}" for number in range(300))
-    user.write("many", f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + total\n")
+    user.write(
+        "many",
+        f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + "
+        "total\n",
+    )
     many = importlib.import_module("many")
     try:
         with mpgrad.Pool(2) as pool:
@@ -580,12 +662,16 @@ PLUGIN = """
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        *((name, "process") for name in ("plug.d.e", "x.py", ".hidden", "a folder/plug-in.py", "with space")),
+        *(
+            (name, "process")
+            for name in ("plug.d.e", "x.py", ".hidden", "a folder/plug-in.py", "with space")
+        ),
         *(("plug.d.e", engine) for engine in ("thread", "inline")),
     ],
 )
 def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.Pool) -> None:
-    """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle imports the parent of a name."""
+    """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle
+    imports the parent of a name."""
     plugin: Any = ModuleType(name)
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     sys.modules[name] = plugin
@@ -594,7 +680,12 @@ def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.
             for factor in (2.0, 5.0):
                 plugin.K = factor
                 plugin.cached.cache_clear()
-                for function in (plugin.uses, plugin.looks, plugin.again, lambda x: plugin.helper(x) + plugin.K):
+                for function in (
+                    plugin.uses,
+                    plugin.looks,
+                    plugin.again,
+                    lambda x: plugin.helper(x) + plugin.K,
+                ):
                     check(pool, function, xs(2))
                 check(pool, plugin.of_item, [plugin.Item(x) for x in xs(2)])
                 assert type(pool.map(plugin.returns, xs(1))[0]) is plugin.Item
@@ -609,7 +700,8 @@ def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.
 
 
 def test_a_module_that_shares_its_name(pool2: mpgrad.Pool) -> None:
-    """Symptom: module 'json' has no attribute 'helper', or the other one's values. Cause: modules go by their names."""
+    """Symptom: module 'json' has no attribute 'helper', or the other one's values. Cause: modules
+    go by their names."""
     plugin: Any = ModuleType("json")
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     plugin.K = 7.0

@@ -1,4 +1,5 @@
-"""Whatever a script can hold: run as scripts, because what stands in one travels by value; and what cannot travel at all."""
+"""Whatever a script can hold: run as scripts, because what stands in one travels by value; and what
+cannot travel at all."""
 
 from __future__ import annotations
 
@@ -97,13 +98,18 @@ def test_the_path_to_what_cannot_travel(pool: mpgrad.Pool, log: Log) -> None:
         said = refusal(pool, fn)
         assert said.startswith("the function cannot be carried to or from a worker: cannot pickle")
         assert f"({path}); pass its name, and open it in the function" in said
-    assert "item 1 cannot be carried" in (said := refusal(pool, str, 1, [2, {"log": log}])) and "([1]['log'].file)" in said
+    assert (
+        "item 1 cannot be carried" in (said := refusal(pool, str, 1, [2, {"log": log}]))
+        and "([1]['log'].file)" in said
+    )
     with pytest.raises(TypeError, match=r"item 0 .*\(\['1'\].file\)"):
         pool.starmap(max, [(1, log)])
 
 
 def test_the_path_in_a_result(pool: mpgrad.Pool) -> None:
-    assert "(['numbers'][0]); make a list of what it gives" in refusal(pool, lambda x: {"numbers": [numbers()]})
+    assert "(['numbers'][0]); make a list of what it gives" in refusal(
+        pool, lambda x: {"numbers": [numbers()]}
+    )
 
 
 def test_what_to_do(pool2: mpgrad.Pool) -> None:
@@ -158,39 +164,57 @@ class Unruly(dict[Any, Any]):
 def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
     """Symptom: "ValueError: no name yet" in place of what could not be pickled."""
     held = {Unruly(): log}
-    with pytest.raises((TypeError, ValueError)) as caught:  # from Python 3.14 on, pickle itself asks for the key's `repr`
+    with pytest.raises(
+        (TypeError, ValueError)
+    ) as caught:  # from Python 3.14 on, pickle itself asks for the key's `repr`
         pool.map(lambda x: held, [1])
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "closure: held[<Unruly instance at 0x" in said and "].file)" in said
     long = {"name" * 100: {log}}
-    assert len(said := refusal(pool, lambda x: long)) < 500 and "(<lambda>'s closure: long['namename" in said
+    assert (
+        len(said := refusal(pool, lambda x: long)) < 500
+        and "(<lambda>'s closure: long['namename" in said
+    )
     unruly = Unruly(log=log)
     unruly.items = None  # type: ignore[assignment,method-assign]
-    assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(pool, lambda x: unruly)
+    assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(
+        pool, lambda x: unruly
+    )
 
 
 def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
     proxy = weakref.proxy(Holder(torch.ones(1)))
-    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(pool, lambda x: proxy)
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(
+        pool, lambda x: proxy
+    )
     held = [proxy, log]
     assert "closure: held[1].file)" in refusal(pool, lambda x: held)
     assert pool.map(len, [held[:1]]) == [1]
 
 
 def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
-    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of where and why."""
+    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of
+    where and why."""
     library = torch.library.Library("registered_here", "FRAGMENT")
     try:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
         twice: Any = torch.ops.registered_here.twice
-        register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
+        register = torch.library.custom_op(
+            "registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
         thrice = register(lambda x: x * 3)
         with mpgrad.Pool(1) as pool:
             for value in (thrice, library):
                 said = refusal(pool, closing_over(value))
-                assert "(<lambda>'s closure: value); register operators in a module that workers import" in said
-            with pytest.raises(AttributeError, match=r"no operator registered_here\.twice .* register operators in a module"):
+                assert (
+                    "(<lambda>'s closure: value); register operators in a module that workers "
+                    "import" in said
+                )
+            with pytest.raises(
+                AttributeError,
+                match=r"no operator registered_here\.twice .* register operators in a module",
+            ):
                 pool.map(lambda x: twice(x), [torch.ones(1)])
     finally:
         library._destroy()
@@ -241,7 +265,8 @@ def about(view: memoryview) -> tuple[Any, ...]:
 
 
 def test_views_of_memory(pool: mpgrad.Pool) -> None:
-    """Symptom: `sum(view)` was another number. Cause: cloudpickle makes bytes of a view, whatever its elements are."""
+    """Symptom: `sum(view)` was another number. Cause: cloudpickle makes bytes of a view, whatever
+    its elements are."""
     captured = pool.map(lambda name: about(VIEWS[name]), VIEWS)
     returned = pool.map(lambda view: (about(view), view), VIEWS.values())
     for name, there, (of_item, result) in zip(VIEWS, captured, returned, strict=True):
@@ -264,7 +289,10 @@ def test_a_view_and_what_it_looks_at(pool2: mpgrad.Pool) -> None:
 def test_views_that_are_refused(pool2: mpgrad.Pool) -> None:
     record_part, released = memoryview(numpy.zeros(3, dtype="i4,i4"))[1:], memoryview(b"abc")
     said = refusal(pool2, closing_over(record_part))
-    assert "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object that it" in said
+    assert (
+        "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object that it"
+        in said
+    )
     assert "looks at (<lambda>'s closure: value)" in said
     released.release()
     assert "released memoryview" in refusal(pool2, closing_over(released))
@@ -286,12 +314,16 @@ def test_what_is_not_made_again(pool2: mpgrad.Pool) -> None:
         ("WeakKeyDictionary", Keyed({kept: 1})),
         ("WeakValueDictionary", ByName(a=kept)),
     ):
-        said = f"{type(value).__name__!r} object, of a subclass of {base}; use a {base} (<lambda>'s closure: value"
+        said = (
+            f"{type(value).__name__!r} object, of a subclass of {base}; use a {base} (<lambda>'s "
+            "closure: value"
+        )
         assert said in refusal(pool2, closing_over(value))
 
 
 def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
-    """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom: AuthenticationError.)"""
+    """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom:
+    AuthenticationError.)"""
     with multiprocessing.get_context("spawn").Manager() as manager:
         squares, steps = manager.dict(), manager.Queue()
 
@@ -302,16 +334,19 @@ def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
         pool.starmap(notes, [(k, steps) for k in range(5)])
         assert squares.copy() == {k: k * k for k in range(5)}
         assert sorted(steps.get() for _ in range(5)) == list(range(5))
-        # The inline engine's worker lets go of a function in the next call. From Python 3.14 on a thread's connection lasts as
-        # long as any proxy of the manager does.
+        # The inline engine's worker lets go of a function in the next call. From Python 3.14 on a
+        # thread's connection lasts as long as any proxy of the manager does.
         pool.map(abs, [1])
 
 
 def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: each map looked through all names of all modules for each context variable of a script; 3 ms for one."""
+    """Symptom: each map looked through all names of all modules for each context variable of a
+    script; 3 ms for one."""
     searches: list[object] = []
     search = reducers.name_in_a_module
-    monkeypatch.setattr(reducers, "name_in_a_module", lambda value: searches.append(value) or search(value))
+    monkeypatch.setattr(
+        reducers, "name_in_a_module", lambda value: searches.append(value) or search(value)
+    )
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=3)
     local = threading.local()
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""What a task pickles by name is what stands under that name in its worker: functions and classes of modules and scripts."""
+"""What a task pickles by name is what stands under that name in its worker: functions and classes
+of modules and scripts."""
 
 from __future__ import annotations
 
@@ -83,10 +84,12 @@ def user(request: pytest.FixtureRequest) -> Any:
 def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: Any) -> None:
     """Symptom: it's not the same object as mine.helper; attribute lookup Net on __main__ failed.
 
-    Cause: the modules of the worker's process had what it had imported, and its main module nothing of the script's.
+    Cause: the modules of the worker's process had what it had imported, and its main module nothing
+    of the script's.
     """
     helper, hook, decorated, net = user.helper, user.hook, user.decorated, user.Net
-    cached = user.cached if isinstance(user, types.ModuleType) else helper  # a script's has to be among the names that are used
+    # a script's has to be among the names that are used
+    cached = user.cached if isinstance(user, types.ModuleType) else helper
 
     def pickles(_: int) -> tuple[list[bool], Any]:
         known = [by_name(each) for each in (helper, hook, cached, decorated, net, net.Inner)]
@@ -95,7 +98,11 @@ def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: A
         torch.save(model, buffer := io.BytesIO())
         buffer.seek(0)
         again = torch.load(buffer, weights_only=False)
-        return [*known, type(again) is net, sys.modules[helper.__module__].helper is helper], (helper, net, model)
+        return [*known, type(again) is net, sys.modules[helper.__module__].helper is helper], (
+            helper,
+            net,
+            model,
+        )
 
     with mpgrad.Pool(1) as pool:
         for _ in range(2):
@@ -109,10 +116,15 @@ def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: A
 
 @pytest.mark.quick
 def test_each_operation_has_its_own(nursery: mpgrad.Pool, library: Any) -> None:
-    """Names that travelled give way to those of the next operation, and to the worker's own where these are meant."""
+    """Names that travelled give way to those of the next operation, and to the worker's own where
+    these are meant."""
 
     def pickled(x: torch.Tensor) -> list[torch.Tensor]:
-        return [library.helper(x), pickle.loads(pickle.dumps(library.helper))(x), sys.modules["of_a_user"].helper(x)]
+        return [
+            library.helper(x),
+            pickle.loads(pickle.dumps(library.helper))(x),
+            sys.modules["of_a_user"].helper(x),
+        ]
 
     def looks(name: str) -> Any:
         return getattr(importlib.import_module("of_a_user"), name, None)
@@ -172,7 +184,8 @@ PROGRAM = """
         def __getitem__(self, i): return torch.ones(1) * i
     def helper(x): return x + 1
     def spawns(x):
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
             return list(executor.map(helper, [x]))
     def loads(x):
         loader = DataLoader(Data(), 1, num_workers=1, multiprocessing_context="spawn")
@@ -187,5 +200,7 @@ PROGRAM = """
 def test_programs_that_a_task_of_a_script_spawns(tmp_path: Path) -> None:
     """They run the script once more under another name, as those of a serial loop do."""
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    found = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert found.stdout == "[[2]] [[0.0, 1.0]]\n", found.stderr

@@ -42,15 +42,29 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     del sys.modules["own_parameters"]
 
 
-def test_captures_reached_through_the_code_of_a_class(nursery: mpgrad.Pool, own_module: Any) -> None:
-    # symptom: values with the W of the import, and no gradient. cause: a class went by its name, only functions were searched.
+def test_captures_reached_through_the_code_of_a_class(
+    nursery: mpgrad.Pool, own_module: Any
+) -> None:
+    # symptom: values with the W of the import, and no gradient. cause: a class went by its name,
+    # only functions were searched.
     with torch.no_grad():
         own_module.W.fill_(5)
     Net, function = own_module.Net, own_module.function
     net, plain = Net(), own_module.Plain()
     with mpgrad.Pool(2) as pool:
-        through_names = net, plain.run, lambda x: net(x), lambda x: Net()(x), function, lambda x: function(x)
-        through_module = lambda x: x * own_module.W, lambda x: own_module.Net()(x), lambda x: own_module.function(x)
+        through_names = (
+            net,
+            plain.run,
+            lambda x: net(x),
+            lambda x: Net()(x),
+            function,
+            lambda x: function(x),
+        )
+        through_module = (
+            lambda x: x * own_module.W,
+            lambda x: own_module.Net()(x),
+            lambda x: own_module.function(x),
+        )
         for fn in (*through_names, *through_module):
             own_module.W.grad = None
             (result,) = pool.map(fn, [torch.ones(2)])
@@ -60,7 +74,8 @@ def test_captures_reached_through_the_code_of_a_class(nursery: mpgrad.Pool, own_
 
 
 def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the garbage collector.
+    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the
+    # garbage collector.
     weight = torch.ones(1 << 20)
 
     def recursive(n: int) -> float:
@@ -79,7 +94,10 @@ def new(): return torch.tensor(2.0, requires_grad=True)
 @dataclasses.dataclass(slots=True)
 class Slots:
     w: torch.Tensor
-W = new(); NAMESPACE = types.SimpleNamespace(w=new()); SLOTS = Slots(new()); DEQUE = collections.deque([new()])
+W = new()
+NAMESPACE = types.SimpleNamespace(w=new())
+SLOTS = Slots(new())
+DEQUE = collections.deque([new()])
 @functools.lru_cache(None)
 def cached(): return W * 1
 def namespace(x): return x * NAMESPACE.w
@@ -92,8 +110,11 @@ def local(x):
 """
 
 
-def test_captures_in_other_containers_of_an_imported_module(nursery: mpgrad.Pool, tmp_path: Any, monkeypatch: Any) -> None:
-    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors, but not everywhere."""
+def test_captures_in_other_containers_of_an_imported_module(
+    nursery: mpgrad.Pool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors,
+    but not everywhere."""
     (tmp_path / "imported_model.py").write_text(IMPORTED)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = importlib.import_module("imported_model")
@@ -113,14 +134,17 @@ def test_captures_in_other_containers_of_an_imported_module(nursery: mpgrad.Pool
         del sys.modules["imported_model"]
 
 
-def test_while_another_thread_imports_the_compiler(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_another_thread_imports_the_compiler(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: AttributeError. cause: a module is in sys.modules before what it defines is there.
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
     assert pool2.map(abs, [-1]) == [1]
 
 
 def test_code_has_the_name_of_its_file(pool2: mpgrad.Pool) -> None:
-    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the name out."""
+    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the
+    name out."""
 
     def fn(x: int) -> list[str]:
         code = [sys._getframe().f_code, (lambda: sys._getframe().f_code)()]
@@ -140,7 +164,8 @@ class Head(torch.nn.Module):
 
 
 def test_attributes_of_tensors(pool: mpgrad.Pool) -> None:
-    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what it had in Python.
+    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what
+    # it had in Python.
     net = Head()
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +181,9 @@ def test_attributes_of_tensors(pool: mpgrad.Pool) -> None:
         return items
 
     assert_same_as_serial(penalty, given(), pool)
-    assert_same_as_serial(lambda pair: penalty(pair[0]) + penalty(pair[1]), [[x, x] for x in given()], pool)
+    assert_same_as_serial(
+        lambda pair: penalty(pair[0]) + penalty(pair[1]), [[x, x] for x in given()], pool
+    )
     net.bias.no_decay = False  # type: ignore[attr-defined]
     assert pool.map(penalty, given()[:1])[0] == penalty(given()[0]) == 20.5
 
@@ -176,7 +203,9 @@ def test_attributes_of_results(pool: mpgrad.Pool) -> None:
     assert items[3].grad == 3
 
 
-def test_attributes_of_tensors_in_a_module_that_change(own_module: Any, fresh_pool: mpgrad.Pool) -> None:
+def test_attributes_of_tensors_in_a_module_that_change(
+    own_module: Any, fresh_pool: mpgrad.Pool
+) -> None:
     # the state of a module is pickled again only when something in it has changed
     fn = own_module.labelled
     for label in ("a", "b"):
@@ -185,6 +214,9 @@ def test_attributes_of_tensors_in_a_module_that_change(own_module: Any, fresh_po
     del own_module.W.label
     assert fresh_pool.map(fn, [1]) == ["none"]
     item = torch.ones(1)
-    with pytest.raises(pickle.PicklingError, match=r"\(label\); pass its name"), open(os.devnull, "w") as file:
+    with (
+        pytest.raises(pickle.PicklingError, match=r"\(label\); pass its name"),
+        open(os.devnull, "w") as file,
+    ):
         item.label = file  # type: ignore[attr-defined]
         fresh_pool.map(fn, [item])

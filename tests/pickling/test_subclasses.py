@@ -510,10 +510,17 @@ def test_the_check_against_the_serial_loop(pool2: mpgrad.Pool) -> None:
 REFUSED = {
     "Slotted": (
         lambda: torch.ones(2).as_subclass(Slotted),
-        r"which has __slots__ of its own; pass tensor.as_subclass\(torch.Tensor\), and take as_subclass\(Slotted\)",
+        r"which has __slots__ of its own; pass tensor.as_subclass\(torch.Tensor\), and take "
+        r"as_subclass\(Slotted\)",
     ),
-    "Batch": (lambda: torch.ones(2, 3).as_subclass(Batch), r"which has shape of its own; pass tensor"),
-    "Frozen": (lambda: torch.ones(2).as_subclass(Frozen), r"which has requires_grad of its own; pass tensor"),
+    "Batch": (
+        lambda: torch.ones(2, 3).as_subclass(Batch),
+        r"which has shape of its own; pass tensor",
+    ),
+    "Frozen": (
+        lambda: torch.ones(2).as_subclass(Frozen),
+        r"which has requires_grad of its own; pass tensor",
+    ),
     "Seen": (
         lambda: torch.Tensor._make_subclass(Seen, torch.ones(2)),
         "whose __torch_dispatch__ may see other tensors than its own; pass the plain tensors",

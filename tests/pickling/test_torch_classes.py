@@ -1,4 +1,5 @@
-"""PyTorch's public classes survive the way to a worker and back: what can be made of each is pickled and loaded again.
+"""PyTorch's public classes survive the way to a worker and back: what can be made of each is
+pickled and loaded again.
 
 Each namespace is gone through, so a class that a newer PyTorch adds is tried too.
 """
@@ -42,14 +43,47 @@ GUESSES: list[Any] = [  # arguments for constructors
         (4, 8, [2, 4]),
         (4, 2),
     ),
-    *((0.0, 1.0), (number(0.3),), (number(1.0), number(2.0)), (3, number(0.2)), (3, 0.5), (ones(3),), (ones(2), ones(2))),
-    *((3, ones(2)), (number(1.0), ones(2)), (number(3.0), torch.eye(2)), (ones(2), torch.eye(2)), (0.0, 1.0, 0.1)),
+    *(
+        (0.0, 1.0),
+        (number(0.3),),
+        (number(1.0), number(2.0)),
+        (3, number(0.2)),
+        (3, 0.5),
+        (ones(3),),
+        (ones(2), ones(2)),
+    ),
+    *(
+        (3, ones(2)),
+        (number(1.0), ones(2)),
+        (number(3.0), torch.eye(2)),
+        (ones(2), torch.eye(2)),
+        (0.0, 1.0, 0.1),
+    ),
     *((ones(2), ones(2, 1), ones(2)), (torch.distributions.Normal(ones(2), ones(2)), 1)),
     (torch.distributions.Categorical(ones(2)), torch.distributions.Normal(ones(2), ones(2))),
-    *((torch.distributions.Normal(0.0, 1.0),), (torch.distributions.Normal(0.0, 1.0), [transforms.SigmoidTransform().inv])),
-    *(([transforms.ExpTransform()],), (transforms.ExpTransform(), 1), ([constraints.real],), (constraints.real, 1)),
-    *((constraints.real,), (nn.Linear(2, 2),), (nn.Linear(2, 2), nn.ReLU()), (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))),
-    *((nn.TransformerEncoderLayer(4, 2), 1), (nn.TransformerDecoderLayer(4, 2), 1), (DATA,), (DATA, [0, 1]), (DATA, 2, 0)),
+    *(
+        (torch.distributions.Normal(0.0, 1.0),),
+        (torch.distributions.Normal(0.0, 1.0), [transforms.SigmoidTransform().inv]),
+    ),
+    *(
+        ([transforms.ExpTransform()],),
+        (transforms.ExpTransform(), 1),
+        ([constraints.real],),
+        (constraints.real, 1),
+    ),
+    *(
+        (constraints.real,),
+        (nn.Linear(2, 2),),
+        (nn.Linear(2, 2), nn.ReLU()),
+        (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)),
+    ),
+    *(
+        (nn.TransformerEncoderLayer(4, 2), 1),
+        (nn.TransformerDecoderLayer(4, 2), 1),
+        (DATA,),
+        (DATA, [0, 1]),
+        (DATA, 2, 0),
+    ),
     *(([DATA, DATA],), (torch.utils.data.SequentialSampler(DATA), 2, False), ([1.0, 2.0], 2)),
 ]
 LEFT = {"Future", "TopLevelTracedModule"}  # refused by PyTorch; another class of the same
@@ -71,7 +105,11 @@ def guessed(kind: type) -> Any:
 
 def objects_of(namespace: Any) -> Iterator[Any]:
     for name, kind in sorted(vars(namespace).items()):
-        if isinstance(kind, type) and not name.startswith("_") and kind.__module__.startswith("torch."):
+        if (
+            isinstance(kind, type)
+            and not name.startswith("_")
+            and kind.__module__.startswith("torch.")
+        ):
             made = guessed(kind)
             if made is not None and kind.__name__ not in LEFT:
                 yield made
@@ -105,7 +143,8 @@ NAMESPACES: dict[str, Any] = {
 @pytest.mark.parametrize("namespace", NAMESPACES.values(), ids=NAMESPACES.keys())
 @pytest.mark.filterwarnings("ignore")
 def test_every_class_of_a_namespace(namespace: Any) -> None:
-    """Symptom: `_inv must not be None`, `no attribute '_modules'` and the like. Cause: their own pickling leaves things out."""
+    """Symptom: `_inv must not be None`, `no attribute '_modules'` and the like. Cause: their own
+    pickling leaves things out."""
     tried = 0
     for made in objects_of(namespace):
         for way, (dumps, loads) in WAYS.items():
@@ -135,14 +174,17 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 OPTIMIZERS = [
     pytest.param(each, marks=[pytest.mark.slow] * (each.__name__ in ("Adafactor", "Muon")))
     for each in vars(torch.optim).values()
-    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    if isinstance(each, type)
+    and issubclass(each, torch.optim.Optimizer)
+    and each is not torch.optim.Optimizer
 ]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_optimizers_go_on(kind: Any) -> None:
-    """Symptom: AttributeError: 'LBFGS' object has no attribute '_params'; hooks were gone. Cause: `Optimizer.__getstate__`."""
+    """Symptom: AttributeError: 'LBFGS' object has no attribute '_params'; hooks were gone. Cause:
+    `Optimizer.__getstate__`."""
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(2, 2))]
     made = kind(parameters)
     made.register_step_post_hook(lambda *_: None)
@@ -158,7 +200,10 @@ def test_optimizers_go_on(kind: Any) -> None:
 def copied(pickled: tuple[bytes, list[torch.Tensor]]) -> tuple[bytes, list[torch.Tensor]]:
     """As on the other side: the tensors are others."""
     code, tensors = pickled
-    made = [nn.Parameter(each.detach().clone()) if isinstance(each, nn.Parameter) else each.clone() for each in tensors]
+    made = [
+        nn.Parameter(each.detach().clone()) if isinstance(each, nn.Parameter) else each.clone()
+        for each in tensors
+    ]
     return code, made
 
 
@@ -180,15 +225,21 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
     "CyclicLR": lambda: lr_scheduler.CyclicLR(sgd(), 0.1, 0.2, step_size_up=2),
     "OneCycleLR": lambda: lr_scheduler.OneCycleLR(sgd(), 0.1, total_steps=10),
     "CosineAnnealingWarmRestarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(sgd(), 3),
-    "SequentialLR": lambda: in_a_row(lambda optimizer, parts: lr_scheduler.SequentialLR(optimizer, parts, [2])),
-    "ChainedScheduler": lambda: in_a_row(lambda optimizer, parts: lr_scheduler.ChainedScheduler(parts)),
+    "SequentialLR": lambda: in_a_row(
+        lambda optimizer, parts: lr_scheduler.SequentialLR(optimizer, parts, [2])
+    ),
+    "ChainedScheduler": lambda: in_a_row(
+        lambda optimizer, parts: lr_scheduler.ChainedScheduler(parts)
+    ),
     "SWALR": lambda: torch.optim.swa_utils.SWALR(sgd(), 0.05),
 }
 
 
 def in_a_row(make: Callable[..., Any]) -> Any:
     optimizer = sgd()
-    return make(optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)])
+    return make(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    )
 
 
 def rates(scheduler: Any) -> list[float]:
@@ -203,7 +254,8 @@ def rates(scheduler: Any) -> list[float]:
 @pytest.mark.quick
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 def test_schedulers_go_on(make: Callable[[], Any]) -> None:
-    """Symptom: a warning that `optimizer.step()` was overridden. Cause: what a scheduler keeps in an optimizer was left out."""
+    """Symptom: a warning that `optimizer.step()` was overridden. Cause: what a scheduler keeps in
+    an optimizer was left out."""
     made = make()
     if not hasattr(made, "optimizer"):
         made.optimizer = made._schedulers[0].optimizer
@@ -213,20 +265,36 @@ def test_schedulers_go_on(make: Callable[[], Any]) -> None:
 
 def names_modules(x: torch.Tensor) -> torch.Tensor:
     """Names what stands in PyTorch's modules of classes of their own."""
-    flags = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.cuda.matmul.allow_tf32
+    flags = (
+        torch.backends.cudnn.enabled,
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    return x * (1 + len(flags)) * (1 if fill else 2) + torch.backends.opt_einsum.enabled + torch.backends.mps.is_built()
+    return (
+        x * (1 + len(flags)) * (1 if fill else 2)
+        + torch.backends.opt_einsum.enabled
+        + torch.backends.mps.is_built()
+    )
 
 
 @pytest.mark.quick
 def test_modules_of_classes_of_their_own(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle 'GenericModule' object. Cause: only modules of the class `module` went by their names."""
+    """Symptom: cannot pickle 'GenericModule' object. Cause: only modules of the class `module` went
+    by their names."""
     cudnn, deterministic, backends = torch.backends.cudnn, torch.utils.deterministic, torch.backends
     items = [torch.ones(2), torch.ones(3)]
-    for function in (names_modules, lambda x: x * cudnn.enabled + deterministic.fill_uninitialized_memory):
+    for function in (
+        names_modules,
+        lambda x: x * cudnn.enabled + deterministic.fill_uninitialized_memory,
+    ):
         for given, found in zip(items, pool.map(function, items), strict=True):
             assert torch.equal(found, function(given))
-    assert pool.map(lambda module: module, [backends, cudnn, deterministic]) == [backends, cudnn, deterministic]
+    assert pool.map(lambda module: module, [backends, cudnn, deterministic]) == [
+        backends,
+        cudnn,
+        deterministic,
+    ]
 
 
 class Bounded(torch.distributions.Distribution):
@@ -275,12 +343,20 @@ def made_in_a_function() -> Any:
 
 @pytest.mark.quick
 def test_classes_with_descriptors_of_subclasses(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle '_DependentProperty' object. Cause: cloudpickle knows `property` itself only."""
+    """Symptom: cannot pickle '_DependentProperty' object. Cause: cloudpickle knows `property`
+    itself only."""
     inner = made_in_a_function()
 
     def look(_: int) -> Any:
         made = inner(validate_args=False)
-        return made.one, made.two(), made.three(), inner.one.more, inner.one.label, made.support.upper_bound
+        return (
+            made.one,
+            made.two(),
+            made.three(),
+            inner.one.more,
+            inner.one.label,
+            made.support.upper_bound,
+        )
 
     assert pool.map(look, [0]) == [(1, 2, 3, "said", "a property", 1.0)]
 
@@ -292,10 +368,15 @@ def attends(x: torch.Tensor, backends: Any) -> torch.Tensor:
 
 @pytest.mark.quick
 def test_enumerations_of_pybind11(pool: mpgrad.Pool) -> None:
-    """Symptom: cannot pickle 'pybind11_static_property' object. Cause: the class says that it has another name."""
+    """Symptom: cannot pickle 'pybind11_static_property' object. Cause: the class says that it has
+    another name."""
     x = torch.arange(8.0).view(1, 1, 2, 4)
-    assert torch.equal(pool.map(lambda x: attends(x, SDPBackend.MATH), [x])[0], attends(x, SDPBackend.MATH))
-    assert torch.equal(pool.starmap(attends, [(x, [SDPBackend.MATH])])[0], attends(x, SDPBackend.MATH))
+    assert torch.equal(
+        pool.map(lambda x: attends(x, SDPBackend.MATH), [x])[0], attends(x, SDPBackend.MATH)
+    )
+    assert torch.equal(
+        pool.starmap(attends, [(x, [SDPBackend.MATH])])[0], attends(x, SDPBackend.MATH)
+    )
     assert pool.map(lambda x: SDPBackend, [0]) == [SDPBackend]
 
 
@@ -318,7 +399,9 @@ def test_inverses_of_transforms(pool: mpgrad.Pool) -> None:
     ):
         inverted(pool, transform, torch.tensor([0.25, 0.5]))
     scale = torch.tensor(2.0, requires_grad=True)
-    mpgrad.testing.assert_same_as_serial(transforms.AffineTransform(1.0, scale).inv, [torch.ones(2), torch.ones(3)])
+    mpgrad.testing.assert_same_as_serial(
+        transforms.AffineTransform(1.0, scale).inv, [torch.ones(2), torch.ones(3)]
+    )
 
 
 @pytest.mark.quick
@@ -346,15 +429,20 @@ def test_handles_of_hooks_whose_module_is_gone(pool: mpgrad.Pool) -> None:
 def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
     future: Any = torch.futures.Future()
     loader = iter(DataLoader(DATA, 2))
-    for value, words in ((future, "pass what it gives (wait())"), (loader, "item 0 cannot be carried to or from a worker")):
+    for value, words in (
+        (future, "pass what it gives (wait())"),
+        (loader, "item 0 cannot be carried to or from a worker"),
+    ):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             pool.map(lambda x: x, [value])
-        assert words in caught.value.__notes__[-1]  # from Python 3.14 on, pickle adds notes of its own
+        # from Python 3.14 on, pickle adds notes of its own
+        assert words in caught.value.__notes__[-1]
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_exported_programs(pool: mpgrad.Pool) -> None:
-    """Symptom: _ModuleStackTracer.__init__() wants a `scope_root`, where it is loaded. Cause: graphs of torch.export do not."""
+    """Symptom: _ModuleStackTracer.__init__() wants a `scope_root`, where it is loaded. Cause:
+    graphs of torch.export do not."""
     x = torch.ones(1, 2)
     program = torch.export.export(nn.Linear(2, 2), (x,))
     for each in (program, program.module(), program.graph_module, nn.Sequential(program.module())):

@@ -1,4 +1,5 @@
-"""Functions are pickled and loaded again only where something that they depend on is another one."""
+"""Functions are pickled and loaded again only where something that they depend on is another
+one."""
 
 from __future__ import annotations
 
@@ -81,7 +82,11 @@ def script() -> Script:
 
 def dumped_before(function: Callable[..., Any]) -> tuple[bytes, list[torch.Tensor]] | None:
     kept, sight = unchanged.kept_pickle(function)
-    return None if kept is None or sight is None else (kept.pickled, [sight.tensors[number] for number in kept.order])
+    return (
+        None
+        if kept is None or sight is None
+        else (kept.pickled, [sight.tensors[number] for number in kept.order])
+    )
 
 
 def is_known(function: Callable[..., Any]) -> bool:
@@ -96,7 +101,18 @@ def is_known(function: Callable[..., Any]) -> bool:
     return True
 
 
-STEADY = ["number", "tensor", "through_helper", "library", "default", "annotated", "recursive", "absent", "partly", "given"]
+STEADY = [
+    "number",
+    "tensor",
+    "through_helper",
+    "library",
+    "default",
+    "annotated",
+    "recursive",
+    "absent",
+    "partly",
+    "given",
+]
 
 
 @pytest.mark.parametrize("name", STEADY)
@@ -113,20 +129,25 @@ def test_what_may_be_written_to_is_not(script: Any, name: str) -> None:
         assert dumped_before(getattr(script, name)) is None
 
 
-@pytest.mark.parametrize("function", [abs, math.sin, torch.sin, torch.nn.functional.relu, functools.partial(abs)])
+@pytest.mark.parametrize(
+    "function", [abs, math.sin, torch.sin, torch.nn.functional.relu, functools.partial(abs)]
+)
 def test_of_libraries(function: Callable[..., Any]) -> None:
     dumps_function(function)
     assert is_known(function)
 
 
-@pytest.mark.parametrize("function", [[].append, "a".join, functools.partial(max, []), torch.nn.ReLU()])
+@pytest.mark.parametrize(
+    "function", [[].append, "a".join, functools.partial(max, []), torch.nn.ReLU()]
+)
 def test_what_has_an_object_is_pickled_each_time(function: Callable[..., Any]) -> None:
     dumps_function(function)
     assert dumped_before(function) is None
 
 
 def test_no_object_is_kept_for_its_method() -> None:
-    """Symptom: its tensor lived on. Cause: the method was noted as one whose pickles are not kept."""
+    """Symptom: its tensor lived on. Cause: the method was noted as one whose pickles are not
+    kept."""
     for make in (lambda tensor: tensor.mul, lambda tensor: functools.partial(tensor.mul)):
         tensor = torch.ones(2)
         kept = weakref.ref(tensor)
@@ -144,14 +165,19 @@ def test_a_lambda_in_a_loop(script: Any) -> None:
 
 
 def test_a_partial_function_is_not_what_it_calls(script: Any) -> None:
-    for function in (script.default, functools.partial(script.default), functools.partial(script.default, 1.0)):
+    for function in (
+        script.default,
+        functools.partial(script.default),
+        functools.partial(script.default, 1.0),
+    ):
         dumps_function(function)
         assert is_known(function)
     assert dumped_before(functools.partial(script.default, rate=1.0)) is None
 
 
 def test_attributes_of_tensors_are_in_the_pickle(script: Any) -> None:
-    """Symptom: tensors without attributes had those of others, which had been captured by functions with the same code."""
+    """Symptom: tensors without attributes had those of others, which had been captured by functions
+    with the same code."""
     weight = torch.ones(2)
     weight.note = "of the first"  # type: ignore[attr-defined]
     dumps_function(script.closure(2.0, weight))
@@ -160,7 +186,10 @@ def test_attributes_of_tensors_are_in_the_pickle(script: Any) -> None:
 
 def test_a_method_of_a_class_of_the_scripts(script: Any) -> None:
     """Its class may be written to."""
-    exec("class Own(dict): tag = 1\nmake = Own.fromkeys\ndef makes(x): return make([x]).tag", vars(script))
+    exec(
+        "class Own(dict): tag = 1\nmake = Own.fromkeys\ndef makes(x): return make([x]).tag",
+        vars(script),
+    )
     dumps_function(script.makes)
     assert dumped_before(script.makes) is None
 
@@ -184,20 +213,32 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "its sign": ("absent", lambda script: vars(script).update(later=-0.0)),
     "its kind": ("default", lambda script: setattr(script.default, "__defaults__", (2,))),
     "a helper": ("through_helper", lambda script: vars(script).update(helper=lambda x: x)),
-    "a helper's code": ("through_helper", lambda script: setattr(script.helper, "__code__", (lambda x: x).__code__)),
+    "a helper's code": (
+        "through_helper",
+        lambda script: setattr(script.helper, "__code__", (lambda x: x).__code__),
+    ),
     "what a helper uses": ("through_helper", lambda script: vars(script).update(RATE=1)),
     "a name that was absent": ("absent", lambda script: vars(script).update(later=2)),
     "a name that is gone": ("number", lambda script: vars(script).pop("RATE")),
     "a default": ("default", lambda script: setattr(script.default, "__defaults__", (3.0,))),
-    "a keyword's default": ("number", lambda script: setattr(script.number, "__kwdefaults__", {"x": 1})),
+    "a keyword's default": (
+        "number",
+        lambda script: setattr(script.number, "__kwdefaults__", {"x": 1}),
+    ),
     "an attribute": ("number", lambda script: setattr(script.number, "calls", 1)),
     "an annotation": ("annotated", lambda script: script.annotated.__annotations__.update(n=float)),
     "its name": ("number", lambda script: setattr(script.number, "__qualname__", "other")),
     "what a name leads to": ("library", lambda script: vars(script).update(math=torch)),
     "an attribute of a tensor": ("tensor", lambda script: setattr(script.WEIGHT, "note", "n")),
-    "the kind of a tensor": ("tensor", lambda script: vars(script).update(WEIGHT=torch.nn.Parameter(torch.ones(3)))),
+    "the kind of a tensor": (
+        "tensor",
+        lambda script: vars(script).update(WEIGHT=torch.nn.Parameter(torch.ones(3))),
+    ),
     "two tensors that are one": ("tensor", lambda script: vars(script).update(OTHER=script.WEIGHT)),
-    "what a partial one is given": ("partly", lambda script: script.partly.keywords.update(rate=4.0)),
+    "what a partial one is given": (
+        "partly",
+        lambda script: script.partly.keywords.update(rate=4.0),
+    ),
     "and what it is not given any more": ("partly", lambda script: script.partly.keywords.clear()),
     "an attribute of a partial one": ("partly", lambda script: setattr(script.partly, "calls", 1)),
     "what a partial one calls": ("given", lambda script: vars(script).update(RATE=0.25)),
@@ -218,14 +259,19 @@ def test_what_changed_is_pickled_again(script: Any, change: str) -> None:
 
 
 def test_cells_that_are_shared(script: Any) -> None:
-    """Of two functions with equal values in cells, what one writes the other one reads, or does not."""
+    """Of two functions with equal values in cells, what one writes the other one reads, or does
+    not."""
     shared = script.sharing()
     dumps_function(shared)
     cells = shared.__closure__
     other = cells[1].cell_contents
-    lone = types.FunctionType(other.__code__, other.__globals__, other.__name__, None, (types.CellType(0),))
+    lone = types.FunctionType(
+        other.__code__, other.__globals__, other.__name__, None, (types.CellType(0),)
+    )
     lone.__qualname__ = other.__qualname__
-    apart = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, (cells[0], types.CellType(lone)))
+    apart = types.FunctionType(
+        shared.__code__, shared.__globals__, shared.__name__, None, (cells[0], types.CellType(lone))
+    )
     apart.__qualname__ = shared.__qualname__
     assert is_known(shared) and dumped_before(apart) is None
 
@@ -259,14 +305,19 @@ def test_a_call_sees_what_the_caller_has_now(script: Any, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 @pytest.mark.parametrize("name", ["counts", "remembers"])
-def test_what_a_call_writes_is_gone_in_the_next_operation(script: Any, engine: str, name: str) -> None:
-    """As ever: an operation's calls share what they write, in a worker, and the next one begins as the caller has it."""
+def test_what_a_call_writes_is_gone_in_the_next_operation(
+    script: Any, engine: str, name: str
+) -> None:
+    """As ever: an operation's calls share what they write, in a worker, and the next one begins as
+    the caller has it."""
     with mpgrad.Pool(1, engine=engine) as pool:
         for _ in range(3):
             assert pool.map(getattr(script, name), [0, 0], 1) == [1, 2]
 
 
-def test_what_no_call_has_written_to_is_loaded_once(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_call_has_written_to_is_loaded_once(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[object] = []
 
     def counted(*given: Any) -> Any:
@@ -286,10 +337,13 @@ SCALE = 2.0
 
 
 def test_what_was_not_known_whole_is_not_taken_for_known(pool: mpgrad.Pool) -> None:
-    """Symptom: IndexError, raised while loading a function that uses names of a module of the user's own."""
+    """Symptom: IndexError, raised while loading a function that uses names of a module of the
+    user's own."""
     weight = torch.linspace(1, 2, 3)
     for _ in range(3):
-        assert torch.equal(pool.map(lambda x: x * weight * SCALE, [torch.ones(3)])[0], weight * SCALE)
+        assert torch.equal(
+            pool.map(lambda x: x * weight * SCALE, [torch.ones(3)])[0], weight * SCALE
+        )
 
 
 class Word(str, enum.Enum):
@@ -312,7 +366,8 @@ def test_operations_that_overlap(script: Any, engine: str) -> None:
 
 
 def test_items_that_bring_what_they_use(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a worker that had loaded the function without the module that the items use had an old one."""
+    """Symptom: a worker that had loaded the function without the module that the items use had an
+    old one."""
     module: Any = types.ModuleType("own_module_of_items")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec("RATE = 1\ndef scaled(x): return x * RATE", vars(module))
@@ -324,7 +379,9 @@ def test_items_that_bring_what_they_use(script: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("engine", ["thread", "inline"])
-def test_builtins_are_those_of_now(script: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtins_are_those_of_now(
+    script: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with mpgrad.Pool(1, engine=engine) as pool:
         for value in (1, 2):
             monkeypatch.setattr("builtins.later", value, raising=False)
@@ -336,7 +393,8 @@ def test_what_items_bring_is_not_kept(script: Any, engine: str) -> None:
     exec("def made(big):\n def item(x): return big * x\n return item", vars(script))
     exec(
         "def large(_):\n import gc; gc.collect()\n"
-        " return sum(isinstance(o, torch.Tensor) and o.numel() == 1_000_003 for o in gc.get_objects())",
+        " return sum(isinstance(o, torch.Tensor) and o.numel() == 1_000_003 for o in "
+        "gc.get_objects())",
         vars(script),
     )
     with mpgrad.Pool(1, engine=engine) as pool:

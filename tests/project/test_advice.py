@@ -1,4 +1,5 @@
-"""`mpgrad.advise`: what it makes of figures, and one real run for each answer. Functions wait, so that load matters little."""
+"""`mpgrad.advise`: what it makes of figures, and one real run for each answer. Functions wait, so
+that load matters little."""
 
 from __future__ import annotations
 
@@ -37,19 +38,26 @@ def obstacles(**changes: Any) -> list[str]:
 
 @pytest.mark.quick
 def test_seconds_are_those_of_all_items() -> None:
-    assert (FOUND.loop_seconds, FOUND.seconds(1), FOUND.seconds(2)) == pytest.approx((1.0, 1.1, 0.6))
+    assert (FOUND.loop_seconds, FOUND.seconds(1), FOUND.seconds(2)) == pytest.approx(
+        (1.0, 1.1, 0.6)
+    )
     assert (FOUND.processes, FOUND.speed_up) == (2, pytest.approx(1 / 0.6))
-    long = dataclasses.replace(FOUND, items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08})
+    long = dataclasses.replace(
+        FOUND, items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08}
+    )
     assert long.seconds(2) == pytest.approx(0.08)  # the longest item
 
 
 @pytest.mark.quick
 def test_more_workers_than_items_in_the_sample() -> None:
     """A pool of four took as long for two items as one of two, and was thought to be no faster."""
-    found = dataclasses.replace(FOUND, items=16, item_seconds=[0.4] * 2, pool_seconds={4: 0.4, 2: 0.4})
+    found = dataclasses.replace(
+        FOUND, items=16, item_seconds=[0.4] * 2, pool_seconds={4: 0.4, 2: 0.4}
+    )
     assert (found.seconds(2), found.seconds(4)) == pytest.approx((3.2, 1.6))
     assert found.processes == 4
-    assert dataclasses.replace(found, items=3).seconds(4) == pytest.approx(0.4)  # nor are there more in all
+    # nor are there more in all
+    assert dataclasses.replace(found, items=3).seconds(4) == pytest.approx(0.4)
 
 
 @pytest.mark.quick
@@ -66,7 +74,9 @@ def test_the_answer_comes_first() -> None:
     ]
     slow = dataclasses.replace(FOUND, pool_seconds={2: 0.098, 1: 0.11})  # hardly faster
     assert not slow.pays
-    assert str(slow).startswith("Do not use a pool: mpgrad.Pool(2) is about 1 times as fast as the loop.\n")
+    assert str(slow).startswith(
+        "Do not use a pool: mpgrad.Pool(2) is about 1 times as fast as the loop.\n"
+    )
     first, second, *_ = str(dataclasses.replace(FOUND, cpus_of_others=0.6)).splitlines()
     assert first == "Use a pool: mpgrad.Pool(2) is about 1.7 times as fast as the loop."
     assert second.startswith("The machine was busy (other programs used 0.6 of 2 CPUs)")
@@ -80,14 +90,18 @@ def test_what_stands_in_the_way() -> None:
     (one,) = obstacles(items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08})
     assert one.startswith("One item takes 80 ms")
     assert obstacles(pool_seconds={2: 0.14, 1: 0.15}) == ["Items are small"]
-    assert obstacles(item_seconds=[0.1] * 10, pool_seconds={2: 1.4, 1: 1.5}) == []  # whatever it is, they are not small
+    # whatever it is, they are not small
+    assert obstacles(item_seconds=[0.1] * 10, pool_seconds={2: 1.4, 1: 1.5}) == []
     assert obstacles(cpus_of_loop=0.5) == ["The function waits"]
     assert obstacles(cpus_of_loop=0.5, cpus_of_others=0.6) == []  # it was kept waiting
 
 
 # --- real runs
 
-BURNS = "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - start < 60: pass"
+BURNS = (
+    "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - "
+    "start < 60: pass"
+)
 
 
 def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +115,9 @@ def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
         other.kill()
 
 
-def advice_on(fn: Any, items: list[Any], capfd: pytest.CaptureFixture[str], seconds: float = 1.0) -> Advice:
+def advice_on(
+    fn: Any, items: list[Any], capfd: pytest.CaptureFixture[str], seconds: float = 1.0
+) -> Advice:
     found = mpgrad.advise(fn, items, seconds=seconds, processes=2)
     assert tuple(capfd.readouterr()) == ("", "")  # it prints nothing by itself
     assert found.items == len(items)
@@ -126,19 +142,31 @@ def test_items_that_are_too_small(nursery: mpgrad.Pool, capfd: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_an_item_that_dominates(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "One item takes" in str(advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capfd))
+    assert "One item takes" in str(
+        advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capfd)
+    )
 
 
-def test_captures_that_are_too_large(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_captures_that_are_too_large(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     large = torch.ones(1 << 24)
     found = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capfd, seconds=0.4)
-    assert found.capture_bytes == 1 << 26 and "Captures are large: each map copies 64 MiB" in str(found)
+    assert found.capture_bytes == 1 << 26 and "Captures are large: each map copies 64 MiB" in str(
+        found
+    )
 
 
-@pytest.mark.filterwarnings("ignore:the function wrote into a tensor")  # the pool says so, as it would to the user
+@pytest.mark.filterwarnings(
+    "ignore:the function wrote into a tensor"
+)  # the pool says so, as it would to the user
 def test_the_callers_things_stay_as_they_were(nursery: mpgrad.Pool) -> None:
     source = torch.ones(3, requires_grad=True)
-    weight, history, norm = torch.ones(3, requires_grad=True), source * source, torch.nn.BatchNorm1d(3)
+    weight, history, norm = (
+        torch.ones(3, requires_grad=True),
+        source * source,
+        torch.nn.BatchNorm1d(3),
+    )
     items = [torch.ones(2, 3, requires_grad=True), torch.ones(4, 3) * source]
     buffer = torch.zeros(3)
 
@@ -198,8 +226,11 @@ def test_wrong_arguments() -> None:
         mpgrad.advise(abs, [1], seconds="5")  # type: ignore[arg-type]
 
 
-def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Half-second items took 40 s, whatever `seconds` said; these take a quarter of `seconds`, too."""
+def test_long_items_are_run_a_few_times(
+    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Half-second items took 40 s, whatever `seconds` said; these take a quarter of `seconds`,
+    too."""
 
     def long(x: torch.Tensor) -> torch.Tensor:
         with (tmp_path / "calls").open("a") as file:

@@ -1,4 +1,5 @@
-"""scripts/compatibility.py, and whether all places that name versions of Python, torch and dependencies name the same."""
+"""scripts/compatibility.py, and whether all places that name versions of Python, torch and
+dependencies name the same."""
 
 from __future__ import annotations
 
@@ -24,31 +25,62 @@ SCRIPT = ROOT / "scripts" / "compatibility.py"
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="1" failures="1" skipped="3" tests="6" time="12.6">
 <testcase classname="test_map" name="test_a" time="0.1" />
-<testcase classname="test_map" name="test_b[1]"><failure message="assert 1 == 2">1 == 2</failure></testcase>
-<testcase classname="test_map" name="test_b[1]"><error message="failed on teardown">left behind</error></testcase>
-<testcase classname="test_gpu" name="test_c"><skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
-<testcase classname="test_gpu" name="test_d"><skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
-<testcase classname="test_map" name="test_e"><skipped type="pytest.xfail" message="a known bug">here</skipped></testcase>
+<testcase classname="test_map" name="test_b[1]">
+<failure message="assert 1 == 2">1 == 2</failure></testcase>
+<testcase classname="test_map" name="test_b[1]">
+<error message="failed on teardown">left behind</error></testcase>
+<testcase classname="test_gpu" name="test_c">
+<skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
+<testcase classname="test_gpu" name="test_d">
+<skipped type="pytest.skip" message="no GPU">here</skipped></testcase>
+<testcase classname="test_map" name="test_e">
+<skipped type="pytest.xfail" message="a known bug">here</skipped></testcase>
 </testsuite></testsuites>
 """
-PAGE = "before\n<!-- table: scripts/compatibility.py writes it -->\nold\n<!-- end of the table -->\nafter\n"
+PAGE = (
+    "before\n<!-- table: scripts/compatibility.py writes it -->\nold\n<!-- end of the table "
+    "-->\nafter\n"
+)
 
 
 def entry(python: str, torch: str, **changes: object) -> dict[str, object]:
-    versions = {"python": python, "torch": torch, "cloudpickle": "3.1.2", "psutil": "7.2.2", "numpy": "2.4.6"}
+    versions = {
+        "python": python,
+        "torch": torch,
+        "cloudpickle": "3.1.2",
+        "psutil": "7.2.2",
+        "numpy": "2.4.6",
+    }
     counts = {"passed": 5, "failed": [], "skipped": {"no GPU": 2}, "seconds": 60}
-    return {"date": "2026-11-30", "tests": "core", "outcome": "passed", "versions": versions, **counts, **changes}
+    return {
+        "date": "2026-11-30",
+        "tests": "core",
+        "outcome": "passed",
+        "versions": versions,
+        **counts,
+        **changes,
+    }
 
 
 FAILED = {"outcome": "failed", "failed": ["test_map::test_b"]}
-MISSING = {"date": "2026-11-30", "tests": "whole", "outcome": "not installed", "reason": "No matching distribution found"}
+MISSING = {
+    "date": "2026-11-30",
+    "tests": "whole",
+    "outcome": "not installed",
+    "reason": "No matching distribution found",
+}
 
 
 # --- the script
 
 
 def test_the_counts_in_a_report(script: Any) -> None:
-    counts = {"passed": 1, "failed": ["test_map::test_b[1]"], "skipped": {"a known bug": 1, "no GPU": 2}, "seconds": 13}
+    counts = {
+        "passed": 1,
+        "failed": ["test_map::test_b[1]"],
+        "skipped": {"a known bug": 1, "no GPU": 2},
+        "seconds": 13,
+    }
     assert script.counts_in(JUNIT) == counts
 
 
@@ -58,23 +90,48 @@ def test_the_outcome(script: Any, tmp_path: Path) -> None:
     assert script.outcome(report, 1) == died
     report.write_text(JUNIT)
     assert script.outcome(report, 0)["outcome"] == "failed"
-    report.write_text("<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>")
-    assert script.outcome(report, 0) == {"outcome": "passed", "passed": 1, "failed": [], "skipped": {}, "seconds": 1}
+    report.write_text(
+        "<testsuites><testsuite time='1'><testcase classname='m' "
+        "name='t'/></testsuite></testsuites>"
+    )
+    assert script.outcome(report, 0) == {
+        "outcome": "passed",
+        "passed": 1,
+        "failed": [],
+        "skipped": {},
+        "seconds": 1,
+    }
     late = script.outcome(report, 1)  # after the last test
-    assert (late["outcome"], late["reason"]) == ("failed", "no test failed, but pytest did (exit status: 1)")
+    assert (late["outcome"], late["reason"]) == (
+        "failed",
+        "no test failed, but pytest did (exit status: 1)",
+    )
 
 
-def test_what_failed_is_run_once_more(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_run_once_more(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def case(name: str, failure: str = "") -> str:
-        return f"<testcase classname='m' name='{name}'>{failure and f'<failure message={failure!r}/>'}</testcase>"
+        return (
+            "<testcase classname='m' "
+            f"name='{name}'>{failure and f'<failure message={failure!r}/>'}</testcase>"
+        )
 
-    def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    def tox(
+        name: str, workdir: Path, *options: str, stdout: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
         is_second = "--last-failed" in options
         (workdir / name).mkdir(exist_ok=True)
         cases = second if is_second else [case("a"), case("b", "late"), case("c", "late")]
         if options[0] != "--notest" and cases:
-            file = options[-1].removeprefix("--junitxml=") if is_second else workdir / name / "junit.xml"
-            Path(file).write_text(f"<testsuites><testsuite time='1'>{''.join(cases)}</testsuite></testsuites>")
+            file = (
+                options[-1].removeprefix("--junitxml=")
+                if is_second
+                else workdir / name / "junit.xml"
+            )
+            Path(file).write_text(
+                f"<testsuites><testsuite time='1'>{''.join(cases)}</testsuite></testsuites>"
+            )
         return subprocess.CompletedProcess([], int(options[0] != "--notest"), "")
 
     monkeypatch.setattr(script, "tox", tox)
@@ -88,20 +145,38 @@ def test_what_failed_is_run_once_more(script: Any, tmp_path: Path, monkeypatch: 
     ):
         found = script.tried("py311", tmp_path)
         outcome = "failed" if failed else "passed"
-        assert (found["outcome"], found["passed"], found["failed"], found.get("late", [])) == (outcome, passed, failed, late)
-        assert f"| {passed} | {len(late)} | {len(failed)} | 0 |" in "\n".join(script.lines_of({"py311": found}))
+        assert (found["outcome"], found["passed"], found["failed"], found.get("late", [])) == (
+            outcome,
+            passed,
+            failed,
+            late,
+        )
+        page = "\n".join(script.lines_of({"py311": found}))
+        assert f"| {passed} | {len(late)} | {len(failed)} | 0 |" in page
 
 
 def test_why_an_environment_could_not_be_made(script: Any) -> None:
-    pip = "ERROR: Could not find a version\nERROR: No matching distribution found for torch==2.15.*\npy310: exit 1 (1 s)\n"
+    pip = (
+        "ERROR: Could not find a version\nERROR: No matching distribution found for "
+        "torch==2.15.*\npy310: exit 1 (1 s)\n"
+    )
     assert script.reason_in(pip) == "No matching distribution found for torch==2.15.*"
-    tox = "py39: failed with could not find python interpreter matching any of the specs py39\n  py39: FAIL code 1\n"
-    assert script.reason_in(tox) == "could not find python interpreter matching any of the specs py39"
+    tox = (
+        "py39: failed with could not find python interpreter matching any of the specs py39\n  "
+        "py39: FAIL code 1\n"
+    )
+    assert (
+        script.reason_in(tox) == "could not find python interpreter matching any of the specs py39"
+    )
     assert script.reason_in("Killed\n") == "tox gave no reason"
 
 
 def test_the_table(script: Any) -> None:
-    entries = {"a": entry("3.13.0", "2.9.1+cu128", commit="1a2b3c4+"), "b": entry("3.9.1", "2.10.0", **FAILED), "c": MISSING}
+    entries = {
+        "a": entry("3.13.0", "2.9.1+cu128", commit="1a2b3c4+"),
+        "b": entry("3.9.1", "2.10.0", **FAILED),
+        "c": MISSING,
+    }
     page = script.with_table(PAGE, entries)
     assert script.with_table(page, entries) == page
     before, *lines, _, after = page.splitlines()
@@ -118,12 +193,19 @@ def test_the_table(script: Any) -> None:
         "* 2 need a GPU.",
     ]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    with pytest.raises(ValueError, match="the page needs the two lines between which the table belongs"):
+    with pytest.raises(
+        ValueError, match="the page needs the two lines between which the table belongs"
+    ):
         script.with_table("before\nafter\n", entries)
 
 
 def test_skipped_tests_are_grouped_by_reason(script: Any) -> None:
-    skips = {"needs a CUDA GPU": 3, "needs two CUDA GPUs": 1, "about memfd, which only Linux has": 1, "odd": 1}
+    skips = {
+        "needs a CUDA GPU": 3,
+        "needs two CUDA GPUs": 1,
+        "about memfd, which only Linux has": 1,
+        "odd": 1,
+    }
     entries = {
         "a": entry("3.13.0", "2.9.1", skipped=skips),
         "b": entry("3.9.1", "2.9.1"),
@@ -138,8 +220,16 @@ def test_skipped_tests_are_grouped_by_reason(script: Any) -> None:
 
 
 def test_what_was_tried_is_what_passed(script: Any) -> None:
-    entries = {"a": entry("3.13.0", "2.10.0+cu128"), "b": entry("3.9.1", "2.10.0"), "c": entry("3.10.1", "2.9.1+cpu")}
-    entries |= {"d": entry("3.10.1", "2.8.0", **FAILED), "e": MISSING, "f": entry("3.12.1", "2.10.0", tests="README")}
+    entries = {
+        "a": entry("3.13.0", "2.10.0+cu128"),
+        "b": entry("3.9.1", "2.10.0"),
+        "c": entry("3.10.1", "2.9.1+cpu"),
+    }
+    entries |= {
+        "d": entry("3.10.1", "2.8.0", **FAILED),
+        "e": MISSING,
+        "f": entry("3.12.1", "2.10.0", tests="README"),
+    }
     entries["a"]["tests"] = "whole"
     assert list(script.passed(entries).items()) == [("2.9", ("3.10",)), ("2.10", ("3.9", "3.13"))]
 
@@ -157,11 +247,15 @@ def record(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(script, "PAGE", tmp_path / "compatibility.md")
     script.PAGE.write_text(PAGE)
     changes = {"py311-torch28": MISSING, "py311-torch29": FAILED}
-    monkeypatch.setattr(script, "tried", lambda name, workdir: entry("3.11.7", "2.9.1", **changes.get(name, {})))
+    monkeypatch.setattr(
+        script, "tried", lambda name, workdir: entry("3.11.7", "2.9.1", **changes.get(name, {}))
+    )
     return script
 
 
-def test_all_are_run_before_one_that_failed_is_the_exit_status(record: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_are_run_before_one_that_failed_is_the_exit_status(
+    record: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert record.main(["--only", "py311-torch29", "py311-torch28", "py311-torch210"]) == 1
     assert list(record.read()) == ["py311-torch29", "py311-torch28", "py311-torch210"]
     assert "py311-torch28: not installed\npy311-torch210: passed\n" in capsys.readouterr().out
@@ -175,7 +269,9 @@ def test_all_are_run_before_one_that_failed_is_the_exit_status(record: Any, caps
     assert tuple(record.read()) == record.MATRIX
 
 
-def test_an_interrupted_run_of_the_matrix_keeps_the_record(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_of_the_matrix_keeps_the_record(
+    record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It once forgot, after its first environment, all that had been run before."""
     first, second, last = record.MATRIX[0], record.MATRIX[1], record.MATRIX[-1]
     old = {"py311-torch210": MISSING, first: MISSING, last: MISSING}
@@ -195,11 +291,19 @@ def test_an_interrupted_run_of_the_matrix_keeps_the_record(record: Any, monkeypa
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("py311-torch20-cor", r"tox.ini does not know torch20, cor ('py311-torch20-cor'); see --list"),
-        ("torch29-py311", "an environment's name begins with its Python, such as py312 ('torch29-py311')"),
+        (
+            "py311-torch20-cor",
+            r"tox.ini does not know torch20, cor ('py311-torch20-cor'); see --list",
+        ),
+        (
+            "torch29-py311",
+            "an environment's name begins with its Python, such as py312 ('torch29-py311')",
+        ),
     ],
 )
-def test_a_misspelt_environment_is_refused(record: Any, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_environment_is_refused(
+    record: Any, name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         record.main(["--only", "py311-torch29", name])
     assert ended.value.code == 2
@@ -218,7 +322,9 @@ def test_the_commit(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert script.commit() == ""  # not a checkout
     script.git("init")
-    script.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "--message", "first")
+    script.git(
+        "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "--message", "first"
+    )
     head = script.git("rev-parse", "--short", "HEAD")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "compatibility.json").touch()
@@ -229,8 +335,12 @@ def test_the_commit(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert script.commit() == ""  # no git
 
 
-def test_an_environment_is_removed_if_its_tests_fail(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+def test_an_environment_is_removed_if_its_tests_fail(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tox(
+        name: str, workdir: Path, *options: str, stdout: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
         (workdir / name).mkdir(exist_ok=True)
         return subprocess.CompletedProcess([], int(fails == options[0]), "ERROR: disk full\n")
 
@@ -241,19 +351,28 @@ def test_an_environment_is_removed_if_its_tests_fail(script: Any, tmp_path: Path
         assert not list(tmp_path.iterdir())
 
 
-def test_an_error_after_the_tests_is_an_entry(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_tests_is_an_entry(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It once lost what its tests had said, and ended the run."""
 
-    def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    def tox(
+        name: str, workdir: Path, *options: str, stdout: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
         python = workdir / name / "bin" / "python"
         python.parent.mkdir(parents=True, exist_ok=True)
-        python.write_text("#!/bin/sh\necho Traceback >&2\necho 'No module named psutil' >&2\nexit 1\n")
+        python.write_text(
+            "#!/bin/sh\necho Traceback >&2\necho 'No module named psutil' >&2\nexit 1\n"
+        )
         python.chmod(0o755)
         (workdir / name / "junit.xml").write_text(report)
         return subprocess.CompletedProcess([], 0, "")
 
     monkeypatch.setattr(script, "tox", tox)
-    report = "<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>"
+    report = (
+        "<testsuites><testsuite time='1'><testcase classname='m' "
+        "name='t'/></testsuite></testsuites>"
+    )
     found = script.tried("py311", tmp_path)
     assert (found["outcome"], found["passed"]) == ("failed", 1)
     assert found["reason"] == "RuntimeError: the versions are not known (No module named psutil)"
@@ -267,11 +386,14 @@ def test_an_error_after_the_tests_is_an_entry(script: Any, tmp_path: Path, monke
 
 
 def test_what_is_tested_is_what_is_installed() -> None:
-    """Under tox that is the wheel, in a clone the clone; also in a child that has the tests' working directory."""
+    """Under tox that is the wheel, in a clone the clone; also in a child that has the tests'
+    working directory."""
     home = os.environ.get("TOX_ENV_DIR", str(ROOT))
     assert mpgrad.__file__.startswith(home)
     ask = "import importlib.util as util; print(util.find_spec('mpgrad').origin)"
-    child = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    child = subprocess.run(
+        [sys.executable, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert child == mpgrad.__file__
     workers = importlib.util.find_spec("mpgrad.workers")
     assert workers is not None and str(workers.origin).startswith(home)
@@ -289,12 +411,18 @@ def setup() -> configparser.ConfigParser:
 
 def requirements(text: str) -> dict[str, str]:
     """Each name and what is asked of it, without extras and markers."""
-    found = (re.match(r"([\w.-]+)([<>=][^;]*)?", line) for line in text.splitlines() if not line.startswith("#"))
+    found = (
+        re.match(r"([\w.-]+)([<>=][^;]*)?", line)
+        for line in text.splitlines()
+        if not line.startswith("#")
+    )
     return {each[1]: (each[2] or "").strip() for each in found if each}
 
 
 def lower(bounds: str) -> str:
-    return next((bound.removeprefix(">=") for bound in bounds.split(",") if bound.startswith(">=")), "")
+    return next(
+        (bound.removeprefix(">=") for bound in bounds.split(",") if bound.startswith(">=")), ""
+    )
 
 
 def test_the_lowest_versions_are_setup_cfgs(setup: configparser.ConfigParser) -> None:
@@ -303,10 +431,17 @@ def test_the_lowest_versions_are_setup_cfgs(setup: configparser.ConfigParser) ->
         setup["options"]["install_requires"],
         *(extras[extra] for extra in ("progress", "ray", "joblib", "timeline", "scripts", "test")),
     ]
-    bounds = {name: lower(asked) for text in texts for name, asked in requirements(text).items() if lower(asked)}
+    bounds = {
+        name: lower(asked)
+        for text in texts
+        for name, asked in requirements(text).items()
+        if lower(asked)
+    }
     pins = requirements((ROOT / "constraints-lowest.txt").read_text())
     assert bounds.pop("torch")  # which the environment's name says
-    assert {name: asked.removeprefix("==") for name, asked in pins.items() if asked.startswith("==")} == bounds
+    assert {
+        name: asked.removeprefix("==") for name, asked in pins.items() if asked.startswith("==")
+    } == bounds
 
 
 def test_each_environment_is_one_that_tox_knows(script: Any) -> None:
@@ -326,7 +461,9 @@ def test_the_results_are_as_the_script_writes_them(script: Any) -> None:
     assert json.dumps(script.read(), indent=2) + "\n" == script.RESULTS.read_text()
 
 
-def test_the_metadata_and_the_readme_name_the_versions_that_passed(script: Any, setup: configparser.ConfigParser) -> None:
+def test_the_metadata_and_the_readme_name_the_versions_that_passed(
+    script: Any, setup: configparser.ConfigParser
+) -> None:
     tried = script.passed(script.read())
     torch = next(iter(tried))
     pythons = sorted({python for each in tried.values() for python in each}, key=script.by_number)
@@ -334,7 +471,9 @@ def test_the_metadata_and_the_readme_name_the_versions_that_passed(script: Any, 
     assert re.findall(r":: (3\.\d+)$", setup["metadata"]["classifiers"], re.MULTILINE) == pythons
     assert lower(requirements(setup["options"]["install_requires"])["torch"]) == torch
     readme = (ROOT / "README.md").read_text()
-    assert re.findall(r"Python (3\.\d+) to (3\.\d+) and torch", readme) == [(pythons[0], pythons[-1])]
+    assert re.findall(r"Python (3\.\d+) to (3\.\d+) and torch", readme) == [
+        (pythons[0], pythons[-1])
+    ]
     assert re.findall(r"torch (2\.\d+) or newer", readme) == [torch]
 
 

@@ -1,4 +1,5 @@
-"""`python -m mpgrad doctor`: the page comes out, with the remedy, whatever is broken; and nothing is left behind."""
+"""`python -m mpgrad doctor`: the page comes out, with the remedy, whatever is broken; and nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ LIMIT = 55  # seconds; below that of a test
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     given = [sys.executable, *(command or ("-m", "mpgrad", "doctor"))]
-    return subprocess.run(given, env={**os.environ, **environment}, capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(
+        given, env={**os.environ, **environment}, capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 # --- the whole of it, in processes
@@ -50,9 +53,17 @@ def test_few_descriptors_and_one_cpu() -> None:
     lines = ended.stdout.splitlines()
     assert lines[0] == "A pool works here. Look at what is marked !."
     if not PORTABLE:  # there nobody says which CPUs a process may use
-        assert any(line.startswith("! CPUs         1 of") for line in lines) and "taskset" in ended.stdout
-    assert any(line.startswith("! open files ") and "at most 32" in line for line in lines) and "ulimit -n" in ended.stdout
-    assert any(line.startswith("  pool         starts, and runs forward and backward") for line in lines)
+        assert (
+            any(line.startswith("! CPUs         1 of") for line in lines)
+            and "taskset" in ended.stdout
+        )
+    assert (
+        any(line.startswith("! open files ") and "at most 32" in line for line in lines)
+        and "ulimit -n" in ended.stdout
+    )
+    assert any(
+        line.startswith("  pool         starts, and runs forward and backward") for line in lines
+    )
 
 
 WITHOUT_A_NAME = """
@@ -71,7 +82,9 @@ def test_an_unsupported_torch(tmp_path: Path) -> None:
     lines = ended.stdout.splitlines()
     assert lines[0] == "NO POOL CAN WORK HERE. Look at what is marked X."
     (amiss,) = [line for line in lines if line.startswith("X")]
-    assert amiss.startswith("X torch ") and "install what was tried: torch 2." in " ".join(ended.stdout.split())
+    assert amiss.startswith("X torch ") and "install what was tried: torch 2." in " ".join(
+        ended.stdout.split()
+    )
     assert not [line for line in lines if line[2:].startswith("pool")]  # it needs torch
 
 
@@ -81,14 +94,19 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert (ended.returncode, ended.stderr) == (1, "")
     told = " ".join(ended.stdout.split())
-    assert "X torch importing torch failed (ImportError: lib.so: no such file) -> install PyTorch again" in told
+    assert (
+        "X torch importing torch failed (ImportError: lib.so: no such file) -> install PyTorch "
+        "again" in told
+    )
     assert "no file of yours is named torch" in told
 
 
 @pytest.mark.slow
 def test_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     (finding,) = tried([sys.executable, "-m", "mpgrad.doctor"], 3.0)
     assert finding.name == "torch" and finding.fatal and "install PyTorch again" in finding.remedy
     assert finding.problem == "importing torch had not ended after 3 s, and was killed"
@@ -121,7 +139,9 @@ def test_a_trial_that_dies(tmp_path: Path) -> None:
     """What it had found counts, and its workers end, too."""
     before, died = tried([sys.executable, "-c", BROKEN, str(tmp_path / "pid")], LIMIT)
     assert before == Finding("before", "found")
-    assert died == Finding("pool", "", "running a pool died (SIGKILL); it said: some words", "mend it", fatal=True)
+    assert died == Finding(
+        "pool", "", "running a pool died (SIGKILL); it said: some words", "mend it", fatal=True
+    )
     assert gone([int((tmp_path / "pid").read_text())], within=20)
 
 
@@ -134,7 +154,8 @@ sys.exit(3)
 
 
 def test_a_trial_is_not_waited_for_longer_than_it_runs(tmp_path: Path) -> None:
-    """What it started holds its output open; the doctor said that the trial hung, long after its time limit."""
+    """What it started holds its output open; the doctor said that the trial hung, long after its
+    time limit."""
     start = time.monotonic()
     (finding,) = tried([sys.executable, "-S", "-c", LEAVES, str(tmp_path / "pid")], LIMIT)
     assert time.monotonic() - start < LIMIT / 2
@@ -160,12 +181,18 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
     (finding,) = tried([sys.executable, "-c", ""], 1.0)
-    assert finding.fatal and finding.problem == "no temporary file can be made ([Errno 2] No usable temporary directory found)"
+    assert (
+        finding.fatal
+        and finding.problem
+        == "no temporary file can be made ([Errno 2] No usable temporary directory found)"
+    )
 
 
 def test_no_process_can_be_started() -> None:
     (finding,) = tried(["/no/such/program"], 1.0)
-    assert finding.fatal and finding.problem.startswith("starting Python failed ([Errno 2] No such file")
+    assert finding.fatal and finding.problem.startswith(
+        "starting Python failed ([Errno 2] No such file"
+    )
 
 
 AS_WINDOWS = """
@@ -178,14 +205,23 @@ del socket.SCM_RIGHTS, socket.CMSG_SPACE
     ("site", "environment", "told"),
     [
         ("", {"MPGRAD_PORTABLE": "yes"}, "MPGRAD_PORTABLE must be 0 or 1 (MPGRAD_PORTABLE: 'yes')"),
-        (AS_WINDOWS, {}, "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks"),
+        (
+            AS_WINDOWS,
+            {},
+            "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
+            "system lacks",
+        ),
     ],
     ids=["setting", "Windows"],
 )
-def test_a_system_that_mpgrad_cannot_work_on(site: str, environment: dict[str, str], told: str, tmp_path: Path) -> None:
+def test_a_system_that_mpgrad_cannot_work_on(
+    site: str, environment: dict[str, str], told: str, tmp_path: Path
+) -> None:
     """It is the one thing that is amiss."""
     (tmp_path / "sitecustomize.py").write_text(site)
-    ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), **environment)
+    ended = run(
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), **environment
+    )
     assert (ended.returncode, ended.stderr) == (1, "")
     (amiss,) = [line for line in ended.stdout.splitlines() if line[:2] in ("X ", "! ")]
     assert amiss.startswith("X system ")
@@ -208,7 +244,10 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_is_known_without_importing_torch() -> None:
-    code = "import sys, mpgrad, mpgrad.doctor; print(mpgrad.__version__, 'torch' in sys.modules, 'psutil' in sys.modules)"
+    code = (
+        "import sys, mpgrad, mpgrad.doctor; print(mpgrad.__version__, 'torch' in sys.modules, "
+        "'psutil' in sys.modules)"
+    )
     assert run("-c", code).stdout == f"{mpgrad.__version__} False False\n"
 
 
@@ -250,7 +289,10 @@ def test_a_probe_that_fails_is_a_line() -> None:
 
     before, failed, last = found_by([tea_leaves, fatal, tea_leaves])
     assert (before.name, last.name) == ("before", "no")
-    assert failed.name == "tea_leaves" and failed.problem == "this probe failed (ValueError: cold and stale)"
+    assert (
+        failed.name == "tea_leaves"
+        and failed.problem == "this probe failed (ValueError: cold and stale)"
+    )
     assert "report" in failed.remedy and not failed.fatal
 
 
@@ -264,7 +306,9 @@ def findings(probe: doctor.Probe) -> dict[str, Finding]:
 def test_the_lowest_torch_is_that_of_the_package() -> None:
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[2] / "setup.cfg")
-    (lowest,) = [line for line in setup["options"]["install_requires"].split() if line.startswith("torch")]
+    (lowest,) = [
+        line for line in setup["options"]["install_requires"].split() if line.startswith("torch")
+    ]
     assert lowest == "torch>=" + min(TRIED, key=minor_of)
 
 
@@ -281,7 +325,9 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_interpreter_lock_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     told = findings(doctor.software)["Python"]
-    assert "mpgrad has not been run" in told.problem and "-X gil=1" in told.remedy and not told.fatal
+    assert (
+        "mpgrad has not been run" in told.problem and "-X gil=1" in told.remedy and not told.fatal
+    )
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
     assert not findings(doctor.software)["Python"].problem
 
@@ -294,13 +340,18 @@ class Times(NamedTuple):
 
 
 def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a guest, time is counted as the user's, too; what the host takes from us counts as busy."""
-    monkeypatch.setattr("psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)])
+    """Of a guest, time is counted as the user's, too; what the host takes from us counts as
+    busy."""
+    monkeypatch.setattr(
+        "psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)]
+    )
     monkeypatch.setattr(others_clock, "own_cpus", lambda: [0])
     assert others_clock.busy_seconds() == pytest.approx(5.2)
 
 
-@pytest.mark.parametrize(("taken", "allowed", "is_much"), [(0.4, 2, False), (0.6, 2, True), (6.0, 8, False)])
+@pytest.mark.parametrize(
+    ("taken", "allowed", "is_much"), [(0.4, 2, False), (0.6, 2, True), (6.0, 8, False)]
+)
 def test_others_may_take_what_a_quota_leaves(
     taken: float, allowed: int, is_much: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +375,9 @@ def test_variables_that_set_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "free_memory", lambda: 512 << 20)
     finding = findings(doctor.memory)["memory"]
-    assert finding.value.startswith("512.0 MiB free of ") and "docker run --memory" in finding.remedy
+    assert (
+        finding.value.startswith("512.0 MiB free of ") and "docker run --memory" in finding.remedy
+    )
     monkeypatch.setattr(system, "free_memory", lambda: 2 * GIB)
     assert not findings(doctor.memory)["memory"].problem
 
@@ -350,7 +403,9 @@ def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "pids.current").write_text("95")
         finding = findings(doctor.limits).get("processes")
         assert (finding and bool(finding.problem)) == is_amiss
-    assert finding is not None and finding.value == "95 of at most 100 in a cgroup, threads included"
+    assert (
+        finding is not None and finding.value == "95 of at most 100 in a cgroup, threads included"
+    )
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -389,10 +444,14 @@ def test_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "square", Wrong.apply)
     (failed,) = found_by([doctor.start_pool])
-    assert failed.fatal and failed.problem.startswith("running a pool failed (RuntimeError: wrong results or gradients")
+    assert failed.fatal and failed.problem.startswith(
+        "running a pool failed (RuntimeError: wrong results or gradients"
+    )
 
 
-def test_portable_mode_that_nobody_asked_for(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_mode_that_nobody_asked_for(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "start" not in findings(doctor.start_pool)
     monkeypatch.delenv("MPGRAD_PORTABLE", raising=False)
     monkeypatch.setattr(system, "PORTABLE", True)

@@ -1,4 +1,5 @@
-"""What a release is made of: sdist and wheel, the citation, the workflows; as far as it can be checked without publishing."""
+"""What a release is made of: sdist and wheel, the citation, the workflows; as far as it can be
+checked without publishing."""
 
 from __future__ import annotations
 
@@ -27,46 +28,79 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyc
 
 
 def can_build() -> bool:
-    """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools needs no `wheel`.)"""
-    there = {each.metadata["Name"] for each in importlib.metadata.distributions()}  # a folder "build" is found, too
+    """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools
+    needs no `wheel`.)"""
+    # a folder "build" is found, too
+    there = {each.metadata["Name"] for each in importlib.metadata.distributions()}
     if not {"build", "setuptools"} <= there:
         return False
     version = tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2]))
-    return version >= (70, 1) or (version >= (68, 0) and importlib.util.find_spec("wheel") is not None)
+    return version >= (70, 1) or (
+        version >= (68, 0) and importlib.util.find_spec("wheel") is not None
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
+@pytest.mark.skipif(
+    not can_build(), reason="build and a setuptools that it can use are not installed"
+)
 def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(script: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path / "dist"),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     name = f"mpgrad-{mpgrad.__version__}"
-    assert {each.name for each in (tmp_path / "dist").iterdir()} == {f"{name}.tar.gz", f"{name}-py3-none-any.whl"}
+    assert {each.name for each in (tmp_path / "dist").iterdir()} == {
+        f"{name}.tar.gz",
+        f"{name}-py3-none-any.whl",
+    }
     with tarfile.open(tmp_path / "dist" / f"{name}.tar.gz") as archive:
         inside = set(archive.getnames())
-    assert {f"{name}/{each}" for each in ("LICENSE", "README.md", "mpgrad/workers/main.py", "mpgrad/py.typed")} <= inside
+    assert {
+        f"{name}/{each}"
+        for each in ("LICENSE", "README.md", "mpgrad/workers/main.py", "mpgrad/py.typed")
+    } <= inside
     with zipfile.ZipFile(tmp_path / "dist" / f"{name}-py3-none-any.whl") as wheel:
-        assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(wheel.namelist())
+        assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(
+            wheel.namelist()
+        )
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
     assert "Keywords: pytorch" in metadata and "Provides-Extra: joblib" in metadata
-    runs_the_first_tutorial(script, tmp_path / "dist" / f"{name}-py3-none-any.whl", tmp_path / "environment")
+    runs_the_first_tutorial(
+        script, tmp_path / "dist" / f"{name}-py3-none-any.whl", tmp_path / "environment"
+    )
 
 
 def runs_the_first_tutorial(script: Any, wheel: Path, folder: Path) -> None:
-    """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the like, not the clone."""
+    """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the
+    like, not the clone."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:  # to install a pure wheel is to unpack it
         archive.extractall(packages)
-    # searched after the environment's own folder; .pth files in them, as that of an editable install, are not read
-    (packages / "tests.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    # searched after the environment's own folder; .pth files in them, as that of an editable
+    # install, are not read
+    (packages / "tests.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    )
     tutorial = ROOT / "docs" / "tutorials" / "first_loop.md"
     (folder / "page.py").write_text(f"{script.program(tutorial)}\nprint(mpgrad.__file__)\n")
     environment = {**os.environ, "PYTHONPATH": "", "MPLBACKEND": "Agg"}
     ended = subprocess.run(
-        [folder / "bin" / "python", "page.py"], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+        [folder / "bin" / "python", "page.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == str(packages / "mpgrad" / "__init__.py")
@@ -74,16 +108,25 @@ def runs_the_first_tutorial(script: Any, wheel: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
+@pytest.mark.skipif(
+    not can_build(), reason="build and a setuptools that it can use are not installed"
+)
 def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -> None:
-    """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie elsewhere."""
+    """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie
+    elsewhere."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES, symlinks=True)
     hook = f"import setuptools.build_meta as backend; backend.build_editable({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", hook], cwd=source, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", hook], cwd=source, check=True, capture_output=True, timeout=120
+    )
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as wheel:
-        lines = {name: wheel.read(name).decode().strip() for name in wheel.namelist() if ".dist-info/" not in name}
+        lines = {
+            name: wheel.read(name).decode().strip()
+            for name in wheel.namelist()
+            if ".dist-info/" not in name
+        }
     assert lines == {f"__editable__.mpgrad-{mpgrad.__version__}.pth": str(source)}
     assert (source / "mpgrad" / "workers" / "main.py").exists()
 
@@ -91,7 +134,11 @@ def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -
 @pytest.mark.quick
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["cff-version"], citation["version"], citation["license"]) == ("1.2.0", mpgrad.__version__, "Apache-2.0")
+    assert (citation["cff-version"], citation["version"], citation["license"]) == (
+        "1.2.0",
+        mpgrad.__version__,
+        "Apache-2.0",
+    )
     assert citation["title"] and citation["authors"] and citation["message"]
 
 
@@ -115,10 +162,16 @@ def test_the_workflow_of_the_matrix_has_its_environments() -> None:
     """It once had others, of which none was documented."""
     command = [sys.executable, str(ROOT / "scripts" / "compatibility.py"), "--list"]
     matrix = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "matrix.yml").read_text())["jobs"].values()
-    expected = [{"python": re.sub(r"py3(\d+).*", r"3.\1", name), "environment": name} for name in matrix]
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "matrix.yml").read_text())[
+        "jobs"
+    ].values()
+    expected = [
+        {"python": re.sub(r"py3(\d+).*", r"3.\1", name), "environment": name} for name in matrix
+    ]
     assert job["strategy"]["matrix"]["include"] == expected
-    (setup,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/setup-python")]
+    (setup,) = [
+        step for step in job["steps"] if step.get("uses", "").startswith("actions/setup-python")
+    ]
     assert setup["with"] == {"python-version": "${{ matrix.python }}"}
 
 

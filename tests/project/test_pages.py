@@ -1,4 +1,5 @@
-"""The documentation: the code of each page runs and prints what it shows, links lead somewhere, every public name is there."""
+"""The documentation: the code of each page runs and prints what it shows, links lead somewhere,
+every public name is there."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub and MyST name them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings]
+    plain = [
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings
+    ]
     return {each.strip().lower().replace(" ", "-") for each in plain}
 
 
@@ -82,7 +85,9 @@ def broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
@@ -92,7 +97,8 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A `heading`, with commas\n```sh\n# a comment\n```\n")
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](other.md#a-heading-with-commas) [b](other.md#a-comment) [c](none.md) [d](#here) [e](https://x.org)\n# Here\n"
+        "[a](other.md#a-heading-with-commas) [b](other.md#a-comment) [c](none.md) [d](#here) "
+        "[e](https://x.org)\n# Here\n"
     )
     assert broken_links(page) == ["other.md#a-comment", "none.md"]
 
@@ -100,7 +106,11 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_scripts_that_are_cited_are_there() -> None:
     """By pages and sources, with their path."""
-    sources = [file for folder in ("mpgrad", "workers", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
+    sources = [
+        file
+        for folder in ("mpgrad", "workers", "scripts", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     cited: set[str] = set()
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sources]:
         cited.update(re.findall(r"\bscripts/[\w/]+\.(?:py|sh|txt)\b", file.read_text()))
@@ -112,8 +122,14 @@ def test_each_page_is_in_a_table_of_contents() -> None:
     """Sphinx warns of it too, but only where the site is built."""
     listed = {"index.md"}
     for page in PAGES:
-        for toctree in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            names = [line.rpartition("<")[2].strip("> ") for line in toctree.splitlines() if line and not line.startswith(":")]
+        for toctree in re.findall(
+            r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            names = [
+                line.rpartition("<")[2].strip("> ")
+                for line in toctree.splitlines()
+                if line and not line.startswith(":")
+            ]
             listed |= {name_of((page.parent / f"{name}.md").resolve()) for name in names}
     assert listed == set(map(name_of, PAGES))
 
@@ -125,8 +141,11 @@ def test_each_page_is_in_a_table_of_contents() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^\.\. auto\w+:: mpgrad\.([\w.]+)", text, re.MULTILINE))
-    public = set(mpgrad.__all__) - {"as_completed", "nn", "testing", "wait"}  # two are of concurrent.futures, two are modules
-    public |= {f"nn.{name}" for name in mpgrad.nn.__all__} | {f"testing.{name}" for name in mpgrad.testing.__all__}
+    # two are of concurrent.futures, two are modules
+    public = set(mpgrad.__all__) - {"as_completed", "nn", "testing", "wait"}
+    public |= {f"nn.{name}" for name in mpgrad.nn.__all__} | {
+        f"testing.{name}" for name in mpgrad.testing.__all__
+    }
     assert public <= shown
     for name in shown:
         there: Any = mpgrad
@@ -167,7 +186,9 @@ print(x)
         ("open('a.png', 'w').close()", "None", r"draws ['a.png'], the page shows []"),
     ],
 )
-def test_a_page_that_is_wrong_is_seen(script: Any, tmp_path: Path, code: str, shown: str, told: str) -> None:
+def test_a_page_that_is_wrong_is_seen(
+    script: Any, tmp_path: Path, code: str, shown: str, told: str
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.format(code=code, shown=shown))
     (tmp_path / "empty").mkdir()
@@ -183,7 +204,8 @@ def test_a_page_that_is_wrong_is_seen(script: Any, tmp_path: Path, code: str, sh
 def test_what_a_page_needs(script: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} python\nimport never\n```\n"
+        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} "
+        "python\nimport never\n```\n"
     )
     assert script.missing(page) == ["nor_this", "not_there"]
 

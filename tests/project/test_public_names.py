@@ -1,4 +1,5 @@
-"""The public names and their parameters are those that the list has: none goes, and none comes, unnoticed.
+"""The public names and their parameters are those that the list has: none goes, and none comes,
+unnoticed.
 
 `python tests/project/test_public_names.py` writes the list anew.
 """
@@ -21,7 +22,13 @@ pytestmark = pytest.mark.quick
 
 LIST = Path(__file__).with_name("public_names.txt")
 MODULES = mpgrad, mpgrad.nn, mpgrad.testing, mpgrad.joblib
-MADE_BY_USERS = {mpgrad.Pool, mpgrad.Executor, mpgrad.Ray, mpgrad.EmulatedAutogradContext, mpgrad.nn.DataParallel}
+MADE_BY_USERS = {
+    mpgrad.Pool,
+    mpgrad.Executor,
+    mpgrad.Ray,
+    mpgrad.EmulatedAutogradContext,
+    mpgrad.nn.DataParallel,
+}
 
 
 def public_names() -> Iterator[str]:
@@ -38,8 +45,11 @@ def public_names() -> Iterator[str]:
 
 
 def parameters(value: Any) -> str:
-    """Without annotations, which Python's versions print in their own ways, and "..." for each default."""
-    value = inspect.unwrap(value.__func__ if isinstance(value, (classmethod, staticmethod)) else value)
+    """Without annotations, which Python's versions print in their own ways, and "..." for each
+    default."""
+    value = inspect.unwrap(
+        value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    )
     if not callable(value) or (inspect.isclass(value) and value not in MADE_BY_USERS):
         return ""
     signature = inspect.signature(value)

@@ -1,4 +1,5 @@
-"""The README's first example, and the doctor, as a user starts them. Needs no conftest.py: `plain` in tox.ini says why."""
+"""The README's first example, and the doctor, as a user starts them. Needs no conftest.py: `plain`
+in tox.ini says why."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_first_example(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)  # there is no other one
+    # there is no other one
+    (example,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "example.py").write_text(example)
     assert run(tmp_path, "example.py").count("tensor(") == 2  # the gradients that it prints
 

@@ -1,4 +1,5 @@
-"""Programs of a user as type checkers see them; `test_types.py` runs mypy and pyright on it. It is never run itself.
+"""Programs of a user as type checkers see them; `test_types.py` runs mypy and pyright on it. It is
+never run itself.
 
 Each line that ends with `# wrong` has to be refused, and no other.
 """
@@ -98,7 +99,8 @@ pool.apply_async(parsed, ("1",), callback=kept_text)  # wrong
 future = pool.submit(loss_of, xs[0])
 assert_type(future, mpgrad.DifferentiableFuture[Tensor])
 assert_type(future.result(timeout=3), Tensor)
-assert_type(pool.submit(both, future, 3).result(), tuple[Tensor, int])  # a future may stand for its value
+# a future may stand for its value
+assert_type(pool.submit(both, future, 3).result(), tuple[Tensor, int])
 assert_type(pool.map(loss_of, [future, future]), list[Tensor])
 plain: concurrent.futures.Future[Tensor] = future
 done, _ = mpgrad.wait([future])

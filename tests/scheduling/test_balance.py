@@ -36,11 +36,15 @@ def run(item: tuple[int, float, str]) -> tuple[int, int]:
 
 
 def runs(folder: Path) -> list[int]:
-    return [len((folder / name).read_text().split()) for name in sorted(os.listdir(folder), key=int)]
+    return [
+        len((folder / name).read_text().split()) for name in sorted(os.listdir(folder), key=int)
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "most"), [(iter, 1), (list, 2 * MOST_BUNDLED)], ids=["one by one", "in bundles"])
+@pytest.mark.parametrize(
+    ("source", "most"), [(iter, 1), (list, 2 * MOST_BUNDLED)], ids=["one by one", "in bundles"]
+)
 def test_what_stands_behind_a_long_call_goes_to_others(
     source: Callable[[list[Any]], Iterable[Any]], most: int, pool: mpgrad.Pool, tmp_path: Path
 ) -> None:
@@ -56,7 +60,8 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     assert runs(tmp_path) == [1] * 240  # each once
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
-    assert behind.count(slow) <= most + 3, seconds  # what it may have begun, and what is shorter than a message
+    # what it may have begun, and what is shorter than a message
+    assert behind.count(slow) <= most + 3, seconds
 
 
 def test_what_is_worth_a_message_goes_to_others_at_once(
@@ -71,7 +76,8 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
     found = pool.map(run, iter(items))
     assert runs(tmp_path) == [1] * 120
     slow = found[40][1]
-    assert [pid for _, pid in found[41:]].count(slow) <= 4  # what it may have begun, and what is shorter than a message
+    # what it may have begun, and what is shorter than a message
+    assert [pid for _, pid in found[41:]].count(slow) <= 4
 
 
 def test_calls_that_are_taken_back_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
@@ -105,7 +111,10 @@ def test_random_costs_run_each_call_once(pool: mpgrad.Pool, tmp_path: Path) -> N
         folder = tmp_path / str(round_number)
         folder.mkdir()
         costs = torch.exp(2 * torch.randn(300, generator=generator)) * 2e-4
-        found = pool.map(run, [(number, min(cost, 0.1), str(folder)) for number, cost in enumerate(costs.tolist())])
+        found = pool.map(
+            run,
+            [(number, min(cost, 0.1), str(folder)) for number, cost in enumerate(costs.tolist())],
+        )
         assert [number for number, _ in found] == list(range(300))
         assert runs(folder) == [1] * 300
 
@@ -140,7 +149,8 @@ def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Po
 
 
 class Noted:
-    """A call of 12 ms, and a line that says who began it. Its item has its own number in every place."""
+    """A call of 12 ms, and a line that says who began it. Its item has its own number in every
+    place."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -200,12 +210,17 @@ def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
     pool.map(noted, numbered(range(100, 100 * (count + 1), 100)))
     begun = list(noted.begun().values())
     late = [[number for number in each if number >= count - last] for each in begun]
-    assert all(each[: len(each) - len(own)] == sorted(set(each) - set(own)) for each, own in zip(begun, late, strict=True))
+    assert all(
+        each[: len(each) - len(own)] == sorted(set(each) - set(own))
+        for each, own in zip(begun, late, strict=True)
+    )
     assert {own[0] for own in late} == {count - 1, count - 2}
 
 
 @pytest.mark.parametrize("way", ["imap", "generator", "equal", "chunksize"])
-def test_otherwise_calls_are_begun_in_the_order_of_the_items(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
+def test_otherwise_calls_are_begun_in_the_order_of_the_items(
+    way: str, pool: mpgrad.Pool, noted: Noted
+) -> None:
     items = numbered(range(100, 1300, 100))
     match way:
         case "imap":
@@ -220,7 +235,9 @@ def test_otherwise_calls_are_begun_in_the_order_of_the_items(way: str, pool: mpg
         assert each == sorted(each)
 
 
-def test_calls_that_waited_for_others_are_put_in_order_too(pool: mpgrad.Pool, noted: Noted, tmp_path: Path) -> None:
+def test_calls_that_waited_for_others_are_put_in_order_too(
+    pool: mpgrad.Pool, noted: Noted, tmp_path: Path
+) -> None:
     path = str(tmp_path / "all are packed")
     os.mkfifo(path)
 
@@ -237,7 +254,9 @@ def test_calls_that_waited_for_others_are_put_in_order_too(pool: mpgrad.Pool, no
 
 
 def test_results_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: Noted) -> None:
-    items = [torch.arange(1.0, 100 * length + 1).requires_grad_() for length in (2, 5, 1, 9, 3, 9, 4)]
+    items = [
+        torch.arange(1.0, 100 * length + 1).requires_grad_() for length in (2, 5, 1, 9, 3, 9, 4)
+    ]
 
     def outcome(each: mpgrad.Pool) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -254,7 +273,8 @@ def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: No
     with pytest.raises(ValueError, match="item 0 is odd"):
         pool.map(noted, numbered(range(101, 3101, 200)))
     begun = list(itertools.chain(*noted.begun().values()))
-    assert {0, 14} <= set(begun) and len(begun) <= 8  # two and two that wait behind them, then as many again
+    # two and two that wait behind them, then as many again
+    assert {0, 14} <= set(begun) and len(begun) <= 8
 
 
 def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:

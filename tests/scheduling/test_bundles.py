@@ -1,6 +1,8 @@
-"""Cheap items of a map travel in bundles, and mean what they mean one by one: against the serial loop.
+"""Cheap items of a map travel in bundles, and mean what they mean one by one: against the serial
+loop.
 
-Elsewhere in the suite maps are too short for bundles. Here their size is given, as if what calls cost had been measured.
+Elsewhere in the suite maps are too short for bundles. Here their size is given, as if what calls
+cost had been measured.
 """
 
 from __future__ import annotations
@@ -52,8 +54,11 @@ OPTIONS: list[dict[str, Any]] = [{"graphs": "keep"}, {}, {"engine": "thread"}, {
 
 
 @pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
-def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[mpgrad.Pool]:
-    """Workers of the session where graphs are kept; where backwards are eager, they are the test's own."""
+def pool(
+    request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> Iterator[mpgrad.Pool]:
+    """Workers of the session where graphs are kept; where backwards are eager, they are the test's
+    own."""
     if request.param == {"graphs": "keep"}:
         with every_loss_gets(None):
             yield shared_pools("process", 2)
@@ -96,7 +101,9 @@ def one_thread() -> Iterator[None]:
 
 
 def leaves(count: int = 22) -> list[Tensor]:
-    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+    return [
+        torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)
+    ]
 
 
 def loss(x: Tensor) -> Tensor:
@@ -146,10 +153,16 @@ def test_maps_in_the_background(pool: mpgrad.Pool, function: Callable[[Tensor], 
 
     right = found(serial)
     assert all(map(torch.equal, found(in_the_background(pool)), right))
-    assert all(map(torch.equal, found(lambda f, xs: pool.starmap_async(f, [(x,) for x in xs]).get()), right))
+    assert all(
+        map(
+            torch.equal, found(lambda f, xs: pool.starmap_async(f, [(x,) for x in xs]).get()), right
+        )
+    )
 
 
-def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_in_the_background_goes_in_bundles(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed: list[int] = []
 
     def pack_bundle(how: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
@@ -200,20 +213,27 @@ def test_a_failure_in_the_background(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("function", [loss, curve, cube])
-def test_values_and_gradients(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], combination: str) -> None:
+def test_values_and_gradients(
+    pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], combination: str
+) -> None:
     def found(loop: Loop) -> list[Tensor | None]:
         xs = leaves()
         results = loop(function, xs)
-        grads = torch.autograd.grad(COMBINATIONS[combination](results), [*xs, weight], allow_unused=True)
+        grads = torch.autograd.grad(
+            COMBINATIONS[combination](results), [*xs, weight], allow_unused=True
+        )
         return [*(each.detach() for each in results), *grads]
 
     ours, theirs = found(pool.map), found(serial)
     for one, other in zip(ours[:-1], theirs[:-1], strict=True):  # bit for bit
-        assert (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
+        assert (one is None) == (other is None) and (
+            one is None or other is None or torch.equal(one, other)
+        )
     if theirs[-1] is None:
         assert ours[-1] is None
     else:
-        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-12, atol=1e-12)  # a sum of the workers' sums
+        # a sum of the workers' sums
+        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-12, atol=1e-12)
 
 
 def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
@@ -221,7 +241,9 @@ def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
         xs = leaves()
         results = loop(mixed, xs)
         sum(part.sum() for each in results for part in each["parts"]).backward()  # type: ignore[union-attr]
-        return [(each["number"], each["plain"], len(each["parts"])) for each in results] + [x.grad for x in xs]
+        return [(each["number"], each["plain"], len(each["parts"])) for each in results] + [
+            x.grad for x in xs
+        ]
 
     for one, other in zip(found(pool.map), found(serial), strict=True):
         if isinstance(one, tuple):
@@ -260,7 +282,8 @@ def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
 
 
 def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """Up to then the function gave nothing but losses, so that each was differentiated before the next item began."""
+    """Up to then the function gave nothing but losses, so that each was differentiated before the
+    next item began."""
     runs = tmp_path / "runs"
 
     def one(pair: tuple[bool, Tensor]) -> Tensor:
@@ -323,8 +346,9 @@ def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """What is run again may give something else: threads share their generators. Where an eager backward turns out to be for a
-    part of a bundle only, and its graph has gone, that bundle runs again."""
+    """What is run again may give something else: threads share their generators. Where an eager
+    backward turns out to be for a part of a bundle only, and its graph has gone, that bundle runs
+    again."""
     may_run = {"once ", "once once "} if pool._options.predicts else {"once "}
 
     def dropped(pair: tuple[int, Tensor]) -> Tensor:
@@ -382,9 +406,17 @@ def test_sizes_of_bundles(seconds: float, total: int, sizes: list[int]) -> None:
 
 
 def test_workers_that_a_parent_cannot_feed() -> None:
-    """It takes 0.3 ms for each chunk. Where there is little work for many workers, some get none."""
+    """It takes 0.3 ms for each chunk. Where there is little work for many workers, some get
+    none."""
     assert fed(2, calls=64, seconds=20e-6) == 2
-    for seconds, workers in ((0.0, 1), (1e-9, 1), (20e-6, 13), (1e-3, 64), (1.0, 64), (math.inf, 64)):
+    for seconds, workers in (
+        (0.0, 1),
+        (1e-9, 1),
+        (20e-6, 13),
+        (1e-3, 64),
+        (1.0, 64),
+        (math.inf, 64),
+    ):
         assert fed(64, 5000, seconds) == workers
     assert fed(64, calls=0, seconds=math.inf) == 64
     assert bundle_size(20e-6, 5000, 5000, workers=64) == 48 > 5000 // (4 * 64)
@@ -394,18 +426,30 @@ def test_workers_that_a_parent_cannot_feed() -> None:
 
 
 def test_a_caller_keeps_up_with_many_machines() -> None:
-    """Towards the end of a map chunks are short; many workers asked for more of them than one caller can hand out."""
-    assert [FAR.least(workers) for workers in (2, 64, 1000)] == [10e-3, pytest.approx(45e-3, rel=0.1), 100e-3]
+    """Towards the end of a map chunks are short; many workers asked for more of them than one
+    caller can hand out."""
+    assert [FAR.least(workers) for workers in (2, 64, 1000)] == [
+        10e-3,
+        pytest.approx(45e-3, rel=0.1),
+        100e-3,
+    ]
     assert NEAR.least(1000) == NEAR.shortest  # `fed` cares for that
     assert chunk_size(1e-3, 1, 64, FAR) >= 40 > chunk_size(1e-3, 1, 2, FAR) == 10
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])
-def test_tensors_of_many_sizes(own_pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None) -> None:
+def test_tensors_of_many_sizes(
+    own_pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None
+) -> None:
     def found(loop: Loop) -> list[Tensor]:
-        xs = [torch.linspace(-1, 1 + k, n, dtype=torch.float64).requires_grad_() for k, n in enumerate(SIZES)]
+        xs = [
+            torch.linspace(-1, 1 + k, n, dtype=torch.float64).requires_grad_()
+            for k, n in enumerate(SIZES)
+        ]
         results = loop(function, xs)
-        grads = torch.autograd.grad(results[3].sum() * 2 + results[9].sum(), [xs[3], xs[9]], retain_graph=True)
+        grads = torch.autograd.grad(
+            results[3].sum() * 2 + results[9].sum(), [xs[3], xs[9]], retain_graph=True
+        )
         torch.autograd.backward([each.sum() for each in results])
         return [*map(torch.detach, results), *grads, *[x.grad for x in xs if x.grad is not None]]
 
@@ -419,8 +463,10 @@ def test_tensors_of_many_sizes(own_pool: mpgrad.Pool, function: Callable[[Tensor
 
 
 def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
-    """Results in shared memory, that one item's backward must find unchanged, have nothing to do with the others'."""
-    length = 1 + BUCKETED_BYTES // 4  # those up to there are copied, which takes less time than calls of their own
+    """Results in shared memory, that one item's backward must find unchanged, have nothing to do
+    with the others'."""
+    # those up to there are copied, which takes less time than calls of their own
+    length = 1 + BUCKETED_BYTES // 4
     weights = [torch.full((length,), float(k), requires_grad=True) for k in range(2 * SIZE)]
     with torch.no_grad():
         items = pool2.map(lambda k: torch.full((length,), float(k)), range(2 * SIZE))
@@ -428,7 +474,10 @@ def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
     assert len({each.grad_fn for each in results}) == len(items)
     items[0].zero_()
     torch.autograd.backward([each.sum() for each in results[1:]])
-    assert all(w.grad is not None and torch.equal(w.grad, item) for w, item in zip(weights[1:], items[1:], strict=True))
+    assert all(
+        w.grad is not None and torch.equal(w.grad, item)
+        for w, item in zip(weights[1:], items[1:], strict=True)
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         results[0].sum().backward()
 
@@ -438,7 +487,8 @@ def test_they_travel_together(fresh_pool2: mpgrad.Pool, monkeypatch: pytest.Monk
     results = fresh_pool2.map(curve, xs)
     assert len({each.grad_fn for each in results}) == 4
     assert sum(worker.calls for worker in fresh_pool2.stats().workers) == len(xs)
-    with_chunks = fresh_pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
+    # whoever says how large chunks are to be has one call an item
+    with_chunks = fresh_pool2.map(curve, xs, chunksize=2)
     assert len({each.grad_fn for each in with_chunks}) == len(xs)
 
 
@@ -450,11 +500,15 @@ def test_a_tensor_that_items_share_gets_its_gradient_in_the_serial_order(pool: m
         assert shared.grad is not None
         return shared.grad
 
-    assert torch.equal(found(pool.starmap), found(lambda f, arguments: [f(*each) for each in arguments]))
+    assert torch.equal(
+        found(pool.starmap), found(lambda f, arguments: [f(*each) for each in arguments])
+    )
 
 
 @pytest.mark.parametrize("function", [loss, curve])
-def test_backwards_one_by_one_leave_the_others_alone(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+def test_backwards_one_by_one_leave_the_others_alone(
+    pool: mpgrad.Pool, function: Callable[[Tensor], Tensor]
+) -> None:
     ours, theirs = leaves(), leaves()
     results, expected = pool.map(function, ours), serial(function, theirs)
     for k in [3, 2, 17, 0, 21, 1, 4]:
@@ -621,7 +675,9 @@ def test_an_item_that_kills_is_named(fresh_pool2: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("function", [loss, curve])
-def test_graphs_that_are_lost_are_made_again(fresh_pool2: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+def test_graphs_that_are_lost_are_made_again(
+    fresh_pool2: mpgrad.Pool, function: Callable[[Tensor], Tensor]
+) -> None:
     def found(loop: Loop, between: Callable[[], None]) -> list[Tensor]:
         xs = leaves()
         results = loop(function, xs)
@@ -649,7 +705,11 @@ def test_each_item_has_random_numbers_of_its_own(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         for chunksize in (None, 3):
             torch.manual_seed(5)
-            found.append(pool.map(noisy, [torch.full((1,), float(k)) for k in range(22)], chunksize=chunksize))
+            found.append(
+                pool.map(
+                    noisy, [torch.full((1,), float(k)) for k in range(22)], chunksize=chunksize
+                )
+            )
     assert found[0] == found[1] and len({each[0] for each in found[0]}) == 22
 
 
@@ -684,7 +744,10 @@ def test_no_grad_and_inference_mode(pool2: mpgrad.Pool) -> None:
             expected = serial(curve, xs)
         assert all(torch.equal(*each) for each in zip(results, expected, strict=True))
         assert not any(each.requires_grad for each in results)
-        assert all(each.is_inference() == other.is_inference() for each, other in zip(results, expected, strict=True))
+        assert all(
+            each.is_inference() == other.is_inference()
+            for each, other in zip(results, expected, strict=True)
+        )
 
 
 @torch.enable_grad()
@@ -698,7 +761,9 @@ def test_a_function_that_turns_gradients_on(pool: mpgrad.Pool) -> None:
         with torch.no_grad():
             results = loop(stubborn, xs)
         results[4].backward(retain_graph=True)
-        return [x.grad for x in xs] + list(torch.autograd.grad(torch.stack(results).sum(), [*xs, weight]))
+        return [x.grad for x in xs] + list(
+            torch.autograd.grad(torch.stack(results).sum(), [*xs, weight])
+        )
 
     for one, other in zip(found(pool.map), found(serial), strict=True):
         assert (one is None) == (other is None)
@@ -739,7 +804,9 @@ def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
         assert any("item 6 of huge," in note for note in caught.value.__notes__)
 
 
-def test_a_backward_that_fails_names_its_item_or_those_that_it_was_with(nursery: mpgrad.Pool) -> None:
+def test_a_backward_that_fails_names_its_item_or_those_that_it_was_with(
+    nursery: mpgrad.Pool,
+) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.map(lambda x: Broken.apply(x).sum(), leaves(11))
         for total, name in ((results[5], "item 5,"), (results[9] + results[10], "items 8 to 10,")):
@@ -797,7 +864,8 @@ def test_a_hook_that_fails_is_named_as_in_the_serial_loop(pool: mpgrad.Pool) -> 
 
 # of mode "all", docs/guarantees.md says what differs where a backward wants none of them
 @pytest.mark.parametrize(
-    ("mode", "wanted"), [(m, w) for m in ("all", "any") for w in ((0,), (1, 2), (0, 1, 2))] + [("any", (3,))]
+    ("mode", "wanted"),
+    [(m, w) for m in ("all", "any") for w in ((0,), (1, 2), (0, 1, 2))] + [("any", (3,))],
 )
 def test_hooks_on_many_results(pool: mpgrad.Pool, mode: str, wanted: tuple[int, ...]) -> None:
     def heard(loop: Loop) -> list[Any]:
@@ -817,13 +885,18 @@ def test_what_is_written_to_a_result_concerns_it_alone(pool: mpgrad.Pool) -> Non
         results[1][0] = 7
         results[2].detach_()
         torch.stack(results[:2] + results[3:5]).sum().backward()
-        return [*map(Tensor.tolist, results), *[None if x.grad is None else x.grad.tolist() for x in xs]]
+        return [
+            *map(Tensor.tolist, results),
+            *[None if x.grad is None else x.grad.tolist() for x in xs],
+        ]
 
     assert found(pool.map) == found(serial)
 
 
 PATTERNS: dict[str, Callable[[list[Tensor], list[Tensor]], list[Any]]] = {
-    "one input after another": lambda xs, found: [torch.autograd.grad(torch.stack(found).sum(), x)[0] for x in xs],
+    "one input after another": lambda xs, found: [
+        torch.autograd.grad(torch.stack(found).sum(), x)[0] for x in xs
+    ],
     "some inputs, then the rest": lambda xs, found: [
         torch.stack(found).sum().backward(inputs=xs[:2]),
         torch.stack(found[2:]).sum().backward(),
@@ -837,7 +910,9 @@ PATTERNS: dict[str, Callable[[list[Tensor], list[Tensor]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_backward_for_some_inputs_leaves_the_graphs_of_others_alone(pool: mpgrad.Pool, pattern: str) -> None:
+def test_a_backward_for_some_inputs_leaves_the_graphs_of_others_alone(
+    pool: mpgrad.Pool, pattern: str
+) -> None:
     def found(loop: Loop) -> list[Any]:
         xs = leaves(9)
         return PATTERNS[pattern](xs, loop(loss, xs))
@@ -857,7 +932,9 @@ def test_backwards_that_nobody_asked_for_are_not_run(pool2: mpgrad.Pool) -> None
 def test_inside_a_transform_that_does_not_follow_the_items(pool2: mpgrad.Pool) -> None:
     xs = leaves()
     total = sum(float(each.detach()) for each in serial(cube, xs))
-    grad = torch.func.grad(lambda w: w * sum(float(each.detach()) for each in pool2.map(cube, xs)))(torch.tensor(1.0))
+    grad = torch.func.grad(lambda w: w * sum(float(each.detach()) for each in pool2.map(cube, xs)))(
+        torch.tensor(1.0)
+    )
     torch.testing.assert_close(float(grad), total, rtol=1e-6, atol=0.0)
 
 
@@ -878,7 +955,8 @@ def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mp
 
 
 def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: mpgrad.Pool) -> None:
-    """Symptom: None. Cause: the node forgot its inputs after a backward, though nothing had been freed."""
+    """Symptom: None. Cause: the node forgot its inputs after a backward, though nothing had been
+    freed."""
     for chunksize in (None, 1):
         xs = leaves()
         results = pool.map(lambda x: (x**3 * weight.detach()).sum(), xs, chunksize)
@@ -889,7 +967,8 @@ def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: m
 
 
 def test_a_derivative_of_a_derivative_leaves_nothing(fresh_pool2: mpgrad.Pool) -> None:
-    """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to it."""
+    """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to
+    it."""
     xs = leaves()
     (first,) = torch.autograd.grad(fresh_pool2.map(cube, xs)[5], xs[5], create_graph=True)
     torch.autograd.grad(first.sum(), xs[5])

@@ -1,4 +1,5 @@
-"""Callbacks, handlers and streams of the caller run in a thread of their own, so nothing that they do holds up the pool."""
+"""Callbacks, handlers and streams of the caller run in a thread of their own, so nothing that they
+do holds up the pool."""
 
 from __future__ import annotations
 
@@ -43,8 +44,11 @@ class LockedStream(io.StringIO):
             return super().write(text)
 
 
-def test_a_caller_that_holds_the_lock_of_a_stream(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # symptom: a hang for ever. cause: the thread that delivers results also wrote what tasks had printed.
+def test_a_caller_that_holds_the_lock_of_a_stream(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # symptom: a hang for ever. cause: the thread that delivers results also wrote what tasks had
+    # printed.
     stream = LockedStream()
     fresh_pool.map(abs, [-1] * 4, 1)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -55,10 +59,14 @@ def test_a_caller_that_holds_the_lock_of_a_stream(fresh_pool: mpgrad.Pool, monke
             assert fresh_pool.submit(prints, k).result(SHORT) == k
         assert time.monotonic() - begin < SHORT  # not each of them waits for the stream
     fresh_pool.synchronize()
-    assert sorted(stream.getvalue().splitlines()) == sorted(f"line {k}" for k in [*range(40), *range(150)])
+    assert sorted(stream.getvalue().splitlines()) == sorted(
+        f"line {k}" for k in [*range(40), *range(150)]
+    )
 
 
-def test_an_interrupt_while_the_stream_is_waited_for(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_stream_is_waited_for(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupt(BaseException):
         pass
 
@@ -83,7 +91,9 @@ def test_an_interrupt_while_the_stream_is_waited_for(fresh_pool: mpgrad.Pool, mo
     assert stream.getvalue() == "line 1\n"
 
 
-def test_output_comes_before_the_result_of_a_future_that_is_done(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_comes_before_the_result_of_a_future_that_is_done(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     for k in range(50):
@@ -94,7 +104,9 @@ def test_output_comes_before_the_result_of_a_future_that_is_done(pool2: mpgrad.P
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_a_handler_that_raises(fresh_pool: mpgrad.Pool, error: type[BaseException], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_handler_that_raises(
+    fresh_pool: mpgrad.Pool, error: type[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
     class Refusing(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             seen.append(record.getMessage())
@@ -120,10 +132,12 @@ def until(path: Path) -> None:
 
 
 def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers results.
+    # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers
+    # results.
     go, told = threading.Event(), []
     blocked = fresh_pool.submit(until, tmp_path / "go")
-    blocked.add_done_callback(lambda _: go.wait(PATIENCE))  # before it is done: after that this thread would call it
+    # before it is done: after that this thread would call it
+    blocked.add_done_callback(lambda _: go.wait(PATIENCE))
     blocked.add_done_callback(told.append)
     (tmp_path / "go").touch()
     begin = time.monotonic()
@@ -153,7 +167,9 @@ def test_a_callback_waits_for_other_calls(pool2: mpgrad.Pool) -> None:
     assert found == [(None, 2, [3]), 3]
 
 
-def test_the_order_of_callbacks_and_output(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_callbacks_and_output(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream, threads = io.StringIO(), set()
 
     def note(k: int, place: int) -> Callable[[object], None]:
@@ -177,7 +193,10 @@ def test_the_order_of_callbacks_and_output(nursery: mpgrad.Pool, monkeypatch: py
         assert last.get() == 20
         assert stream.getvalue().endswith("line 20\ncallback 20 0\n")
     called = [line for line in stream.getvalue().splitlines() if line.startswith("callback")]
-    assert called == [*(f"callback {k} {place}" for k in range(20) for place in range(2)), "callback 20 0"]
+    assert called == [
+        *(f"callback {k} {place}" for k in range(20) for place in range(2)),
+        "callback 20 0",
+    ]
     lines = stream.getvalue().splitlines()
     assert all(lines.index(f"line {k}") < lines.index(f"callback {k} 0") for k in range(21))
     assert threads == {"mpgrad-callbacks"}
@@ -189,7 +208,9 @@ def joins(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("end", [joins, mpgrad.Pool.terminate, mpgrad.Pool.synchronize])
-def test_who_waits_for_the_end_waits_for_callbacks(nursery: mpgrad.Pool, end: Callable[[mpgrad.Pool], None]) -> None:
+def test_who_waits_for_the_end_waits_for_callbacks(
+    nursery: mpgrad.Pool, end: Callable[[mpgrad.Pool], None]
+) -> None:
     told: list[object] = []
 
     def slow(value: object) -> None:
@@ -210,7 +231,9 @@ def test_who_waits_for_the_end_waits_for_callbacks(nursery: mpgrad.Pool, end: Ca
 def test_a_shutdown_waits_for_callbacks(nursery: mpgrad.Pool) -> None:
     told: list[object] = []
     with mpgrad.Executor(1) as executor:
-        executor.submit(time.sleep, 0.1).add_done_callback(lambda future: (time.sleep(0.1), told.append(future.done())))
+        executor.submit(time.sleep, 0.1).add_done_callback(
+            lambda future: (time.sleep(0.1), told.append(future.done()))
+        )
     assert told == [True]
 
 
@@ -238,13 +261,17 @@ def test_a_callback_that_ends_its_pool(nursery: mpgrad.Pool, told: threading.Eve
         assert told.is_set()
 
 
-def test_a_callback_that_shuts_its_executor_down(nursery: mpgrad.Pool, told: threading.Event) -> None:
+def test_a_callback_that_shuts_its_executor_down(
+    nursery: mpgrad.Pool, told: threading.Event
+) -> None:
     executor = mpgrad.Executor(1)
     executor.submit(time.sleep, 0.1).add_done_callback(lambda _: (executor.shutdown(), told.set()))
     assert told.wait(PATIENCE)
 
 
-def test_a_finalizer_in_the_scheduling_thread_that_waits_for_the_pool(fresh_pool: mpgrad.Pool) -> None:
+def test_a_finalizer_in_the_scheduling_thread_that_waits_for_the_pool(
+    fresh_pool: mpgrad.Pool,
+) -> None:
     found: list[str] = []
     scheduler = fresh_pool._scheduler
 
@@ -256,7 +283,9 @@ def test_a_finalizer_in_the_scheduling_thread_that_waits_for_the_pool(fresh_pool
 
     scheduler.post(waits)
     fresh_pool.synchronize()
-    assert found == ["a finalizer that Python runs in the pool's own thread cannot wait for the pool"]
+    assert found == [
+        "a finalizer that Python runs in the pool's own thread cannot wait for the pool"
+    ]
 
 
 AT_EXIT = """
@@ -271,7 +300,9 @@ executor.submit(print, "printed")
 def test_callbacks_and_output_as_the_interpreter_ends(nursery: mpgrad.Pool) -> None:
     import subprocess
 
-    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "told True\nprinted\n", "")
 
 
@@ -285,6 +316,7 @@ def told_in_a_task(_: int) -> list[str]:
 
 @pytest.mark.parametrize("context", [None, "fork"])
 def test_callbacks_in_a_task_run(context: str | None) -> None:
-    """Symptom: none ran, without a word. Cause: a forked worker took itself for the thread that had forked it."""
+    """Symptom: none ran, without a word. Cause: a forked worker took itself for the thread that had
+    forked it."""
     with mpgrad.Pool(1, context=context) as pool:
         assert pool.map(told_in_a_task, [0]) == [["future", "map"]]

@@ -1,4 +1,5 @@
-"""Calls that take less time than sending them: they mean what they would in a loop, and the log says that they cost."""
+"""Calls that take less time than sending them: they mean what they would in a loop, and the log
+says that they cost."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
 
 
 def items(count: int = 6) -> list[Tensor]:
-    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+    return [
+        torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)
+    ]
 
 
 def known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any]) -> list[Any]:
@@ -51,7 +54,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 def test_a_leaf_that_is_returned(pool2: mpgrad.Pool) -> None:
     """It may be a package's: it is as in the loop."""
     for _ in range(4):
-        assert_same_as_serial(lambda x: torch.ones(3, dtype=torch.float64, requires_grad=True), items(), pool2, order=2)
+        assert_same_as_serial(
+            lambda x: torch.ones(3, dtype=torch.float64, requires_grad=True),
+            items(),
+            pool2,
+            order=2,
+        )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -71,20 +79,36 @@ def test_calls_that_go_together_and_others_between(pool2: mpgrad.Pool) -> None:
 
     seen: list[Tensor] = []
     leaf = torch.ones(10, requires_grad=True)
-    others = [(torch.ones(2, requires_grad=True),), torch.ones(3), leaf[2:7], torch.ones(5), torch.ones(5).double()]
-    xs = [others[k % 5] if k % 17 == 0 else torch.full((1 + k % 5,), float(k), requires_grad=True) for k in range(100)]
+    others = [
+        (torch.ones(2, requires_grad=True),),
+        torch.ones(3),
+        leaf[2:7],
+        torch.ones(5),
+        torch.ones(5).double(),
+    ]
+    xs = [
+        others[k % 5] if k % 17 == 0 else torch.full((1 + k % 5,), float(k), requires_grad=True)
+        for k in range(100)
+    ]
     found = known(pool2, function, xs)
     serial: list[Any] = list(map(function, xs))
-    leaves = [leaf, weight, *(x for x in xs if isinstance(x, Tensor) and x.is_leaf and x.requires_grad)]
+    leaves = [
+        leaf,
+        weight,
+        *(x for x in xs if isinstance(x, Tensor) and x.is_leaf and x.requires_grad),
+    ]
 
     def gradients(results: list[Any]) -> list[Tensor | None]:
         tensors = [r[0] if isinstance(r, list) else r for r in results]
         return list(torch.autograd.grad(sum(t.sum() for t in tensors), leaves, allow_unused=True))
 
     for ours, theirs in zip(found, serial, strict=True):
-        assert torch.equal(*(each[0] if isinstance(each, list) else each for each in (ours, theirs)))
+        assert torch.equal(
+            *(each[0] if isinstance(each, list) else each for each in (ours, theirs))
+        )
     assert all(
-        ours is theirs or torch.equal(ours, theirs) for ours, theirs in zip(*map(gradients, (found, serial)), strict=True)
+        ours is theirs or torch.equal(ours, theirs)
+        for ours, theirs in zip(*map(gradients, (found, serial)), strict=True)
     )
     assert len(seen) == 100  # workers have lists of their own
 
@@ -151,7 +175,9 @@ def test_errors_name_item_and_worker(pool2: mpgrad.Pool) -> None:
     assert known(pool2, picky, list(range(5))) == list(range(5))
     with pytest.raises(KeyError, match="seven") as caught:
         pool2.map(picky, range(20))
-    assert "item 7" in "".join(caught.value.__notes__) and "worker" in "".join(caught.value.__notes__)
+    assert "item 7" in "".join(caught.value.__notes__) and "worker" in "".join(
+        caught.value.__notes__
+    )
     found = pool2.map(picky, range(9), on_error="return")
     assert [*found[:7], found[8]] == [*range(7), 8] and isinstance(found[7], KeyError)
 
@@ -163,8 +189,12 @@ def test_errors_name_item_and_worker(pool2: mpgrad.Pool) -> None:
         pool2.map(unpicklable, [0, 1])
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), lambda: random.random()], ids=["torch", "random"])
-def test_random_numbers_are_those_of_the_workers(pool2: mpgrad.Pool, draw: Callable[[], float]) -> None:
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()).item(), lambda: random.random()], ids=["torch", "random"]
+)
+def test_random_numbers_are_those_of_the_workers(
+    pool2: mpgrad.Pool, draw: Callable[[], float]
+) -> None:
     """And those of the caller go on as if nothing had been drawn."""
 
     def noisy(x: int) -> float:
@@ -207,7 +237,9 @@ def test_captures_are_as_they_are_now(pool2: mpgrad.Pool) -> None:
 
 
 def test_modes_and_modules(pool2: mpgrad.Pool) -> None:
-    network = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    network = torch.nn.Sequential(
+        torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    ).double()
     known(pool2, network, items())
     assert_same_as_serial(network, items(), pool2)
     with torch.no_grad():
@@ -263,7 +295,9 @@ def test_a_backward_for_some_inputs_leaves_the_others_alone(pool2: mpgrad.Pool) 
     xs = items(40)
     total = torch.stack([each.sum() for each in known(pool2, torch.exp, xs)]).sum()
     for x in xs:
-        assert torch.equal(torch.autograd.grad(total, x, retain_graph=x is not xs[-1])[0], x.detach().exp())
+        assert torch.equal(
+            torch.autograd.grad(total, x, retain_graph=x is not xs[-1])[0], x.detach().exp()
+        )
     results = known(pool2, lambda x: (x**2).sum(), xs)
     torch.autograd.grad(torch.stack(results).sum(), xs[3])
     torch.autograd.grad(torch.stack(results[4:]).sum(), xs[4])
@@ -297,7 +331,11 @@ def test_what_calls_take_is_that_of_forward_and_eager_backward() -> None:
     assert codes.own_seconds(b"f") is None
 
     def results(items: int, eager: float) -> float | None:
-        codes.note_results(function, Results(1, [], 2e-3 * items, 1e-3 * items, eager * items, False, [], [], 0), items)
+        codes.note_results(
+            function,
+            Results(1, [], 2e-3 * items, 1e-3 * items, eager * items, False, [], [], 0),
+            items,
+        )
         return codes.own_seconds(b"f")
 
     assert results(10, 0.0) == pytest.approx(1e-3)
@@ -311,11 +349,16 @@ def test_what_calls_take_is_that_of_forward_and_eager_backward() -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the log says of calls that are too cheap; nobody has been told of any function before."""
+    """What the log says of calls that are too cheap; nobody has been told of any function
+    before."""
     before = dict(TOLD)
     TOLD.clear()
     caplog.set_level(logging.WARNING, "mpgrad")
-    yield lambda: [each.getMessage() for each in caplog.records if "more to send than to run" in each.getMessage()]
+    yield lambda: [
+        each.getMessage()
+        for each in caplog.records
+        if "more to send than to run" in each.getMessage()
+    ]
     TOLD.update(before)
 
 
@@ -332,17 +375,23 @@ def many() -> list[Tensor]:
     return [torch.ones(3, requires_grad=True) for _ in range(40)]
 
 
-def test_the_log_says_once_that_sending_costs_more(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_says_once_that_sending_costs_more(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     with staffed(mpgrad.Pool(2)) as pool:
         pool.map(tiny, many())  # each worker gets to know the function: that does not count
         while len(log()) == 0 and pool.stats().calls < 20 * 40:
             pool.map(tiny, many())
         (line,) = log()
         assert pool.stats().calls >= (1 + MAPS) * 40
-        assert line.startswith(f"calls of tiny cost more to send than to run: its last {MAPS} maps took ")
+        assert line.startswith(
+            f"calls of tiny cost more to send than to run: its last {MAPS} maps took "
+        )
         took, own = (float(each.rpartition(" ")[2]) for each in line.split(" ms")[:2])
         assert took > 1.5 * own > 0
-        assert line.endswith("use larger items, several items in one call, a chunksize, or a plain loop")
+        assert line.endswith(
+            "use larger items, several items in one call, a chunksize, or a plain loop"
+        )
         for _ in range(2 * MAPS):
             pool.map(tiny, many())
     with staffed(mpgrad.Pool(2, engine="thread")) as pool:  # not in another pool either
@@ -351,7 +400,9 @@ def test_the_log_says_once_that_sending_costs_more(log: Callable[[], list[str]],
     assert log() == [line]
 
 
-def test_starmap_counts_and_single_calls_do_not(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_starmap_counts_and_single_calls_do_not(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     with staffed(mpgrad.Pool(1)) as pool:
         for _ in range(20):
             pool.apply(abs, (-1,))
@@ -360,14 +411,18 @@ def test_starmap_counts_and_single_calls_do_not(log: Callable[[], list[str]], nu
 
 
 @pytest.mark.parametrize("engine", ["process", "thread"])
-def test_the_log_does_not_mind_long_calls(engine: Any, log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_does_not_mind_long_calls(
+    engine: Any, log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     with staffed(mpgrad.Pool(2, engine=engine)) as pool:
         for _ in range(2 + MAPS):
             pool.map(slow, many()[:4])
     assert log() == []
 
 
-def test_the_log_does_not_mind_waiting_for_items(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_does_not_mind_waiting_for_items(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     def slowly() -> Iterator[Tensor]:
         for x in many()[:3]:
             time.sleep(0.005)
@@ -381,7 +436,9 @@ def test_the_log_does_not_mind_waiting_for_items(log: Callable[[], list[str]], n
 
 
 @pytest.mark.slow
-def test_the_log_does_not_mind_waiting_for_workers(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_does_not_mind_waiting_for_workers(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     """They may have to start, or do something else."""
     for _ in range(2 + MAPS):
         with mpgrad.Pool(1) as pool:
@@ -398,7 +455,9 @@ def test_the_log_does_not_mind_waiting_for_workers(log: Callable[[], list[str]],
     assert log() == []
 
 
-def test_the_log_does_not_mind_one_slow_map(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_does_not_mind_one_slow_map(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     """The machine may have done something else."""
 
     def waits(seconds: float) -> None:
@@ -412,7 +471,9 @@ def test_the_log_does_not_mind_one_slow_map(log: Callable[[], list[str]], nurser
     assert log() == []
 
 
-def test_the_log_is_silent_inline_and_of_failures(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
+def test_the_log_is_silent_inline_and_of_failures(
+    log: Callable[[], list[str]], nursery: mpgrad.Pool
+) -> None:
     with mpgrad.Pool(engine="inline") as pool:
         for _ in range(2 + MAPS):
             pool.map(tiny, many())

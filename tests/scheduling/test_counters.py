@@ -1,6 +1,7 @@
 """What operations cost, counted rather than timed: a slow-down by design is seen on any machine.
 
-The bounds are what the fixed cases take now, with a little room for how chunks fall; tighten them when a step is removed.
+The bounds are what the fixed cases take now, with a little room for how chunks fall; tighten them
+when a step is removed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.quick
 
 CALLS = 500
 CHUNK = 50
-AGAIN = 4  # frames more than there are chunks: news by itself, and what is taken back from one worker and sent to another
+# frames more than there are chunks: news by itself, and what is taken back from one worker and sent
+# to another
+AGAIN = 4
 
 COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
@@ -38,7 +41,9 @@ def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 def cost(pool: mpgrad.Pool, work: Callable[[], object]) -> PoolStats:
     """What one more run adds to the counters."""
     for _ in range(3):
-        work()  # functions are defined, slabs are there: by then in every worker, of which one may have done it all at first
+        # functions are defined, slabs are there: by then in every worker, of which one may have
+        # done it all at first
+        work()
     before = pool.stats()
     work()
     after = pool.stats()
@@ -55,7 +60,8 @@ def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
     chunks = CALLS // CHUNK
     assert chunks <= found.frames_sent <= chunks + AGAIN
     assert chunks <= found.frames_received <= chunks + AGAIN
-    assert found.bytes_sent <= found.frames_sent * CHUNK * (80 + 55)  # a tensor's bytes and its message
+    # a tensor's bytes and its message
+    assert found.bytes_sent <= found.frames_sent * CHUNK * (80 + 55)
     assert found.bytes_received <= CALLS * (80 + 55)
     assert found.system_calls <= 10 * chunks + 30
     assert found.bytes_copied == CALLS * 80 and found.slots_made == 0
@@ -100,9 +106,12 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
     for _ in range(3):  # until it is known to be cheap
         found = cost(pool, work)
     bundles = len({result.grad_fn for result in results})
-    assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6  # shorter ones where it took longer this time
+    # shorter ones where it took longer this time
+    assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6
     assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
-    assert found.bytes_sent <= (CALLS + AGAIN * 48) * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
+    assert found.bytes_sent <= (CALLS + AGAIN * 48) * (
+        80 + 30
+    ) and found.bytes_received <= CALLS * (80 + 30)
     assert found.system_calls <= 10 * bundles + 30
     found = cost(pool, lambda: torch.autograd.backward(results, xs, retain_graph=True))
     assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
@@ -110,7 +119,8 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
 
 
 def test_a_map_of_larger_tensors_in_bundles(pool: mpgrad.Pool) -> None:
-    """One slot holds those of a bundle, and its address travels: nothing of that is done for each tensor."""
+    """One slot holds those of a bundle, and its address travels: nothing of that is done for each
+    tensor."""
     xs = [torch.ones(5000, requires_grad=True) for _ in range(CALLS)]
     results: list[torch.Tensor] = []
 
@@ -171,7 +181,9 @@ def test_large_tensors_are_copied_once(pool: mpgrad.Pool) -> None:
     assert found.bytes_sent < (8 + 2 * AGAIN) * 400
 
 
-def test_captures_are_copied_once_and_their_gradients_come_as_one_sum_a_worker(pool: mpgrad.Pool) -> None:
+def test_captures_are_copied_once_and_their_gradients_come_as_one_sum_a_worker(
+    pool: mpgrad.Pool,
+) -> None:
     weight = torch.ones(250_000, requires_grad=True)
     xs = [torch.ones(()) for _ in range(64)]
 
@@ -203,7 +215,9 @@ def keeps_as_much(x: torch.Tensor) -> torch.Tensor:
     return x.exp().sum()
 
 
-def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_has_a_result_finds_it_in_the_figures(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
     at_once: list[PoolStats] = []
     tell_if_finished = Operation.tell_if_finished
@@ -213,7 +227,8 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool, monk
             at_once.append(pool.stats())
         tell_if_finished(operation)
 
-    x = torch.ones(2_000_000, requires_grad=True)  # 8 MB, so that whole pages show it where nothing finer is counted
+    # 8 MB, so that whole pages show it where nothing finer is counted
+    x = torch.ones(2_000_000, requires_grad=True)
     with mpgrad.Pool(1, graphs="keep", graph_memory="1 GiB") as pool:
         y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()
@@ -221,7 +236,10 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool, monk
         z = pool.map(keeps_as_much, [x], 1)
         found, later = at_once[0], pool.stats()
         assert (found.operations, found.calls_left, found.calls) == (0, 0, 2)
-        assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (2, later.workers[0].graph_bytes)
+        assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (
+            2,
+            later.workers[0].graph_bytes,
+        )
         assert 0 < before.workers[0].graph_bytes < found.workers[0].graph_bytes
         del y, z
 
@@ -242,7 +260,9 @@ def test_graphs_that_are_there_cost_nothing_more(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"graphs": "recompute"}, {"graph_memory": 1}], ids=str)
-def test_graphs_that_were_dropped_and_made_again(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
+def test_graphs_that_were_dropped_and_made_again(
+    nursery: mpgrad.Pool, options: dict[str, Any]
+) -> None:
     with mpgrad.Pool(2, **options) as pool:
         total = losses_of(pool).sum()
         assert pool.stats().recomputed == 0 and pool.stats().graphs_dropped == 6

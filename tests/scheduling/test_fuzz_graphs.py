@@ -1,4 +1,5 @@
-"""Random graphs of calls against the serial ones: values asked for early, late or never; workers killed meanwhile."""
+"""Random graphs of calls against the serial ones: values asked for early, late or never; workers
+killed meanwhile."""
 
 from __future__ import annotations
 
@@ -52,8 +53,12 @@ class Plan:
         self.steps: list[Step] = []
         for number in range(rng.randint(3, 9)):
             arguments = rng.randrange(-3, number), rng.randrange(-1, number) if number else -1
-            self.steps.append(Step(rng.randrange(7), arguments, rng.choice(["early", "late", "never"])))
-        self.late = [number for number, step in enumerate(self.steps) if step.asked_for == "late"] or [len(self.steps) - 1]
+            self.steps.append(
+                Step(rng.randrange(7), arguments, rng.choice(["early", "late", "never"]))
+            )
+        self.late = [
+            number for number, step in enumerate(self.steps) if step.asked_for == "late"
+        ] or [len(self.steps) - 1]
         rng.shuffle(self.late)
         self.mode = rng.choice(MODES)
 
@@ -75,14 +80,20 @@ class Plan:
                 values[number] = take(made[number])
         for number in self.late:
             values[number] = take(made[number])
-        loss = torch.stack([(values[number] * (number + 1)).sum() for number in sorted(values)]).sum()
+        loss = torch.stack(
+            [(values[number] * (number + 1)).sum() for number in sorted(values)]
+        ).sum()
         inputs = [tensor for tensor in (*self.leaves, captured) if tensor.requires_grad]
         if not loss.requires_grad:
             return [*(values[number] for number in sorted(values))]
         if self.mode == "between":
             inputs += [values[number] for number in sorted(values) if values[number].requires_grad]
         keep, create = self.mode == "twice" or None, self.mode == "create"
-        grads = list(torch.autograd.grad(loss, inputs, retain_graph=keep, create_graph=create, allow_unused=True))
+        grads = list(
+            torch.autograd.grad(
+                loss, inputs, retain_graph=keep, create_graph=create, allow_unused=True
+            )
+        )
         if self.mode == "twice":
             grads += torch.autograd.grad(loss * 2, inputs, allow_unused=True)
         if self.mode == "create":
@@ -123,10 +134,23 @@ def fire(pool: mpgrad.Pool, seed: int) -> Iterator[None]:
         ({"retries": 100, "deterministic": True, "graphs": "recompute"}, True),
         ({"retries": 100, "graphs": "keep"}, True),
     ],
-    ids=["process", "inline", "thread", "recompute", "graph_memory", "fire", "fire-recompute", "fire-keep"],
+    ids=[
+        "process",
+        "inline",
+        "thread",
+        "recompute",
+        "graph_memory",
+        "fire",
+        "fire-recompute",
+        "fire-keep",
+    ],
 )
 def test_random_graphs(nursery: mpgrad.Pool, options: dict[str, Any], shoots: bool) -> None:
-    with every_loss_gets(1.0), mpgrad.Pool(2, **options) as pool, fire(pool, 0) if shoots else contextlib.nullcontext():
+    with (
+        every_loss_gets(1.0),
+        mpgrad.Pool(2, **options) as pool,
+        fire(pool, 0) if shoots else contextlib.nullcontext(),
+    ):
         for seed in itertools.count():
             if seed >= PLANS and pool.stats().deaths >= DEATHS * shoots:
                 break
@@ -136,4 +160,6 @@ def test_random_graphs(nursery: mpgrad.Pool, options: dict[str, Any], shoots: bo
             for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 where = f"seed {seed} ({plan.mode}), {number}"
                 zero = torch.zeros_like(plan.captured)  # a None where nothing depends on it
-                torch.testing.assert_close(zero if ours is None else ours, zero if theirs is None else theirs, msg=where)
+                torch.testing.assert_close(
+                    zero if ours is None else ours, zero if theirs is None else theirs, msg=where
+                )

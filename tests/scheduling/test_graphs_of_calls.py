@@ -1,4 +1,5 @@
-"""Futures among the arguments of calls: a graph of calls that runs, forward and backward, without the caller in between."""
+"""Futures among the arguments of calls: a graph of calls that runs, forward and backward, without
+the caller in between."""
 
 from __future__ import annotations
 
@@ -58,12 +59,19 @@ def diamond(pool: Any, x: Tensor, w: Tensor) -> Any:
 
 def fan_out(pool: Any, x: Tensor, w: Tensor) -> Any:
     top = pool.submit(wave, x)
-    return pool.submit(lambda parts: torch.stack(parts).sum(0), [pool.submit(torch.mul, top, w * k) for k in range(5)])
+    return pool.submit(
+        lambda parts: torch.stack(parts).sum(0),
+        [pool.submit(torch.mul, top, w * k) for k in range(5)],
+    )
 
 
 def nested(pool: Any, x: Tensor, w: Tensor) -> Any:
     pair = pool.submit(lambda t: {"a": t.sin(), "b": [t.cos(), 3]}, x)
-    return pool.submit(lambda d, *, again: d["v"]["a"] * d["v"]["b"][0] * again["b"][1] * w, {"v": pair}, again=pair)
+    return pool.submit(
+        lambda d, *, again: d["v"]["a"] * d["v"]["b"][0] * again["b"][1] * w,
+        {"v": pair},
+        again=pair,
+    )
 
 
 def several_outputs(pool: Any, x: Tensor, w: Tensor) -> Any:
@@ -87,9 +95,13 @@ def in_place(pool: Any, x: Tensor, w: Tensor) -> Any:
 SHAPES = [chain, diamond, fan_out, nested, several_outputs, with_captures, passed_through, in_place]
 
 
-@pytest.mark.parametrize("size", [3, 3000])  # which ride in a message, and which lie in shared memory
+@pytest.mark.parametrize(
+    "size", [3, 3000]
+)  # which ride in a message, and which lie in shared memory
 @pytest.mark.parametrize("graph", SHAPES, ids=lambda graph: graph.__name__)
-def test_a_graph_of_calls_is_the_serial_one(pool: mpgrad.Pool, graph: Callable[..., Any], size: int) -> None:
+def test_a_graph_of_calls_is_the_serial_one(
+    pool: mpgrad.Pool, graph: Callable[..., Any], size: int
+) -> None:
     x = torch.randn(size, dtype=torch.float64, requires_grad=True)
     w = torch.randn(size, dtype=torch.float64, requires_grad=True)
     found, expected = value(graph(pool, x, w)), graph(Caller(), x, w)
@@ -127,18 +139,32 @@ def test_second_derivatives_and_batches(pool2: mpgrad.Pool, graph: Callable[...,
         lambda pool, fs, w: pool.map_async(lambda t: t * w, fs).get(),
         lambda pool, fs, w: [pool.apply(lambda t: t * w, (f,)) for f in fs],
         lambda pool, fs, w: [pool.reduce(lambda t, item: t + item * w, fs, torch.zeros(3))],
-        lambda pool, fs, w: [pool.reduce(lambda t, item: t.add_(item), [torch.ones(3)], [fs[0], fs[1]])[0] * w],
+        lambda pool, fs, w: [
+            pool.reduce(lambda t, item: t.add_(item), [torch.ones(3)], [fs[0], fs[1]])[0] * w
+        ],
         lambda pool, fs, w: [pool.map_reduce(lambda t: t * w, fs, "sum")],
         lambda pool, fs, w: pool.map(lambda p: p[0] * p[1] * w, [(fs[0], fs[1]), (fs[1], fs[0])]),
     ],
-    ids=["map", "starmap", "imap", "map_async", "apply", "reduce", "targets", "map_reduce", "pairs"],
+    ids=[
+        "map",
+        "starmap",
+        "imap",
+        "map_async",
+        "apply",
+        "reduce",
+        "targets",
+        "map_reduce",
+        "pairs",
+    ],
 )
 def test_every_operation_takes_futures(pool: mpgrad.Pool, use: Callable[..., Any]) -> None:
     xs = [torch.rand(3, requires_grad=True) for _ in range(4)]
     w = torch.rand(3, requires_grad=True)
 
     # the same operation on values, which other tests compare with the serial loop
-    expected = torch.autograd.grad(sum(t.sum() for t in use(pool, [wave(x) for x in xs], w)), [*xs, w], allow_unused=True)
+    expected = torch.autograd.grad(
+        sum(t.sum() for t in use(pool, [wave(x) for x in xs], w)), [*xs, w], allow_unused=True
+    )
 
     found = use(pool, [pool.submit(wave, x) for x in xs], w)
     grads = torch.autograd.grad(sum(t.sum() for t in found), [*xs, w], allow_unused=True)
@@ -146,7 +172,8 @@ def test_every_operation_takes_futures(pool: mpgrad.Pool, use: Callable[..., Any
 
 
 def test_captures_of_hidden_calls(pool: mpgrad.Pool) -> None:
-    """The sum of their gradients was asked for before it was added up, where nothing else had to be waited for first."""
+    """The sum of their gradients was asked for before it was added up, where nothing else had to be
+    waited for first."""
     x = torch.randn(3, 4, dtype=torch.float64)  # needs no gradient
     layers = [torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
     weights = [layer.weight for layer in layers]
@@ -166,7 +193,10 @@ def test_the_same_future_twice_is_the_same_object(pool: mpgrad.Pool) -> None:
 
 def test_values_without_gradients_pass_too(pool: mpgrad.Pool) -> None:
     words = pool.submit(lambda: ["a", {"b": 2}])
-    assert pool.submit(lambda w, n: (w, n), words, pool.submit(abs, -3)).result() == (["a", {"b": 2}], 3)
+    assert pool.submit(lambda w, n: (w, n), words, pool.submit(abs, -3)).result() == (
+        ["a", {"b": 2}],
+        3,
+    )
     with torch.no_grad():
         x = torch.ones(2, requires_grad=True)
         assert not pool.submit(torch.mul, pool.submit(torch.mul, x, 2), 3).result().requires_grad
@@ -177,12 +207,17 @@ def test_leaves_and_parameters_that_calls_make(pool: mpgrad.Pool) -> None:
         return torch.nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
 
     future = pool.submit(made)
-    seen = pool.submit(lambda pair: [(t.is_leaf, t.requires_grad, type(t) is torch.nn.Parameter) for t in pair], future)
+    seen = pool.submit(
+        lambda pair: [(t.is_leaf, t.requires_grad, type(t) is torch.nn.Parameter) for t in pair],
+        future,
+    )
     product = pool.submit(lambda pair: (pair[0] * pair[1] * 2).sum(), future)
     product.result().backward()  # before anybody has seen the leaves
     parameter, leaf = future.result()
     assert seen.result() == [(True, True, True), (True, True, False)]
-    assert torch.equal(parameter.grad, torch.full((3,), 2.0)) and torch.equal(leaf.grad, torch.full((3,), 2.0))
+    assert torch.equal(parameter.grad, torch.full((3,), 2.0)) and torch.equal(
+        leaf.grad, torch.full((3,), 2.0)
+    )
     assert torch.equal(parameter, torch.ones(3)) and type(parameter) is torch.nn.Parameter
 
 
@@ -191,7 +226,8 @@ def test_leaves_and_parameters_that_calls_make(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("first", ["before", "between", "after"])
 def test_gradients_of_what_lies_between(pool: mpgrad.Pool, first: str) -> None:
-    """A value that is asked for has the gradient that comes through the calls it was given to, whenever it is asked for."""
+    """A value that is asked for has the gradient that comes through the calls it was given to,
+    whenever it is asked for."""
     x = torch.randn(3000, requires_grad=True)
     a = pool.submit(wave, x)
     if first == "before":
@@ -211,7 +247,9 @@ def test_gradients_of_what_lies_between(pool: mpgrad.Pool, first: str) -> None:
     expected.retain_grad()
     (expected.exp().sum() + expected.cos().sum() + expected.sum()).backward()
     assert torch.equal(found, expected)
-    torch.testing.assert_close((found.grad, seen[0], mine), (expected.grad, expected.grad, x.grad), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        (found.grad, seen[0], mine), (expected.grad, expected.grad, x.grad), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_later_call_gets_what_the_caller_made_of_a_value(pool: mpgrad.Pool) -> None:
@@ -220,11 +258,15 @@ def test_a_later_call_gets_what_the_caller_made_of_a_value(pool: mpgrad.Pool) ->
     a.result().mul_(2)
     b = pool.submit(torch.mul, a, a)
     b.result().sum().backward()
-    assert torch.equal(b.result(), torch.full((3,), 36.0)) and torch.equal(x.grad, torch.full((3,), 72.0))
+    assert torch.equal(b.result(), torch.full((3,), 36.0)) and torch.equal(
+        x.grad, torch.full((3,), 72.0)
+    )
 
 
 @pytest.mark.parametrize("size", [3, 3000, 300_000])
-def test_an_earlier_call_gets_the_value_as_it_was(pool2: mpgrad.Pool, tmp_path: Path, size: int) -> None:
+def test_an_earlier_call_gets_the_value_as_it_was(
+    pool2: mpgrad.Pool, tmp_path: Path, size: int
+) -> None:
     x = torch.ones(size, requires_grad=True)
     go = tmp_path / "go"
     gate = pool2.submit(wait_for, go)
@@ -234,7 +276,9 @@ def test_an_earlier_call_gets_the_value_as_it_was(pool2: mpgrad.Pool, tmp_path: 
     assert not b.done()
     go.touch()
     b.result().sum().backward(retain_graph=True)
-    assert torch.equal(b.result(), torch.full((size,), 9.0)) and torch.equal(x.grad, torch.full((size,), 18.0))
+    assert torch.equal(b.result(), torch.full((size,), 9.0)) and torch.equal(
+        x.grad, torch.full((size,), 18.0)
+    )
     assert torch.equal(a.result(), torch.full((size,), 6.0))
     x.grad = None
     a.result().sum().backward()
@@ -266,7 +310,9 @@ def test_threads_may_take_one_graph(pool2: mpgrad.Pool) -> None:
     for _ in range(30):
         serial.append(mixed(serial[-1], serial[len(serial) // 2]))
     assert all(map(torch.equal, values, serial))
-    torch.testing.assert_close(torch.autograd.grad(values[-1].sum(), x), torch.autograd.grad(serial[-1].sum(), x))
+    torch.testing.assert_close(
+        torch.autograd.grad(values[-1].sum(), x), torch.autograd.grad(serial[-1].sum(), x)
+    )
 
 
 # --- backward goes its own way
@@ -291,7 +337,9 @@ class Meet(torch.autograd.Function):
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("takes", [(0, 1), (1, 0)], ids=["forth", "back"])
-def test_a_chain_does_not_wait_for_another(pool2: mpgrad.Pool, tmp_path: Path, slow: int, takes: tuple[int, int]) -> None:
+def test_a_chain_does_not_wait_for_another(
+    pool2: mpgrad.Pool, tmp_path: Path, slow: int, takes: tuple[int, int]
+) -> None:
     """The end of one chain waits, backward, until the other chain has come to its beginning."""
     word, here = tmp_path / "word", [tmp_path / "0", tmp_path / "1"]
     x = torch.ones(3, requires_grad=True)
@@ -311,15 +359,23 @@ def test_a_chain_does_not_wait_for_another(pool2: mpgrad.Pool, tmp_path: Path, s
     assert torch.equal(x.grad, torch.full((3,), 4.0))
 
 
-def test_gradients_go_from_worker_to_worker(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_go_from_worker_to_worker(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of hidden calls the caller makes neither values nor gradients."""
     from mpgrad.calls.homes import Arrived
     from mpgrad.calls.operations import Delivered
 
     looked: list[str] = []
     views, gradients = Delivered.views, Arrived.tensors
-    monkeypatch.setattr(Delivered, "views", lambda self, private=False: looked.append("value") or views(self, private))
-    monkeypatch.setattr(Arrived, "tensors", lambda self: looked.append("gradient") or gradients(self))
+    monkeypatch.setattr(
+        Delivered,
+        "views",
+        lambda self, private=False: looked.append("value") or views(self, private),
+    )
+    monkeypatch.setattr(
+        Arrived, "tensors", lambda self: looked.append("gradient") or gradients(self)
+    )
     x = torch.ones(3000, requires_grad=True)
     last = x
     for _ in range(5):
@@ -330,7 +386,8 @@ def test_gradients_go_from_worker_to_worker(pool2: mpgrad.Pool, monkeypatch: pyt
 
 @pytest.mark.parametrize("size", [3, 3000])
 def test_a_chain_stays_where_it_is(fresh_pool: mpgrad.Pool, size: int) -> None:
-    """A call goes to the worker that has its input, though another one is idle, and comes first in its list."""
+    """A call goes to the worker that has its input, though another one is idle, and comes first in
+    its list."""
     fresh_pool.map(abs, range(8))
     last: Any = fresh_pool.submit(lambda: (torch.ones(size), [os.getpid()]))
     for _ in range(20):
@@ -377,7 +434,9 @@ class Refuses(torch.autograd.Function):
 
 def test_a_failing_backward_of_a_hidden_call(pool: mpgrad.Pool) -> None:
     x = torch.ones(3, requires_grad=True)
-    last = pool.submit(torch.mul, pool.submit(Refuses.apply, pool.submit(torch.mul, x, 2)), 3).result()
+    last = pool.submit(
+        torch.mul, pool.submit(Refuses.apply, pool.submit(torch.mul, x, 2)), 3
+    ).result()
     with pytest.raises(LookupError, match="no gradient"):
         last.sum().backward()
     pool.submit(torch.mul, pool.submit(torch.mul, x, 2), 3).result().sum().backward()
@@ -389,7 +448,11 @@ def test_a_failing_backward_whose_gradient_nobody_needs(pool: mpgrad.Pool) -> No
     source = pool.submit(lambda: torch.ones(3, requires_grad=True) * 2)
     with pytest.raises(LookupError, match="no gradient"):
         pool.submit(Refuses.apply, source).result().sum().backward()
-    last = pool.submit(torch.exp, pool.submit(lambda: torch.ones(3, requires_grad=True) * 2)).result().sum()
+    last = (
+        pool.submit(torch.exp, pool.submit(lambda: torch.ones(3, requires_grad=True) * 2))
+        .result()
+        .sum()
+    )
     last.backward()
     with pytest.raises(RuntimeError, match="a second time"):
         last.backward()
@@ -410,7 +473,9 @@ def test_a_cancelled_call_fails_its_descendants(fresh_pool: mpgrad.Pool, tmp_pat
 
 
 @pytest.mark.parametrize("after", [None, 0.2])
-def test_a_running_call_is_cancelled_by_force(fresh_pool: mpgrad.Pool, after: float | None, tmp_path: Path) -> None:
+def test_a_running_call_is_cancelled_by_force(
+    fresh_pool: mpgrad.Pool, after: float | None, tmp_path: Path
+) -> None:
     x = torch.ones(3, requires_grad=True)
     kept = fresh_pool.map(wave, [x] * 6)  # graphs on both workers
     word = tmp_path / "word"
@@ -456,8 +521,14 @@ def test_workers_that_die_in_a_graph(fresh_pool: mpgrad.Pool, tmp_path: Path, mo
     def graph(pool: Any, held: bool) -> Any:
         top = pool.submit(lambda t: t * w, x)
         stays = moment == "in backward" and held
-        left = pool.submit(lambda t: Meet.apply(t, word if stays else None, go if stays else None) * w, top)
-        right = pool.submit(lambda t, _: t.cos() * w, top, pool.submit(wait_for, go) if moment == "forward" and held else None)
+        left = pool.submit(
+            lambda t: Meet.apply(t, word if stays else None, go if stays else None) * w, top
+        )
+        right = pool.submit(
+            lambda t, _: t.cos() * w,
+            top,
+            pool.submit(wait_for, go) if moment == "forward" and held else None,
+        )
         return pool.submit(mixed, left, right)
 
     future = graph(fresh_pool, True)
@@ -486,7 +557,8 @@ def kill_all(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"graphs": "recompute"}, {}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}]
+    "options",
+    [{"graphs": "recompute"}, {}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}],
 )
 def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
     x = torch.rand(3000, requires_grad=True)
@@ -505,7 +577,9 @@ def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) ->
 
 def test_futures_where_they_cannot_be(pool2: mpgrad.Pool, fresh_pool: mpgrad.Pool) -> None:
     future = pool2.submit(abs, -1)
-    with pytest.raises(TypeError, match="a future can be an argument of a call, but neither part of a function"):
+    with pytest.raises(
+        TypeError, match="a future can be an argument of a call, but neither part of a function"
+    ):
         pool2.map(lambda x: future, [1])
     with pytest.raises(ValueError, match="a call of abs has a future of another pool"):
         fresh_pool.submit(abs, future)
@@ -513,12 +587,17 @@ def test_futures_where_they_cannot_be(pool2: mpgrad.Pool, fresh_pool: mpgrad.Poo
         fresh_pool.map(abs, [1, future])
     assert future.result() == 1
     assert fresh_pool.submit(abs, future).result() == 1  # it is a value now
-    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.raises(TypeError, match="item 0 cannot be carried"):
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as threads,
+        pytest.raises(TypeError, match="item 0 cannot be carried"),
+    ):
         pool2.submit(abs, threads.submit(abs, -1))
     assert pool2.map(abs, [-1]) == [1]
 
 
-def test_close_waits_for_a_graph_and_terminate_ends_it(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_close_waits_for_a_graph_and_terminate_ends_it(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     with mpgrad.Pool(2) as pool:
         last: Any = pool.submit(wait_for, go)
@@ -599,7 +678,8 @@ def test_a_long_chain_and_its_end(pool2: mpgrad.Pool) -> None:
 
 
 def test_results_between_are_not_kept(pool2: mpgrad.Pool) -> None:
-    """Without gradients nothing that a chain has left behind stays: neither objects nor shared memory."""
+    """Without gradients nothing that a chain has left behind stays: neither objects nor shared
+    memory."""
     last = pool2.submit(torch.ones, 100_000)
     begun = weakref.ref(last)
     before = psutil.Process().memory_info().rss
@@ -629,7 +709,8 @@ def test_a_dropped_graph_leaves_nothing(pool2: mpgrad.Pool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_results_passed_on(pool2: mpgrad.Pool, layout: torch.layout, late: bool) -> None:
-    """They have no stand-ins: whether the first value is asked for, and when, makes no difference."""
+    """They have no stand-ins: whether the first value is asked for, and when, makes no
+    difference."""
 
     def gradients(submit: Any) -> list[Any]:
         source = torch.eye(3, dtype=torch.float64).mul(2).to_sparse(layout=layout).requires_grad_()
@@ -639,7 +720,11 @@ def test_sparse_results_passed_on(pool2: mpgrad.Pool, layout: torch.layout, late
             first.result()
         loss = second.result().to_dense().pow(2).sum()
         sparse, dense, plain = first.result()
-        assert sparse.layout is plain.layout is layout and sparse.requires_grad and not plain.requires_grad
+        assert (
+            sparse.layout is plain.layout is layout
+            and sparse.requires_grad
+            and not plain.requires_grad
+        )
         total = loss + sparse.to_dense().pow(3).sum() * dense
         (grad,) = torch.autograd.grad(total, source, create_graph=True)
         (further,) = torch.autograd.grad(grad.to_dense().pow(2).sum(), source)

@@ -1,4 +1,5 @@
-"""What the scheduler does wrong by its policy, until it is rebuilt. No test waits for longer than some seconds."""
+"""What the scheduler does wrong by its policy, until it is rebuilt. No test waits for longer than
+some seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def logs(k: int) -> int:
 
 
 def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: a hang for ever. cause: the thread that delivers results also gives records of workers to handlers.
+    # symptom: a hang for ever. cause: the thread that delivers results also gives records of
+    # workers to handlers.
     handler, logger = logging.StreamHandler(io.StringIO()), logging.getLogger("policy")
     fresh_pool.map(abs, [-1] * 4, 1)
     logger.addHandler(handler)
@@ -51,7 +53,9 @@ def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> N
 def ends_slowly(_: int) -> None:
     ends = os._exit
 
-    def end_slowly(status: int) -> None:  # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
+    def end_slowly(
+        status: int,
+    ) -> None:  # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
         time.sleep(1.5 * WAIT)
         ends(status)
 
@@ -60,7 +64,8 @@ def ends_slowly(_: int) -> None:
 
 
 def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
-    # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for the exit of one that ends.
+    # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for
+    # the exit of one that ends.
     with mpgrad.Pool(2) as pool:
         pool.map(ends_slowly, range(2), 1)
         pool.resize(1)
@@ -85,7 +90,8 @@ def cuts_its_pipe(_: int) -> None:
 
 @linux_only("fork, as other workers take as long to start")
 def test_a_worker_that_lives_on_without_its_pipe(nursery: mpgrad.Pool) -> None:
-    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what waited behind its call.
+    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what
+    # waited behind its call.
     with mpgrad.Pool(2, retries=0) as pool:
         pool.map(abs, [-1] * 4, 1)
         cut = pool.apply_async(cuts_its_pipe, (0,))
@@ -107,9 +113,12 @@ with mpgrad.Pool(1, maxtasksperchild=1) as pool:
 
 
 def test_retired_workers_and_a_low_limit_of_descriptors() -> None:
-    # symptom: the map waits for ever. cause: workers that have done their calls stay for their graphs, and no other can start.
+    # symptom: the map waits for ever. cause: workers that have done their calls stay for their
+    # graphs, and no other can start.
     script = EAT_LIMITS.replace("get(20)", f"get({ENOUGH})")
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -126,8 +135,11 @@ def refuses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["auto", "keep"])
-def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any) -> None:
-    # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them, never.
+def test_the_system_refuses_for_a_while(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any
+) -> None:
+    # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them,
+    # never.
     refuses(monkeypatch, WAIT / 2)
     with mpgrad.Pool(2, maxtasksperchild=1, graphs=graphs) as pool:
         xs = [torch.ones(1, requires_grad=True) for _ in range(6)]
@@ -136,7 +148,9 @@ def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytes
     assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 6
 
 
-def test_graphs_that_cannot_be_made_again_are_not_dropped(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_cannot_be_made_again_are_not_dropped(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: the map waits for ever.
     refuses(monkeypatch, math.inf)
     with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:
@@ -162,13 +176,16 @@ def waits_for(path: Path | None) -> None:
 
 
 def test_a_fast_call_behind_a_slow_one(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: a fast call arrives when the slow one has ended. cause: what a worker has not begun is taken back only where it
-    # is thought to take long.
+    # symptom: a fast call arrives when the slow one has ended. cause: what a worker has not begun
+    # is taken back only where it is thought to take long.
     go = tmp_path / "go"
     with mpgrad.Executor(2) as executor:
         for _ in range(20):  # known to be fast
             executor.submit(waits_for, None).result()
-        futures: list[Any] = [executor.submit(waits_for, go), *(executor.submit(waits_for, None) for _ in range(50))]
+        futures: list[Any] = [
+            executor.submit(waits_for, go),
+            *(executor.submit(waits_for, None) for _ in range(50)),
+        ]
         try:
             _, not_done = concurrent.futures.wait(futures[1:], ENOUGH)
             assert not not_done
@@ -183,7 +200,9 @@ def waits_for_some(item: tuple[Path | None, int]) -> int:
 
 
 @pytest.mark.parametrize("chunksize", [None, 1])
-def test_the_first_of_a_chunk_is_unexpectedly_slow(nursery: mpgrad.Pool, tmp_path: Path, chunksize: int | None) -> None:
+def test_the_first_of_a_chunk_is_unexpectedly_slow(
+    nursery: mpgrad.Pool, tmp_path: Path, chunksize: int | None
+) -> None:
     # symptom: what is in one message with it, or in the next, comes when it has ended.
     go = tmp_path / "go"
     with mpgrad.Pool(2) as pool:
@@ -232,11 +251,14 @@ with mpgrad.Pool(2, maxtasksperchild=1, retries={retries}) as pool:
 @linux_only("the nursery")
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_nursery_that_may_not_fork(tmp_path: Path, retries: int) -> None:
-    # symptom: these are deaths of workers, three of which break the pool; and their reason is printed, and not raised.
+    # symptom: these are deaths of workers, three of which break the pool; and their reason is
+    # printed, and not raised.
     (tmp_path / "sitecustomize.py").write_text(NO_FORK)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", MORE_THAN_MAY_BE.format(retries=retries)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
+    )
     if retries:
         assert ended.returncode == 0, ended.stderr
     else:

@@ -1,4 +1,5 @@
-"""Which gradient a function's losses will get: what is learned, and that few predictions are wrong, whatever comes."""
+"""Which gradient a function's losses will get: what is learned, and that few predictions are wrong,
+whatever comes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from mpgrad.calls.homes import CONFIRMED, LEAST, PRICE, Predictor
 
 
 def wasted(gradients: Iterator[float], maps: int) -> float:
-    """Of so many maps, whose losses get these gradients, the part whose backwards were run in vain."""
+    """Of so many maps, whose losses get these gradients, the part whose backwards were run in
+    vain."""
     predictor, wrong = Predictor(), 0
     for gradient in itertools.islice(gradients, maps):
         wrong += not shown(predictor, gradient)
@@ -59,7 +61,8 @@ def after_credit_has_gathered() -> Iterator[float]:
 
 
 @pytest.mark.parametrize(
-    "gradients", [as_often_as_it_is_predicted, after_credit_has_gathered, lambda: itertools.cycle([1.0, 2.0])]
+    "gradients",
+    [as_often_as_it_is_predicted, after_credit_has_gathered, lambda: itertools.cycle([1.0, 2.0])],
 )
 def test_few_backwards_are_run_in_vain(gradients: type[Iterator[float]]) -> None:
     assert wasted(gradients(), 1000) <= 0.05
@@ -68,7 +71,10 @@ def test_few_backwards_are_run_in_vain(gradients: type[Iterator[float]]) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_few_are_whatever_comes(seed: int) -> None:
     rng = random.Random(seed)
-    runs = (itertools.repeat(float(number), rng.choice([1, 2, 3, 5, 8, 40])) for number in itertools.count())
+    runs = (
+        itertools.repeat(float(number), rng.choice([1, 2, 3, 5, 8, 40]))
+        for number in itertools.count()
+    )
     assert wasted(itertools.chain.from_iterable(runs), 2000) <= 0.05
 
 
@@ -84,7 +90,8 @@ def test_the_gradient_that_came_for_a_part_only_is_paid_for() -> None:
 
 
 def test_maps_under_way_at_once_are_bounded_too() -> None:
-    """Each call of `submit` is one: a thousand whose results die would have run their backwards in vain."""
+    """Each call of `submit` is one: a thousand whose results die would have run their backwards in
+    vain."""
     predictor = Predictor()
     for _ in range(1000):
         predictor.note_gradient(1.0, None)

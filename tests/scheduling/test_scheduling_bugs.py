@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import fractions
 import gc
@@ -25,6 +26,7 @@ import torch
 
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
+from mpgrad.calls import operations
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import NEAR
 from mpgrad.scheduling.worker_handle import UnderWay
@@ -33,8 +35,8 @@ from mpgrad.workers.run import Tracker
 
 
 def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
-    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a failure in the later one
-    # then dropped calls of the earlier one that were still wanted.
+    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
+    # failure in the later one then dropped calls of the earlier one that were still wanted.
     def fn(k: int) -> int:
         if k == 4:
             raise LookupError(k)
@@ -59,9 +61,11 @@ class KillsItsLoader:
 
 
 def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
+    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without
+    # counting.
     with pytest.raises(
-        mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)"
+        mpgrad.WorkerDiedError,
+        match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)",
     ):
         fresh_pool.map(KillsItsLoader(), [1])
     assert fresh_pool.map(abs, [-1]) == [1]
@@ -82,8 +86,8 @@ def test_a_working_directory_that_was_deleted(tmp_path: Path, nursery: mpgrad.Po
 
 
 def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
-    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed after its last outcome was
-    # not looked at again.
+    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed
+    # after its last outcome was not looked at again.
     done = threading.Event()
 
     def slow_source() -> Iterator[int]:
@@ -105,7 +109,8 @@ def slow_source_of(count: int) -> Iterator[int]:
 
 
 def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
-    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as multiprocessing's is.
+    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as
+    # multiprocessing's is.
     results = pool2.imap(abs, range(600))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = [value for part in threads.map(lambda _: list(results), range(4)) for value in part]
@@ -113,13 +118,17 @@ def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
 
 
 def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an error of its own.
+    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an
+    # error of its own.
     with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
-        fresh_pool.map(lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10)
+        fresh_pool.map(
+            lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10
+        )
 
 
 def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
-    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of items, or targets.
+    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of
+    # items, or targets.
     with pytest.raises(ZeroDivisionError) as caught:
         pool2.map_reduce(lambda k: 1 / (k - 100), range(640), "sum")
     assert any("raised in block 10, worker" in note for note in caught.value.__notes__)
@@ -128,7 +137,9 @@ def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
     assert any("raised in target 0, worker" in note for note in caught.value.__notes__)
 
 
-def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_ends_the_program(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     # symptom: a broken pool. cause: only Exception was caught.
     pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
     assert pool2.map(abs, [-1]) == [1]
@@ -156,14 +167,16 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=30)
+    assert pool2._scheduler.wait_until(
+        lambda: not pool2._scheduler.admissions.unfinished, timeout=30
+    )
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("ask", ["map", "map_async", "starmap"])
 def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> None:
-    # symptom: a million items were packed, and an endless source never came to its end, though the first item had failed.
-    # cause: whoever packed calls did not look at what came of them.
+    # symptom: a million items were packed, and an endless source never came to its end, though the
+    # first item had failed. cause: whoever packed calls did not look at what came of them.
     taken = 0
 
     def source() -> Iterator[Any]:
@@ -181,8 +194,9 @@ def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> Non
 
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_failing_early_item(failing: int, nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call of 0 s, so the function was
-    # cheap: the other items, however long they take, were sent, and were waited for.
+    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call
+    # of 0 s, so the function was cheap: the other items, however long they take, were sent, and
+    # were waited for.
 
     def simulate(k: int) -> None:
         (tmp_path / str(k)).touch()
@@ -214,10 +228,13 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str)
+@pytest.mark.parametrize(
+    "seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str
+)
 def test_time_limits_of_any_length(seconds: Any, nursery: mpgrad.Pool) -> None:
-    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the system takes milliseconds as
-    # 32 bits where the pool sleeps, and nanoseconds as 64 where a caller does.
+    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the
+    # system takes milliseconds as 32 bits where the pool sleeps, and nanoseconds as 64 where a
+    # caller does.
     with mpgrad.Pool(1, timeout=seconds) as pool:
         assert pool.map(abs, [-1], timeout=seconds) == [1]
         future, result = pool.submit(time.sleep, 0.02), pool.map_async(time.sleep, [0.02])
@@ -243,10 +260,20 @@ WAITS: dict[str, Callable[[mpgrad.Pool, Any], Any]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_what_is_no_time_is_refused_by_name(pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]) -> None:
-    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert to float"
-    for wrong, error in {"5": TypeError, True: TypeError, math.nan: ValueError, 10**400: ValueError}.items():
-        with pytest.raises(error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"):
+def test_what_is_no_time_is_refused_by_name(
+    pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]
+) -> None:
+    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert
+    # to float"
+    for wrong, error in {
+        "5": TypeError,
+        True: TypeError,
+        math.nan: ValueError,
+        10**400: ValueError,
+    }.items():
+        with pytest.raises(
+            error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"
+        ):
             wait(pool, wrong)
     with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
         wait(pool, 10**5000)
@@ -268,12 +295,16 @@ ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], A
 
 @pytest.mark.quick
 @pytest.mark.parametrize("iterate", ITERATIONS.values(), ids=ITERATIONS)
-def test_a_stop_iteration_ends_nothing_silently(pool: mpgrad.Pool, iterate: Callable[..., Any]) -> None:
-    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map` in a worker, took it for
-    # the end. As in a generator it becomes a RuntimeError.
+def test_a_stop_iteration_ends_nothing_silently(
+    pool: mpgrad.Pool, iterate: Callable[..., Any]
+) -> None:
+    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map`
+    # in a worker, took it for the end. As in a generator it becomes a RuntimeError.
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         iterate(pool, stops, [0, 1, 2])
-    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(caught.value)
+    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(
+        caught.value
+    )
 
 
 def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgrad.Pool) -> None:
@@ -283,7 +314,9 @@ def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgra
     with mpgrad.Executor(1) as executor:
         with pytest.raises(RuntimeError, match="item 1 of stops raised StopIteration"):
             list(executor.map(stops, [0, 1, 2]))
-        with pytest.raises(multiprocessing.TimeoutError, match="of the task"):  # symptom: "a result did not come ..."
+        with pytest.raises(
+            multiprocessing.TimeoutError, match="of the task"
+        ):  # symptom: "a result did not come ..."
             list(executor.map(fails, [multiprocessing.TimeoutError("of the task")]))
         for error in (StopAsyncIteration(), GeneratorExit()):
             with pytest.raises(type(error)):
@@ -298,7 +331,9 @@ class Submits:
 
     def __reduce__(self) -> Any:
         found = []
-        ask = threading.Thread(target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True)
+        ask = threading.Thread(
+            target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True
+        )
         if self.in_thread:
             ask.start()
             ask.join(20)
@@ -309,9 +344,13 @@ class Submits:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread: bool) -> None:
-    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code pickled the arguments.
+    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code
+    # pickled the arguments.
     with mpgrad.Executor(1) as executor:
-        ask = threading.Thread(target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))), daemon=True)
+        ask = threading.Thread(
+            target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))),
+            daemon=True,
+        )
         found: list[Any] = []
         ask.start()
         ask.join(20)
@@ -334,7 +373,8 @@ def test_statistics_without_a_free_descriptor(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
-    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the same oldest one.
+    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the
+    # same oldest one.
     by_task: dict[int, int] = {}
     errors, numbers = [], itertools.count()
 
@@ -359,6 +399,44 @@ def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
     assert errors == [] and len(by_task) < 300
 
 
+class Watched(collections.deque[Any]):
+    """Knows which threads change it."""
+
+    changed_by: set[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("append", "appendleft", "extend", "extendleft", "popleft"):
+            self.changed_by.add(threading.current_thread().name)
+        return super().__getattribute__(name)
+
+
+def test_the_queue_is_the_scheduling_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom, once in some hundred runs of all tests: "deque mutated during iteration", and the
+    # pool was broken. cause: an operation failed, so the scheduling thread went through the queues
+    # of all, while another thread added calls to its own.
+    queues: list[Watched] = []
+    made = operations.Operation.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.queue = Watched()
+        self.queue.changed_by = set()
+        queues.append(self.queue)
+
+    monkeypatch.setattr(operations.Operation, "__init__", watched)
+    with mpgrad.Pool(2) as pool:
+        results = [
+            *pool.map(torch.neg, [torch.ones(1)] * 100),
+            *pool.imap(torch.neg, [torch.ones(1)] * 100),
+        ]
+        future = pool.submit(torch.neg, pool.submit(torch.neg, torch.ones(1)))
+        with pytest.raises(ZeroDivisionError):
+            pool.map(lambda n: 1 / n, [1, 0] * 50)
+        assert len(results) == 200 and future.result() == 1
+    threads = set().union(*(queue.changed_by for queue in queues))
+    assert len(threads) == 1 and threading.current_thread().name not in threads
+
+
 def forgets_its_next_sum() -> None:
     FunctionSums: Any = importlib.import_module("mpgrad.workers.functions").FunctionSums
     take = FunctionSums.take
@@ -371,7 +449,8 @@ def forgets_its_next_sum() -> None:
 
 
 def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> None:
-    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for backwards that were eager.
+    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for
+    # backwards that were eager.
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = [torch.ones(3), torch.full((3,), 2.0)]
 
@@ -387,8 +466,9 @@ def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> No
 
 @pytest.mark.quick
 def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    # symptom, on processors that change the order of stores: the chunk that a worker is at with the position in the one before.
-    # cause: nothing kept the order of plain stores and loads but what x86 promises.
+    # symptom, on processors that change the order of stores: the chunk that a worker is at with the
+    # position in the one before. cause: nothing kept the order of plain stores and loads but what
+    # x86 promises.
     did: list[Any] = []
 
     class Numbers(list[int]):
@@ -414,13 +494,23 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     in_order()
 
 
-@pytest.mark.parametrize(("seconds", "waiting", "waits"), [(2e-3, 1, False), (2e-2, 1, True), (2e-2, 9, False), (0.1, 9, True)])
-def test_short_calls_are_sent_ahead_even_where_they_are_the_last(seconds: float, waiting: int, waits: bool) -> None:
-    # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who has nothing to do.
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "waits"),
+    [(2e-3, 1, False), (2e-2, 1, True), (2e-2, 9, False), (0.1, 9, True)],
+)
+def test_short_calls_are_sent_ahead_even_where_they_are_the_last(
+    seconds: float, waiting: int, waits: bool
+) -> None:
+    # symptom: between the calls of a graph each worker waited. cause: the last ones waited for who
+    # has nothing to do.
     call = SimpleNamespace(items=1)
     options = SimpleNamespace(function=None, at_rest=False, chunksize=None)
-    operation: Any = SimpleNamespace(queue=[call] * waiting, options=options, sealed=True, largest_first=False)
+    operation: Any = SimpleNamespace(
+        queue=[call] * waiting, options=options, sealed=True, largest_first=False
+    )
     codes: Any = SimpleNamespace(seconds=lambda function, unknown: seconds)
-    line = Line(codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR)
+    line = Line(
+        codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR
+    )
     line.operations.append(operation)
     assert line._may_be_sooner_elsewhere(operation) is waits

@@ -33,7 +33,8 @@ def own(x: float) -> float:
 
 
 def test_one_negated_number_in_all_places(pool: mpgrad.Pool) -> None:
-    """Symptom: -2 came as 2, with no error. Cause: the way for expanded tensors left out what a lazy negation needs."""
+    """Symptom: -2 came as 2, with no error. Cause: the way for expanded tensors left out what a
+    lazy negation needs."""
     expanded = torch.tensor([1 + 2j]).conj().imag.expand(3)
     assert expanded.is_neg()
     (found,) = pool.map(lambda x: x * 1, [expanded], chunksize=1)
@@ -41,7 +42,8 @@ def test_one_negated_number_in_all_places(pool: mpgrad.Pool) -> None:
 
 
 def test_a_generator_that_writes_to_what_it_gave(pool2: mpgrad.Pool) -> None:
-    """Symptom: every item had the last one's values. Cause: a map took 256 items before it copied the first of them."""
+    """Symptom: every item had the last one's values. Cause: a map took 256 items before it copied
+    the first of them."""
 
     def items() -> Iterator[Tensor]:
         buffer = torch.zeros(2)
@@ -72,14 +74,18 @@ WAYS: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Tensor], list[Tensor]
     "rows": lambda pool, function, state: pool.map(function, (each[:2] for each in steps(state))),
     "starmap": lambda pool, function, state: pool.starmap(function, ((x,) for x in steps(state))),
     "zip": lambda pool, function, state: pool.starmap(function, zip(steps(state), strict=True)),
-    "arguments": lambda pool, function, state: pool.starmap(function, [map(state.add_, [k]) for k in range(5)]),
+    "arguments": lambda pool, function, state: pool.starmap(
+        function, [map(state.add_, [k]) for k in range(5)]
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_generator_that_writes_to_a_former_result(pool2: mpgrad.Pool, way: Callable[..., list[Tensor]]) -> None:
-    """Symptom: every item had the last one's values. Cause: former results were read where they lie,
-    as the caller waits. But a generator runs the caller's code meanwhile."""
+def test_a_generator_that_writes_to_a_former_result(
+    pool2: mpgrad.Pool, way: Callable[..., list[Tensor]]
+) -> None:
+    """Symptom: every item had the last one's values. Cause: former results were read where they
+    lie, as the caller waits. But a generator runs the caller's code meanwhile."""
     weight = torch.tensor([1.5], requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
@@ -88,7 +94,9 @@ def test_a_generator_that_writes_to_a_former_result(pool2: mpgrad.Pool, way: Cal
     found = way(pool2, function, pool2.apply(torch.zeros, (5000,)))
     expected = way(Serial, function, torch.zeros(5000))
     assert found == expected
-    of_pool, of_loop = ([torch.autograd.grad(x, weight) for x in each] for each in (found, expected))
+    of_pool, of_loop = (
+        [torch.autograd.grad(x, weight) for x in each] for each in (found, expected)
+    )
     assert of_pool == of_loop
 
 
@@ -98,7 +106,12 @@ def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.P
     copied = memory.bytes_copied
     for items in (former, tuple(former), dict.fromkeys(former), iter(former)):
         pool2.map(total, items)
-    for arguments in ([(x,) for x in former], [[x] for x in former], zip(former), zip(iter(former))):
+    for arguments in (
+        [(x,) for x in former],
+        [[x] for x in former],
+        zip(former),
+        zip(iter(former)),
+    ):
         pool2.starmap(total, arguments)
     pool2.apply(total, former[:1])
     pool2.map_reduce(torch.neg, former, "sum")
@@ -108,13 +121,15 @@ def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.P
         small = forward_ad.make_dual(torch.ones(()), torch.ones(()))
         pool2.starmap(torch.add, [(x, small) for x in former])
     assert memory.bytes_copied - copied < former[0].nbytes
-    torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(torch.ones(()))
+    torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(
+        torch.ones(())
+    )
     assert memory.bytes_copied - copied < former[0].nbytes
 
 
 def test_a_generator_that_draws_random_numbers(pool2: mpgrad.Pool) -> None:
-    """Symptom: items came twice, and the caller's generator was where it had been. Cause: what the iterable drew was taken for
-    the function's, and put back."""
+    """Symptom: items came twice, and the caller's generator was where it had been. Cause: what the
+    iterable drew was taken for the function's, and put back."""
     for _ in range(5):
         pool2.map(own, [1.0] * 50)
     random.seed(0)
@@ -129,8 +144,8 @@ def test_a_generator_that_draws_random_numbers(pool2: mpgrad.Pool) -> None:
 
 
 def test_a_backward_inside_a_call(pool2: mpgrad.Pool) -> None:
-    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would have it. Cause: a call had
-    copies with the caller's history."""
+    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would
+    have it. Cause: a call had copies with the caller's history."""
     weight = torch.ones(2, requires_grad=True)
 
     def inner(x: Tensor) -> Tensor:
@@ -168,10 +183,15 @@ def test_a_gradient_inside_a_call(pool2: mpgrad.Pool) -> None:
 
 
 def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
-    """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers for their sums, which are
-    given once, and who came last had an empty one take the place of the other."""
+    """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers
+    for their sums, which are given once, and who came last had an empty one take the place of the
+    other."""
     weight = torch.ones(2, requires_grad=True)
-    with every_loss_gets(1.0), mpgrad.Pool(2) as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
+    with (
+        every_loss_gets(1.0),
+        mpgrad.Pool(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
         for _ in range(5):
             loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
             start = threading.Barrier(4)
@@ -186,8 +206,9 @@ def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
 
 
 def test_gradients_of_a_worker_that_died_are_not_those_of_its_heir(nursery: mpgrad.Pool) -> None:
-    """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause: whose sum a loss is part of was
-    asked of its graph, which had moved; as many as the heir had added up were taken for those that it had."""
+    """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause:
+    whose sum a loss is part of was asked of its graph, which had moved; as many as the heir had
+    added up were taken for those that it had."""
     weight = torch.ones((), requires_grad=True)
     with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
         losses = pool.map(lambda x: weight * x, [1.0, 10.0, 100.0, 1000.0], chunksize=2)

@@ -1,4 +1,5 @@
-"""Timelines: every call is there, once, where and when it ran; Perfetto reads the file; off, nothing is left of them."""
+"""Timelines: every call is there, once, where and when it ran; Perfetto reads the file; off,
+nothing is left of them."""
 
 from __future__ import annotations
 
@@ -56,10 +57,14 @@ def check(events: Events) -> None:
     tracks = defaultdict(list)
     for each in events:
         assert each["ph"] in ("X", "M") and isinstance(each["name"], str)
-        assert type(each["pid"]) is int and type(each["tid"]) is int and isinstance(each["args"], dict)
+        assert (
+            type(each["pid"]) is int and type(each["tid"]) is int and isinstance(each["args"], dict)
+        )
         if each["ph"] == "X":
             assert each["ts"] >= 0 and each["dur"] >= 0 and isinstance(each["cat"], str)
-            tracks[each["pid"], each["tid"]].append((round(1e3 * each["ts"]), round(1e3 * (each["ts"] + each["dur"]))))
+            tracks[each["pid"], each["tid"]].append(
+                (round(1e3 * each["ts"]), round(1e3 * (each["ts"] + each["dur"])))
+            )
     named = {(each["pid"], each["tid"]) for each in events if each["name"] == "thread_name"}
     for track, spans in tracks.items():
         assert track in named
@@ -76,7 +81,8 @@ def check(events: Events) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def fonts() -> None:
-    """Matplotlib keeps the files of its fonts open; better before the test that draws than as something it left behind."""
+    """Matplotlib keeps the files of its fonts open; better before the test that draws than as
+    something it left behind."""
     from matplotlib.figure import Figure  # which takes long to import
 
     figure = Figure()
@@ -84,12 +90,23 @@ def fonts() -> None:
     figure.savefig(io.BytesIO())
 
 
-ONE = {"ph": "X", "pid": 1, "tid": 2, "name": "a", "cat": "chunk", "ts": 1.0, "dur": 2.0, "args": {}}
+ONE = {
+    "ph": "X",
+    "pid": 1,
+    "tid": 2,
+    "name": "a",
+    "cat": "chunk",
+    "ts": 1.0,
+    "dur": 2.0,
+    "args": {},
+}
 NAME = {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "MainThread"}}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("change", [{"ts": 2.0}, {"ts": 0.5}, {"ts": -1.0}, {"dur": -1.0}, {"pid": "1"}, {"ph": "B"}])
+@pytest.mark.parametrize(
+    "change", [{"ts": 2.0}, {"ts": 0.5}, {"ts": -1.0}, {"dur": -1.0}, {"pid": "1"}, {"ph": "B"}]
+)
 def test_the_check_sees_what_is_wrong(change: dict[str, Any]) -> None:
     check([NAME, ONE, ONE | {"ts": 1.5, "dur": 1.0}, ONE | {"ts": 3.0}])
     with pytest.raises((AssertionError, TypeError)):
@@ -109,7 +126,12 @@ def test_every_item_is_there_once_and_nothing_changes(pool: mpgrad.Pool) -> None
     assert items_in(slices(events, "forward")) == items_in(slices(events, "backward")) == every
     assert {each["args"]["function"] for each in slices(events, "forward", "backward")} == {"wave"}
     chunks = slices(events, "chunk")
-    assert Counter(item for each in chunks if each["name"] == "calls" for item in each["args"]["items"]) == every
+    assert (
+        Counter(
+            item for each in chunks if each["name"] == "calls" for item in each["args"]["items"]
+        )
+        == every
+    )
     assert all(each["pid"] > 1 for each in chunks)
     of_caller = {each["name"] for each in slices(events) if each["pid"] == 1}
     assert of_caller - {"waits"} == {"packs wave", "pickles wave", "makes results"}
@@ -123,8 +145,17 @@ def test_a_bundle_shows_its_items(pool2: mpgrad.Pool) -> None:
         differentiated(pool2, leaves(400))
     check(timeline.events)
     every = Counter(range(400))
-    assert items_in(slices(timeline.events, "forward")) == items_in(slices(timeline.events, "backward")) == every
-    bundles = [item for each in slices(timeline.events, "chunk") for item in each["args"]["items"] if each["name"] == "calls"]
+    assert (
+        items_in(slices(timeline.events, "forward"))
+        == items_in(slices(timeline.events, "backward"))
+        == every
+    )
+    bundles = [
+        item
+        for each in slices(timeline.events, "chunk")
+        for item in each["args"]["items"]
+        if each["name"] == "calls"
+    ]
     assert any(isinstance(each, list) for each in bundles)
 
 
@@ -200,13 +231,22 @@ def test_a_call_that_fails_and_those_behind_it(pool2: mpgrad.Pool) -> None:
     with pool2.timeline() as timeline, pytest.raises(ZeroDivisionError):
         pool2.map(divided, leaves(), chunksize=1)
     check(timeline.events)
-    assert 2 in [item for each in slices(timeline.events, "chunk") for item in each["args"]["items"]]
+    assert 2 in [
+        item for each in slices(timeline.events, "chunk") for item in each["args"]["items"]
+    ]
 
 
 @pytest.mark.quick
-def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool, tmp_path: Path) -> None:
+def test_one_timeline_of_a_pool_at_a_time(
+    pool: mpgrad.Pool, pool2: mpgrad.Pool, tmp_path: Path
+) -> None:
     with pool.timeline() as timeline:
-        with pytest.raises(RuntimeError, match="records a timeline already; end that `with` block first"), pool.timeline():
+        with (
+            pytest.raises(
+                RuntimeError, match="records a timeline already; end that `with` block first"
+            ),
+            pool.timeline(),
+        ):
             pass
         with pytest.raises(RuntimeError, match="still being recorded"):
             timeline.save(tmp_path / "early.json")
@@ -224,7 +264,9 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
 
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
-def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tmp_path: Path) -> None:
+def test_a_pool_that_ends_within_the_block(
+    nursery: mpgrad.Pool, engine: str, tmp_path: Path
+) -> None:
     pool = mpgrad.Pool(1, engine=engine)
     with pool.timeline(tmp_path / "run.json"):
         differentiated(pool, leaves(2), chunksize=1)
@@ -252,10 +294,14 @@ def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool)
         differentiated(pool, leaves(2), chunksize=1)
         timeline.__exit__(None, None, None)
     check(timeline.events)
-    assert items_in(slices(timeline.events, "forward")) == Counter(range(2)) and not slices(timeline.events, "unanswered")
+    assert items_in(slices(timeline.events, "forward")) == Counter(range(2)) and not slices(
+        timeline.events, "unanswered"
+    )
 
 
-def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_call_that_is_still_running_and_a_worker_that_comes(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
     """The call waits for the end of the block."""
     go, begun = tmp_path / "go", tmp_path / "begun"
 
@@ -278,12 +324,17 @@ def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Po
     (still,) = slices(timeline.events, "unanswered")
     assert still["name"] == "not answered" and still["args"]["items"] == [0]
     (number,) = {each["pid"] for each in slices(timeline.events, "chunk")}
-    assert number != still["pid"] and items_in(slices(timeline.events, "forward")) == Counter(range(1))
+    assert number != still["pid"] and items_in(slices(timeline.events, "forward")) == Counter(
+        range(1)
+    )
 
 
 @pytest.mark.quick
 def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
-    threads = [threading.Thread(target=differentiated, args=(pool2, leaves()), name=f"mine {n}") for n in range(2)]
+    threads = [
+        threading.Thread(target=differentiated, args=(pool2, leaves()), name=f"mine {n}")
+        for n in range(2)
+    ]
     with pool2.timeline() as timeline:
         for each in threads:
             each.start()
@@ -291,7 +342,9 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
             each.join()
     check(timeline.events)
     tracks = {
-        each["args"]["name"]: each["tid"] for each in timeline.events if each["name"] == "thread_name" and each["pid"] == 1
+        each["args"]["name"]: each["tid"]
+        for each in timeline.events
+        if each["name"] == "thread_name" and each["pid"] == 1
     }
     assert {"mine 0", "mine 1"} <= tracks.keys()
     packers = {each["tid"] for each in slices(timeline.events, "packs")}
@@ -319,7 +372,8 @@ MS = 1_000_000
 
 
 def recorded(shift: int = 0, node: str = "") -> Events:
-    """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift` more than ours."""
+    """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift`
+    more than ours."""
     recording = Recording()
     start = recording.began
     recording.workers[1] = WorkerName(1, 4242, "cpu", node)
@@ -327,7 +381,11 @@ def recorded(shift: int = 0, node: str = "") -> Events:
     def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> NotedChunk:
         theirs = [start + shift + each * MS for each in (began, *span)]
         noted = NotedChunk(1, phase, [NotedCall(0, "wave")], start + sent * MS)
-        noted.began, noted.ended, noted.spans = theirs[0], theirs[2], [(phase, 0, 0, theirs[1], theirs[2])]
+        noted.began, noted.ended, noted.spans = (
+            theirs[0],
+            theirs[2],
+            [(phase, 0, 0, theirs[1], theirs[2])],
+        )
         noted.answered = noted.ended - shift + MS
         return noted
 
@@ -365,7 +423,8 @@ def test_the_clock_of_another_machine() -> None:
     assert [one["name"] for one, _ in pairs] == [other["name"] for _, other in pairs]
     for one, other in pairs:
         assert one["dur"] == pytest.approx(other["dur"], abs=1000)
-        assert one["ts"] == pytest.approx(other["ts"], abs=1000)  # half of the quickest way there and back is 1 ms
+        # half of the quickest way there and back is 1 ms
+        assert one["ts"] == pytest.approx(other["ts"], abs=1000)
 
 
 @pytest.mark.quick
@@ -373,7 +432,10 @@ def test_idle_workers_are_there(pool: mpgrad.Pool) -> None:
     pool.map(abs, range(pool.processes), chunksize=1)
     with pool.timeline() as timeline:
         pool.map(abs, [1], chunksize=1)
-    assert len({each["pid"] for each in timeline.events if each["name"] == "process_name"} - {1}) == pool.processes
+    assert (
+        len({each["pid"] for each in timeline.events if each["name"] == "process_name"} - {1})
+        == pool.processes
+    )
 
 
 def test_the_picture(pool2: mpgrad.Pool, tmp_path: Path) -> None:
@@ -395,7 +457,8 @@ class Unpicklable:
 
 @pytest.mark.quick
 def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
-    """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets attributes of exceptions."""
+    """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets
+    attributes of exceptions."""
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline(), pytest.raises(Frozen) as caught:
         pool.map(abs, [Unpicklable()])
     assert caught.value.code == 3
@@ -412,7 +475,9 @@ def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-def test_a_picture_without_matplotlib(nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_without_matplotlib(
+    nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:

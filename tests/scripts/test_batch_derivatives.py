@@ -1,4 +1,5 @@
-"""batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's business."""
+"""batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's
+business."""
 
 from __future__ import annotations
 
@@ -24,8 +25,23 @@ IN_POOL = [*(f"{name}, pool" for name in JACOBIANS), "per item, pool"]
 
 
 def test_every_way_is_timed_at_every_size(tmp_path: Path, script: Any) -> None:
-    command = [sys.executable, "-W", "error", "-W", TORCH_ITSELF, str(SCRIPT), "--quick", "--processes", "2"]
-    ended = subprocess.run([*command, "--json", str(tmp_path / "quick.json")], capture_output=True, text=True, timeout=LIMIT)
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        TORCH_ITSELF,
+        str(SCRIPT),
+        "--quick",
+        "--processes",
+        "2",
+    ]
+    ended = subprocess.run(
+        [*command, "--json", str(tmp_path / "quick.json")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     rows: dict[str, list[str]] = {}
     for figure in json.loads((tmp_path / "quick.json").read_text())["figures"]:
@@ -37,13 +53,19 @@ def test_every_way_is_timed_at_every_size(tmp_path: Path, script: Any) -> None:
 
 
 def test_memory_of_fresh_processes(script: Any) -> None:
-    assert script.fresh_peak("batched", (1000, 500), 1) > 8 * 1000 * 1000 * 2  # at least two matrices of all rows
+    # at least two matrices of all rows
+    assert script.fresh_peak("batched", (1000, 500), 1) > 8 * 1000 * 1000 * 2
 
 
-def test_a_wrong_way_stops_the_run(script: Any, pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_way_stops_the_run(
+    script: Any, pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     right = script.ways()[0]
     wrong = script.Way("wrong", lambda c, x, pool: right.derivative(c, x, pool) * (1 + 1e-8))
-    with pytest.raises(script.WrongResultError, match=r"wrong: differs from loop of grad \(entries, parameters: \(4, 2\)\)"):
+    with pytest.raises(
+        script.WrongResultError,
+        match=r"wrong: differs from loop of grad \(entries, parameters: \(4, 2\)\)",
+    ):
         script.check([right, wrong], *script.arguments((4, 2)), pool2)
     monkeypatch.setattr(script, "ways", lambda: [right, wrong])
     out = tmp_path / "none.json"

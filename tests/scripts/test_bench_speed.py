@@ -1,4 +1,5 @@
-"""bench_speed.py runs every row, checks before it times, and computes with its figures as it says."""
+"""bench_speed.py runs every row, checks before it times, and computes with its figures as it
+says."""
 
 from __future__ import annotations
 
@@ -18,9 +19,13 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_speed.py"
 
 
-ROWS = {  # in three runs, each well within its time; with the rows that have aims, once for each aim
+# in three runs, each well within its time; with the rows that have aims, once for each aim
+ROWS = {
     ("tiny", "forward", "budget", "python", "op"): ["tiny", "forward", "python", "op"],
-    ("lone", "layers", "gradients", "huge", "transfer", "captures"): [*["lone"] * 5, *["layers"] * 2],
+    ("lone", "layers", "gradients", "huge", "transfer", "captures"): [
+        *["lone"] * 5,
+        *["layers"] * 2,
+    ],
     ("step",): ["step"] * 6,
 }
 
@@ -31,7 +36,8 @@ def test_rows_of_grains_and_copies(tmp_path: Path, rows: tuple[str, ...]) -> Non
     assert [figure["row"].partition(":")[0] for figure in figures if figure["aim"]] == ROWS[rows]
     assert {figure["row"].partition(":")[0] for figure in figures} == set(rows)
     for figure in figures:
-        has_run = figure["value"] > 0 or "CPU time" in figure["name"]  # which is counted in ticks of 10 ms
+        # which is counted in ticks of 10 ms
+        has_run = figure["value"] > 0 or "CPU time" in figure["name"]
         assert has_run and figure["row"] in table
         assert len(figure["rounds"]) == 1
         if figure["aim"]:
@@ -51,8 +57,11 @@ def test_row_of_memory(tmp_path: Path) -> None:
     figures, table = quick_figures(SCRIPT, tmp_path, "--rows", "memory", "--calls", "100")
     values = {figure["name"]: figure["value"] for figure in figures}
     assert values["PSS of an idle worker"] > values["USS of an idle worker"] > 1
-    assert values["peak of PSS and shared memory, over that before all"] > 4  # as many tensors of 1 MB
-    assert {"growth of the caller", "growth of the workers"} <= set(values) and "memory: 100 calls" in table
+    # as many tensors of 1 MB
+    assert values["peak of PSS and shared memory, over that before all"] > 4
+    assert {"growth of the caller", "growth of the workers"} <= set(
+        values
+    ) and "memory: 100 calls" in table
 
 
 def test_another_checkout_is_measured_beside_this_one(tmp_path: Path) -> None:
@@ -65,7 +74,9 @@ def test_another_checkout_is_measured_beside_this_one(tmp_path: Path) -> None:
             (checkout / "mpgrad" / file.name).symlink_to(file.resolve())
     told = f"open({str(tmp_path / 'told')!r}, 'w').write(__file__)\n"
     (checkout / "mpgrad" / "__init__.py").write_text((package / "__init__.py").read_text() + told)
-    figures, table = quick_figures(SCRIPT, tmp_path, "--rows", "forward", "--compare", str(checkout))
+    figures, table = quick_figures(
+        SCRIPT, tmp_path, "--rows", "forward", "--compare", str(checkout)
+    )
     assert (tmp_path / "told").read_text() == str(checkout / "mpgrad" / "__init__.py")
     compared = table.partition("\nold, new, old / new\n")[2]
     assert len(figures) == 2
@@ -87,7 +98,9 @@ def test_figures_against_their_aims(common: Any) -> None:
     assert common.median_figure("row", "name", [3.0, 1.0, 8.0], "us").value == 3.0
 
 
-def test_figures_are_compared(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_compared(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [script.Figure("row", "name", 2.0, "us"), script.Figure("row", "other", 2.0, "us")]
     script.print_comparison([script.Figure("row", "name", 3.0, "us")], now)
     assert "  row, name: 3 2 1.50 us\n  row, other: new\n" in capsys.readouterr().out
@@ -124,7 +137,10 @@ def test_contenders_take_turns(common: Any) -> None:
     assert common.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-@pytest.mark.parametrize(("kind", "message"), [("gradient", "a gradient"), ("missing", "a gradient"), ("loss", "a value")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("gradient", "a gradient"), ("missing", "a gradient"), ("loss", "a value")],
+)
 def test_a_wrong_contender_is_refused(script: Any, common: Any, kind: str, message: str) -> None:
     jobs = sys.modules["jobs"]
 
@@ -140,14 +156,20 @@ def test_a_wrong_contender_is_refused(script: Any, common: Any, kind: str, messa
 
     right = partial(jobs.one_backward, jobs.serial, jobs.square_loss)
     items = [torch.ones(3), torch.ones(2)]
-    jobs.check({"serial": right, "at once": partial(jobs.backward_at_once, jobs.square_loss)}, items)
-    with pytest.raises(common.WrongResultError, match=f"wrong: {message} differs from the serial loop's"):
+    jobs.check(
+        {"serial": right, "at once": partial(jobs.backward_at_once, jobs.square_loss)}, items
+    )
+    with pytest.raises(
+        common.WrongResultError, match=f"wrong: {message} differs from the serial loop's"
+    ):
         jobs.check({"serial": right, "wrong": wrong}, items)
 
 
 def test_a_wrong_gradient_of_a_capture_is_refused(script: Any) -> None:
     weights = [torch.ones(4, requires_grad=True)]
-    captured = script.Captured(weights, partial(script.with_captures, weights, steps=1), [torch.ones(3)])
+    captured = script.Captured(
+        weights, partial(script.with_captures, weights, steps=1), [torch.ones(3)]
+    )
 
     def wrong(function: Any, items: list[torch.Tensor]) -> list[torch.Tensor]:
         return [function(item) + 0.1 * weights[0].sum() for item in items]

@@ -1,4 +1,5 @@
-"""faults_of_peers.py runs each fault in a process of its own and says what came; what peers do is no test's business."""
+"""faults_of_peers.py runs each fault in a process of its own and says what came; what peers do is
+no test's business."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ def test_a_hang_is_a_result(script: Any) -> None:
 
 
 def test_the_table() -> None:
-    command = [sys.executable, str(SCRIPT), "--faults", "exit", "--peers", "mpgrad", "ProcessPoolExecutor"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--faults",
+        "exit",
+        "--peers",
+        "mpgrad",
+        "ProcessPoolExecutor",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()

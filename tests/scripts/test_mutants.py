@@ -27,7 +27,13 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("faults", "code"),
     [
-        ({"-     if n > 3:\n-         return n / 2\n+     if n > 3:\n+         return n * 2": "killed"}, 0),
+        (
+            {
+                "-     if n > 3:\n-         return n / 2\n"
+                "+     if n > 3:\n+         return n * 2": "killed"
+            },
+            0,
+        ),
         (
             {
                 "- n > 3\n+ n > 2": "SURVIVED",
@@ -48,7 +54,9 @@ def test_what_becomes_of_a_mutant(
     assert (tree / "mpgrad" / "a.py").read_text() == SOURCE  # it was planted in a copy
 
 
-def test_a_test_that_fails_by_itself_has_noticed_nothing(script: Any, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_that_fails_by_itself_has_noticed_nothing(
+    script: Any, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tree / "tests" / "test_a.py").write_text(TEST.replace("== 2", "== 3"))
     assert script.main([], tree, "- n > 3\n+ n > 2\n? test_a.py\n") == 1
     assert "without any mutant: FAILED tests/test_a.py::test_half" in capsys.readouterr().out

@@ -1,7 +1,8 @@
-"""The phenobarbital script: NONMEM's figures, exact gradients, refused files, and the pool against the serial loop.
+"""The phenobarbital script: NONMEM's figures, exact gradients, refused files, and the pool against
+the serial loop.
 
-NONMEM's objectives are the check from outside; gradcheck and the stationarity of the inner optimum are the ones from
-inside, and each comes with a test that a wrong gradient or figure does not pass.
+NONMEM's objectives are the check from outside; gradcheck and the stationarity of the inner optimum
+are the ones from inside, and each comes with a test that a wrong gradient or figure does not pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))  # as for a script that is run from there
+# as for a script that is run from there
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
 
 import foce
 import phenobarbital
@@ -50,7 +52,8 @@ def infants() -> list[Infant]:
 
 @pytest.fixture(autouse=True, scope="module")
 def fonts() -> None:
-    """Matplotlib keeps the files of its fonts open; better before the test that draws than as something it left behind."""
+    """Matplotlib keeps the files of its fonts open; better before the test that draws than as
+    something it left behind."""
     figure = Figure()
     figure.subplots().semilogy([1, 10])
     figure.savefig(io.BytesIO())
@@ -59,7 +62,11 @@ def fonts() -> None:
 @pytest.fixture
 def few(infants: list[Infant]) -> list[Infant]:
     """Ragged, and with both kinds of Apgar score."""
-    chosen = [infants[0], *[infant for infant in infants if infant.apgar < foce.LOW_APGAR][:2], *infants[20:25]]
+    chosen = [
+        infants[0],
+        *[infant for infant in infants if infant.apgar < foce.LOW_APGAR][:2],
+        *infants[20:25],
+    ]
     assert len({len(infant.sample_times) for infant in chosen}) > 1
     return chosen
 
@@ -124,7 +131,8 @@ class TestModel:
 
 
 class TestInnerOptimum:
-    # the start, then clearance, volume or variances off by factors that a bad step of the outer optimiser may bring
+    # the start, then clearance, volume or variances off by factors that a bad step of the outer
+    # optimiser may bring
     @pytest.mark.parametrize(
         "natural",
         [
@@ -135,7 +143,9 @@ class TestInnerOptimum:
             (0.01, 0.2, 0.1, 1e-3, 1e-3, 0.1),
         ],
     )
-    def test_gradient_vanishes_and_curvature_is_positive(self, infants: list[Infant], natural: Sequence[float]) -> None:
+    def test_gradient_vanishes_and_curvature_is_positive(
+        self, infants: list[Infant], natural: Sequence[float]
+    ) -> None:
         parameters = scaled(natural)
         for infant in infants[::4]:
             around = foce.expand(infant, parameters, foce.minimise_surprise(infant, parameters))
@@ -161,7 +171,9 @@ class TestGradient:
             assert gradcheck(partial(foce.objective, infant), parameters)
             assert gradgradcheck(partial(foce.objective, infant), parameters)
 
-    def test_check_notices_a_missing_implicit_term(self, few: list[Infant], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_check_notices_a_missing_implicit_term(
+        self, few: list[Infant], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(foce, "most_probable", foce.minimise_surprise)  # no derivative of eta
         parameters = START.clone().requires_grad_()
         with pytest.raises(RuntimeError, match="Jacobian mismatch"):
@@ -178,7 +190,9 @@ class TestPool:
 
     def test_gradcheck_across_processes(self, pool2: mpgrad.Pool, few: list[Infant]) -> None:
         def total(parameters: Tensor) -> Tensor:
-            return torch.stack(pool2.map(partial(foce.objective, parameters=parameters), few[:3])).sum()
+            return torch.stack(
+                pool2.map(partial(foce.objective, parameters=parameters), few[:3])
+            ).sum()
 
         assert gradcheck(total, START.clone().requires_grad_())
 
@@ -207,7 +221,15 @@ class TestData:
         assert infant.doses_before.tolist() == [1, 2]
 
     def test_byte_order_mark_line_ends_blank_lines_and_spaces(self, tmp_path: Path) -> None:
-        path = written(tmp_path, HEADER + "\r", "", DOSE + "\r", " 1, 2, , 1.4, 7, 17.3\r", "", encoding="utf-8-sig")
+        path = written(
+            tmp_path,
+            HEADER + "\r",
+            "",
+            DOSE + "\r",
+            " 1, 2, , 1.4, 7, 17.3\r",
+            "",
+            encoding="utf-8-sig",
+        )
         (infant,) = read_infants(path)
         assert infant.concentrations.tolist() == [17.3]
 
@@ -223,10 +245,19 @@ class TestData:
             ([HEADER.replace("dose_mg", "dose")], "line 1, column 3 (dose_mg): the header must be"),
             ([HEADER + ",sex"], "line 1, column 7: the header must be"),
             ([HEADER], "line 2, column 1 (subject): no infants below the header"),
-            ([HEADER, DOSE, "1,2,,1.4,7"], "line 3, column 6 (concentration_mg_per_l): a line must have 6 columns"),
-            ([HEADER, DOSE, SAMPLE + ",1"], "line 3, column 7: a line must have 6 columns (here: 7)"),
+            (
+                [HEADER, DOSE, "1,2,,1.4,7"],
+                "line 3, column 6 (concentration_mg_per_l): a line must have 6 columns",
+            ),
+            (
+                [HEADER, DOSE, SAMPLE + ",1"],
+                "line 3, column 7: a line must have 6 columns (here: 7)",
+            ),
             ([HEADER, "", "x,0,25,1.4,7,"], "line 3, column 1 (subject): not a number ('x')"),
-            ([HEADER, "1.5,0,25,1.4,7,"], "line 2, column 1 (subject): must be a whole number (1.5)"),
+            (
+                [HEADER, "1.5,0,25,1.4,7,"],
+                "line 2, column 1 (subject): must be a whole number (1.5)",
+            ),
             ([HEADER, DOSE, "1,,,1.4,7,17.3"], "line 3, column 2 (time_h): not a number ('')"),
             ([HEADER, "1,0,abc,1.4,7,"], "line 2, column 3 (dose_mg): not a number ('abc')"),
             ([HEADER, "1,0,1_4,1.4,7,"], "line 2, column 3 (dose_mg): not a number ('1_4')"),
@@ -235,15 +266,42 @@ class TestData:
             ([HEADER, "1,0,25,0,7,"], "line 2, column 4 (weight_kg): must be positive (0)"),
             ([HEADER, "1,0,25,1.4,11,"], "line 2, column 5 (apgar): must be from 1 to 10 (11)"),
             ([HEADER, "1,0,25,1.4,7.5,"], "line 2, column 5 (apgar): must be a whole number (7.5)"),
-            ([HEADER, DOSE, "1,2,,1.4,7,inf"], "line 3, column 6 (concentration_mg_per_l): not a number ('inf')"),
-            ([HEADER, "1,0,,1.4,7,"], "line 2, column 3 (dose_mg): neither a dose nor a concentration"),
-            ([HEADER, "1,0,25,1.4,7,9"], "line 2, column 6 (concentration_mg_per_l): both a dose and a concentration"),
-            ([HEADER, DOSE], "line 2, column 6 (concentration_mg_per_l): no sample of this infant (subject: 1)"),
-            ([HEADER, SAMPLE], "line 2, column 3 (dose_mg): no dose before this sample (subject: 1)"),
-            ([HEADER, SAMPLE, "1,3,5,1.4,7,"], "line 2, column 3 (dose_mg): no dose before this sample (subject: 1)"),
-            ([HEADER, DOSE, SAMPLE, "1,1,5,1.4,7,"], "line 4, column 2 (time_h): earlier than line 3 (1 after 2)"),
-            ([HEADER, DOSE, "1,2,,1.5,7,9"], "line 3, column 4 (weight_kg): differs from line 2 (1.5, not 1.4)"),
-            ([HEADER, DOSE, "1,2,,1.4,8,9"], "line 3, column 5 (apgar): differs from line 2 (8, not 7)"),
+            (
+                [HEADER, DOSE, "1,2,,1.4,7,inf"],
+                "line 3, column 6 (concentration_mg_per_l): not a number ('inf')",
+            ),
+            (
+                [HEADER, "1,0,,1.4,7,"],
+                "line 2, column 3 (dose_mg): neither a dose nor a concentration",
+            ),
+            (
+                [HEADER, "1,0,25,1.4,7,9"],
+                "line 2, column 6 (concentration_mg_per_l): both a dose and a concentration",
+            ),
+            (
+                [HEADER, DOSE],
+                "line 2, column 6 (concentration_mg_per_l): no sample of this infant (subject: 1)",
+            ),
+            (
+                [HEADER, SAMPLE],
+                "line 2, column 3 (dose_mg): no dose before this sample (subject: 1)",
+            ),
+            (
+                [HEADER, SAMPLE, "1,3,5,1.4,7,"],
+                "line 2, column 3 (dose_mg): no dose before this sample (subject: 1)",
+            ),
+            (
+                [HEADER, DOSE, SAMPLE, "1,1,5,1.4,7,"],
+                "line 4, column 2 (time_h): earlier than line 3 (1 after 2)",
+            ),
+            (
+                [HEADER, DOSE, "1,2,,1.5,7,9"],
+                "line 3, column 4 (weight_kg): differs from line 2 (1.5, not 1.4)",
+            ),
+            (
+                [HEADER, DOSE, "1,2,,1.4,8,9"],
+                "line 3, column 5 (apgar): differs from line 2 (8, not 7)",
+            ),
         ],
     )
     def test_mistake_is_named(self, tmp_path: Path, lines: list[str], message: str) -> None:
@@ -254,12 +312,17 @@ class TestData:
 
     def test_not_utf8(self, tmp_path: Path) -> None:
         path = written(tmp_path, HEADER, "1,0,25\xb5g,1.4,7,", encoding="latin-1")
-        with pytest.raises(DataError, match=r"line 2, column 3 \(dose_mg\): not UTF-8 \(byte: 0xb5\)"):
+        with pytest.raises(
+            DataError, match=r"line 2, column 3 \(dose_mg\): not UTF-8 \(byte: 0xb5\)"
+        ):
             read_infants(path)
 
     @pytest.mark.parametrize("name", ["missing.csv", "."])
     def test_file_that_cannot_be_read(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(DataError, match=r"line 1, column 1 \(subject\): cannot read the file \(.*\); see --data"):
+        with pytest.raises(
+            DataError,
+            match=r"line 1, column 1 \(subject\): cannot read the file \(.*\); see --data",
+        ):
             read_infants(tmp_path / name)
 
 
@@ -267,20 +330,31 @@ class TestCommandLine:
     @pytest.mark.slow
     @pytest.mark.usefixtures("quick")
     def test_fit_is_nonmems(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_pools: Callable[[str, int], mpgrad.Pool]
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        shared_pools: Callable[[str, int], mpgrad.Pool],
     ) -> None:
         output = tmp_path / "fit.png"
         status = main(["--processes", "2", "--output", str(output)])
         printed = capsys.readouterr()
         assert status == 0, printed.err
-        for wanted in ("59 infants, 589 doses, 155 samples", "586.276056", "th3", "speed-up", "gradients: "):
+        for wanted in (
+            "59 infants, 589 doses, 155 samples",
+            "586.276056",
+            "th3",
+            "speed-up",
+            "gradients: ",
+        ):
             assert wanted in printed.out
         assert "fit:" in printed.err and "serial and pool: 100%" in printed.err  # the progress bars
         assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("quick")
-    def test_other_data_are_not_compared_with_nonmem(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_other_data_are_not_compared_with_nonmem(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         data = written(tmp_path, *DATA.read_text().splitlines()[:120])
         output = tmp_path / "fit.svg"
         assert main(["--engine", "inline", "--data", str(data), "--output", str(output)]) == 0
@@ -299,13 +373,18 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--processes", "0"], "argument --processes: must be a whole number, at least 1 ('0')"),
+            (
+                ["--processes", "0"],
+                "argument --processes: must be a whole number, at least 1 ('0')",
+            ),
             (["--engine", "steam"], "argument --engine: invalid choice: 'steam'"),
             (["--output", "no/such/folder.png"], "no such folder ('no/such'); make it first"),
             (["--output", "fit.docx"], "no picture format ('fit.docx'); end in one of ."),
         ],
     )
-    def test_mistake_in_an_argument(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_mistake_in_an_argument(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
@@ -319,29 +398,50 @@ class TestCommandLine:
         assert done.returncode == 2
         assert done.stdout == ""
         (line,) = done.stderr.splitlines()
-        assert line == f"phenobarbital.py: {path}, line 3, column 7: a line must have 6 columns (here: 7)"
+        assert (
+            line
+            == f"phenobarbital.py: {path}, line 3, column 7: a line must have 6 columns (here: 7)"
+        )
 
 
 class TestComplaints:
-    def complaints(self, with_nonmem: bool = True, pool_gradient: float = 0.0, **changes: object) -> list[str]:
+    def complaints(
+        self, with_nonmem: bool = True, pool_gradient: float = 0.0, **changes: object
+    ) -> list[str]:
         zero = torch.zeros(6, dtype=torch.float64)
         at_start = Evaluation(START, phenobarbital.NONMEM_START_OBJECTIVE, zero, 1.0)
         fitted = Fit([at_start], NONMEM, phenobarbital.NONMEM_OBJECTIVE, complaint="")
         other = at_start._replace(gradient=zero + pool_gradient)
-        return list(complaints(fitted._replace(**changes), Comparison([at_start], [other], [0.0]), with_nonmem))  # type: ignore[arg-type]
+        return list(
+            complaints(
+                fitted._replace(**changes), Comparison([at_start], [other], [0.0]), with_nonmem
+            )
+        )  # type: ignore[arg-type]
 
     def test_none_about_nonmems_own_fit(self) -> None:
         assert self.complaints() == []
 
     def test_each(self) -> None:
-        assert self.complaints(complaint="precision loss") == ["the optimiser stopped early (precision loss)"]
-        assert self.complaints(pool_gradient=1e-6) == ["largest gradient differs by more than 1e-09 (1e-06)"]
-        assert self.complaints(objective=587.0) == ["objective at end differs by more than 0.001 (0.72)"]
-        assert self.complaints(objective=math.nan) == ["objective at end differs by more than 0.001 (nan)"]
-        (about_th1,) = self.complaints(parameters=NONMEM + torch.eye(6, dtype=torch.float64)[0] * 0.006)
+        assert self.complaints(complaint="precision loss") == [
+            "the optimiser stopped early (precision loss)"
+        ]
+        assert self.complaints(pool_gradient=1e-6) == [
+            "largest gradient differs by more than 1e-09 (1e-06)"
+        ]
+        assert self.complaints(objective=587.0) == [
+            "objective at end differs by more than 0.001 (0.72)"
+        ]
+        assert self.complaints(objective=math.nan) == [
+            "objective at end differs by more than 0.001 (nan)"
+        ]
+        (about_th1,) = self.complaints(
+            parameters=NONMEM + torch.eye(6, dtype=torch.float64)[0] * 0.006
+        )
         assert about_th1 == "th1 (l/h/kg) differs by more than 0.005 (0.006)"
         bad_start = Evaluation(START, 587.4, torch.zeros(6), 1.0)
-        assert self.complaints(evaluations=[bad_start]) == ["objective at start differs by more than 1e-05 (0.034)"]
+        assert self.complaints(evaluations=[bad_start]) == [
+            "objective at start differs by more than 1e-05 (0.034)"
+        ]
 
     def test_other_data_are_held_to_no_reference(self) -> None:
         assert self.complaints(with_nonmem=False, objective=1.0) == []
@@ -349,26 +449,37 @@ class TestComplaints:
 
 class TestSpeedUp:
     @pytest.mark.parametrize(
-        ("taken", "told"), [(0.1, "2.00"), (0.9, "2.00 (others used 0.9 CPUs meanwhile: more on a quiet machine)")]
+        ("taken", "told"),
+        [(0.1, "2.00"), (0.9, "2.00 (others used 0.9 CPUs meanwhile: more on a quiet machine)")],
     )
-    def test_says_where_others_use_the_cpus(self, taken: float, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_says_where_others_use_the_cpus(
+        self, taken: float, told: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         slow = Evaluation(START, 0.0, torch.zeros(6), 1.0)
         comparison = Comparison([slow] * 3, [slow._replace(seconds=0.5)] * 3, [taken, 0.0, 5.0])
         phenobarbital.report_comparison(comparison)
         assert f"  speed-up           {told}\n" in capsys.readouterr().out
 
-    def test_others_are_looked_at_in_each_serial_evaluation(self, few: list[Infant], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_others_are_looked_at_in_each_serial_evaluation(
+        self, few: list[Infant], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         done: list[object] = []
         real = phenobarbital.evaluate
-        monkeypatch.setattr(phenobarbital, "evaluate", lambda side, *rest: (done.append(side), real(side, *rest))[1])
-        monkeypatch.setattr(phenobarbital, "OthersClock", lambda: done.append("from here") or Clock())
+        monkeypatch.setattr(
+            phenobarbital, "evaluate", lambda side, *rest: (done.append(side), real(side, *rest))[1]
+        )
+        monkeypatch.setattr(
+            phenobarbital, "OthersClock", lambda: done.append("from here") or Clock()
+        )
 
         class Clock:
             def cpus(self) -> float:
                 done.append("to here")
                 return 0.7
 
-        def other(function: Callable[[Infant], Tensor], infants: Sequence[Infant]) -> Sequence[Tensor]:
+        def other(
+            function: Callable[[Infant], Tensor], infants: Sequence[Infant]
+        ) -> Sequence[Tensor]:
             return serial(function, infants)
 
         assert phenobarbital.compare(other, few, [START], rounds=2).taken == [0.7, 0.7]

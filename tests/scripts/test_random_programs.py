@@ -30,13 +30,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", first_are_quick(2, ["none", *FAULTS]))
 def test_a_fault_is_found(script: Any, capsys: pytest.CaptureFixture[str], fault: str) -> None:
-    version = script.Version(SCRIPT.parents[2], PLANTED.replace("FAULT", FAULTS[fault]) if fault in FAULTS else "")
+    version = script.Version(
+        SCRIPT.parents[2], PLANTED.replace("FAULT", FAULTS[fault]) if fault in FAULTS else ""
+    )
     try:
         code = script.compare([version], range(70, 80))  # whose pools are of engine "inline"
     finally:
         version.close()
     said = capsys.readouterr().out
-    assert code == (fault in FAULTS) and ("the serial loop differ" in said) == (fault in FAULTS), said
+    assert code == (fault in FAULTS) and ("the serial loop differ" in said) == (fault in FAULTS), (
+        said
+    )
 
 
 def test_versions_are_compared(script: Any) -> None:

@@ -46,8 +46,15 @@ def test_workers_were_hurt_and_the_others_were_not(quick: tuple[str, dict[str, A
     # a call on a very busy machine may take longer than the timeout, and is then one more
     assert record["injured"]["deaths"] >= harm["kills"] + harm["stops"]
     harm = record["undisturbed"]["harm"]
-    assert harm["kills"] == harm["stops"] == harm["slow_downs"] == record["undisturbed"]["reruns"] == 0
-    for row in ("kills (SIGKILL)", "calls and backwards rerun", "step, ms: median", "parent's descriptors"):
+    assert (
+        harm["kills"] == harm["stops"] == harm["slow_downs"] == record["undisturbed"]["reruns"] == 0
+    )
+    for row in (
+        "kills (SIGKILL)",
+        "calls and backwards rerun",
+        "step, ms: median",
+        "parent's descriptors",
+    ):
         assert row in table
 
 
@@ -67,26 +74,38 @@ def test_the_smallest_difference_is_found(
 ) -> None:
     compared: list[list[str]] = []
     compare = script.first_difference
-    monkeypatch.setattr(script, "first_difference", lambda *marks: compared.extend(marks) or compare(*marks))
+    monkeypatch.setattr(
+        script, "first_difference", lambda *marks: compared.extend(marks) or compare(*marks)
+    )
     out = tmp_path / "other.json"
     threads = torch.get_num_threads()
     try:
-        monkeypatch.setattr(script, "plan_of", lambda options: script.Plan(1, kills=1, gap=0.05, perturb=3))
+        monkeypatch.setattr(
+            script, "plan_of", lambda options: script.Plan(1, kills=1, gap=0.05, perturb=3)
+        )
         assert script.main(["--json", str(out)]) == 1
     finally:
         torch.set_num_threads(threads)
     record = json.loads(out.read_text())
     assert not record["equal"] and record["first_difference"] == 3 and record["hangs"] == 0
     assert record["injured"]["error"] is None and record["undisturbed"]["error"] is None
-    # the parameters at the end need not differ: how many steps there are is the machine's to say, and they may round it away
+    # the parameters at the end need not differ: how many steps there are is the machine's to say,
+    # and they may round it away
     injured, undisturbed = compared
-    assert len(injured) == len(undisturbed) and injured[:3] == undisturbed[:3] and injured[3] != undisturbed[3]
+    assert (
+        len(injured) == len(undisturbed)
+        and injured[:3] == undisturbed[:3]
+        and injured[3] != undisturbed[3]
+    )
     assert record["injured"]["sha256_of_parameters"] == injured[-1]
     assert record["undisturbed"]["sha256_of_parameters"] == undisturbed[-1]
 
 
 def test_a_hang_ends_the_run(
-    nursery: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nursery: mpgrad.Pool,
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(script.Training, "step", lambda training: time.sleep(30))
     run = script.injured(script.Plan(processes=1, hang=1))
@@ -102,11 +121,18 @@ def test_an_error_of_a_step_is_no_hang_but_no_success(
 
     monkeypatch.setattr(script.Training, "step", given_up)
     run = script.injured(script.Plan(processes=1))
-    assert run.hangs == 0 and run.error is not None and run.error.startswith("CallTimeoutError in step 0")
+    assert (
+        run.hangs == 0
+        and run.error is not None
+        and run.error.startswith("CallTimeoutError in step 0")
+    )
     monkeypatch.setattr(script, "injured", lambda plan: run)
     threads = torch.get_num_threads()
     try:
-        assert script.main(["--kills", "1", "--processes", "1", "--json", str(tmp_path / "none.json")]) == 1
+        assert (
+            script.main(["--kills", "1", "--processes", "1", "--json", str(tmp_path / "none.json")])
+            == 1
+        )
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,5 @@
-"""train_data_parallel.py trains the same model in every way, and notices where not; times are no test's business."""
+"""train_data_parallel.py trains the same model in every way, and notices where not; times are no
+test's business."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def quick(scikit_learn: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def quick(
+    scikit_learn: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("train") / "quick.json"
     ended = run("--out", str(out))
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
@@ -44,7 +47,8 @@ def test_all_ways_train_the_same_model(quick: tuple[str, dict[str, Any]]) -> Non
     for row in record["ways"]:
         assert row["losses"] == pytest.approx(one, rel=record["tolerance"])
         assert row["largest_loss_difference"] <= record["tolerance"]
-        assert row["accuracy"] == pytest.approx(record["ways"][0]["accuracy"], abs=0.01)  # an image between two digits
+        # an image between two digits
+        assert row["accuracy"] == pytest.approx(record["ways"][0]["accuracy"], abs=0.01)
 
 
 @pytest.mark.slow
@@ -56,7 +60,12 @@ def test_every_epoch_of_every_way_is_timed(quick: tuple[str, dict[str, Any]]) ->
         assert f"{row['way']:26}{row['median_seconds_per_epoch']:12.3f}{speeds}" in table
     assert record["ways"][-1]["speed_over_gloo"] == 1
     around = record["surroundings"]
-    for text in (around["date"], around["cpu"], around["versions"]["torch"], around["versions"]["scikit-learn"]):
+    for text in (
+        around["date"],
+        around["cpu"],
+        around["versions"]["torch"],
+        around["versions"]["scikit-learn"],
+    ):
         assert text in table
 
 
@@ -68,18 +77,26 @@ def test_a_wrong_gradient_is_found(scikit_learn: None, tmp_path: Path) -> None:
     assert "above the tolerance of 1e-05" in ended.stdout
     record = json.loads(out.read_text())
     assert not record["agree"]
-    wrong = [row["way"] for row in record["ways"] if row["largest_loss_difference"] > record["tolerance"]]
+    wrong = [
+        row["way"] for row in record["ways"] if row["largest_loss_difference"] > record["tolerance"]
+    ]
     assert wrong == ["mpgrad, 2 workers"]
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_run(scikit_learn: None, script: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0, which waits for the gradients of the one that failed, does not keep the run waiting."""
+def test_a_rank_that_fails_ends_the_run(
+    scikit_learn: None, script: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0, which waits for the gradients of the one that failed, does not keep the run
+    waiting."""
     plan = script.Plan(batch=512, width=8)
     digits = script.load_images()
     of_rank_1 = script.shuffled(len(digits.labels), 0)[256:512]
     digits.labels[of_rank_1] = 99  # no such digit: cross_entropy refuses
-    with pytest.raises(script.EndedError, match="ended before its time"), script.over_ranks(digits, plan) as way:
+    with (
+        pytest.raises(script.EndedError, match="ended before its time"),
+        script.over_ranks(digits, plan) as way,
+    ):
         way.epoch(0)
     assert "Target 99 is out of bounds" in capfd.readouterr().err
 
@@ -87,7 +104,12 @@ def test_a_rank_that_fails_ends_the_run(scikit_learn: None, script: Any, capfd: 
 def test_a_loss_that_is_no_number_agrees_with_nothing(script: Any) -> None:
     assert script.largest_difference([1.0, 2.0], [1.0, 2.0]) == 0
     assert script.largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
-    for found, expected in (([math.nan], [1.0]), ([1.0], [math.nan]), ([math.nan], [math.nan]), ([math.inf], [math.inf])):
+    for found, expected in (
+        ([math.nan], [1.0]),
+        ([1.0], [math.nan]),
+        ([math.nan], [math.nan]),
+        ([math.inf], [math.inf]),
+    ):
         assert script.largest_difference(found, expected) == math.inf
 
 

@@ -1,6 +1,8 @@
-"""All that the simulation knows of the classes of the scheduler: how they are made, and where to look into them.
+"""All that the simulation knows of the classes of the scheduler: how they are made, and where to
+look into them.
 
-Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and `history.py` knows neither.
+Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and
+`history.py` knows neither.
 """
 
 from __future__ import annotations
@@ -50,13 +52,18 @@ class Environment:
 
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is not asked for modes."""
+    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is
+    not asked for modes."""
     lenders = type("Lenders", (SimulatedLenders,), {"world": world})
     replies = CountedReplies()
     with contextlib.ExitStack() as stack:
         for place, name, value in (
             (time, "monotonic", here_alone(world.clock, time.monotonic)),
-            (arena, "watch", here_alone(lambda view: None, arena.watch)),  # children would look where there is nothing
+            (
+                arena,
+                "watch",
+                here_alone(lambda view: None, arena.watch),
+            ),  # children would look where there is nothing
             (caller_memory, "Lenders", lenders),
             (gradient_sender, "current_modes", lambda: MODES),
             (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
@@ -81,7 +88,9 @@ class CountedReplies:
 
     def wrapped(self, settle: Callable[[Settled, Any], None]) -> Callable[[Settled, Any], None]:
         def checked(reply: Settled, outcome: Any) -> None:
-            if reply.arrived and not (reply.has_failed and "interrupted" in str(error_of_reply(reply))):
+            if reply.arrived and not (
+                reply.has_failed and "interrupted" in str(error_of_reply(reply))
+            ):
                 raise CheckFailed("a backward gets two replies")
             settle(reply, outcome)
 
@@ -89,7 +98,8 @@ class CountedReplies:
 
 
 class SimulatedScheduler(Scheduler):
-    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says so."""
+    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says
+    so."""
 
     def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
         super().__init__(settings, engine)
@@ -167,7 +177,9 @@ class SimulatedScheduler(Scheduler):
                 self.is_awake = True
 
 
-def new_scheduler(world: World, environment: Environment, nodes: int, **settings: Any) -> SimulatedScheduler:
+def new_scheduler(
+    world: World, environment: Environment, nodes: int, **settings: Any
+) -> SimulatedScheduler:
     given = Settings(
         initializer=b"",
         threads=1,
@@ -185,7 +197,9 @@ def new_scheduler(world: World, environment: Environment, nodes: int, **settings
 
 def new_function(scheduler: SimulatedScheduler, code: bytes, with_captures: bool) -> SharedFunction:
     pickled = PickledFunction(code, [], False, None)
-    function = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item"))
+    function = SharedFunction(
+        pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item")
+    )
     if with_captures:
         function.slot = scheduler.world.slot()  # type: ignore[assignment]
     return function
@@ -200,12 +214,19 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = Submitted if is_submitted else Operation
-    home = OperationHome(scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False)
-    return kind(OperationOptions(function, MODES, None, environment, **options), home, listener=listener)
+    home = OperationHome(
+        scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False
+    )
+    return kind(
+        OperationOptions(function, MODES, None, environment, **options), home, listener=listener
+    )
 
 
-def add_call(operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]) -> None:
-    """A call that is sent as the number of its task, with memory of the caller's if there is a `slot`."""
+def add_call(
+    operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]
+) -> None:
+    """A call that is sent as the number of its task, with memory of the caller's if there is a
+    `slot`."""
     placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
     call = PackedCall(operation.added, task.number, placed, [source.claim() for source in sources])
     if items > 1:
@@ -242,7 +263,16 @@ def send_backward(
     apart: bool,
 ) -> Any:
     """The backward. `promise`: another one, whose gradient this one needs."""
-    backward = Backward(graph, graph_task, keep=keep, whole=whole, create=create, wanted=(0,), captures=captures, apart=apart)
+    backward = Backward(
+        graph,
+        graph_task,
+        keep=keep,
+        whole=whole,
+        create=create,
+        wanted=(0,),
+        captures=captures,
+        apart=apart,
+    )
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward.give([[part]], (), promise is not None)
     graph.home.send(backward)
@@ -253,7 +283,12 @@ def send_backward(
 
 def sum_of_captures(operation_home: Any, graph_task: int) -> float:
     """Waits for it."""
-    return sum(float(each) for found in operation_home.capture_gradients(graph_task) for each in found if each is not None)
+    return sum(
+        float(each)
+        for found in operation_home.capture_gradients(graph_task)
+        for each in found
+        if each is not None
+    )
 
 
 def value_of_reply(reply: Any) -> float:
@@ -301,14 +336,20 @@ def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
     return [
         worker.number
         for worker in scheduler.workers.values()
-        if worker.ready and not (worker.under_way or worker.retiring) and (limit is None or worker.calls_done < limit)
+        if worker.ready
+        and not (worker.under_way or worker.retiring)
+        and (limit is None or worker.calls_done < limit)
     ]
 
 
 def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
     """Those that are to be ended if they do not answer in time."""
     chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}
-    return {number for number, chunk in chunks.items() if chunk is not None and chunk.timeout is not None}
+    return {
+        number
+        for number, chunk in chunks.items()
+        if chunk is not None and chunk.timeout is not None
+    }
 
 
 def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
@@ -334,6 +375,8 @@ def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
     return {
         "inbox": len(scheduler.inbox),
         "unfinished operations": len(scheduler.admissions.unfinished),
-        "backlogs of stranded workers": sum(len(worker.backlog) for worker in scheduler.staff.stranded),
+        "backlogs of stranded workers": sum(
+            len(worker.backlog) for worker in scheduler.staff.stranded
+        ),
         "queued calls": has_queued_calls(scheduler),
     }

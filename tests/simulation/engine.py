@@ -1,12 +1,16 @@
-"""A simulated engine: workers, links and shared memory that exist only as Python objects of this process.
+"""A simulated engine: workers, links and shared memory that exist only as Python objects of this
+process.
 
-    the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker ── a step at a time ──► World
+    the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker
+        ── a step at a time ──► World
 
-A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who holds what. It decides which
-worker makes a step next, and who dies, hangs or is late. A worker is a generator: wherever it yields, anything may happen.
+A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who
+holds what. It decides which worker makes a step next, and who dies, hangs or is late. A worker is a
+generator: wherever it yields, anything may happen.
 
-It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is given something that it
-cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and `backward.py` above all), in their simplest form.
+It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is
+given something that it cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and
+`backward.py` above all), in their simplest form.
 """
 
 from __future__ import annotations
@@ -77,7 +81,8 @@ class CheckFailed(AssertionError):
 
 
 class Rates(NamedTuple):
-    """How often things go wrong in a history: probabilities at each step of a worker, or each time that one is asked for."""
+    """How often things go wrong in a history: probabilities at each step of a worker, or each time
+    that one is asked for."""
 
     death: float = 0.0
     hang: float = 0.0
@@ -105,7 +110,8 @@ class Task:
 
 
 class WorkerGraph:
-    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with the other."""
+    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with
+    the other."""
 
     def __init__(self, task: Task, held: list[int], base: WorkerGraph | None = None) -> None:
         self.task = task
@@ -138,7 +144,8 @@ class SimulatedSlab:
 
 
 class SimulatedSlot:
-    """Memory of the caller's that is lent to workers. It must live until all of them have given it back."""
+    """Memory of the caller's that is lent to workers. It must live until all of them have given it
+    back."""
 
     def __init__(self, slab: SimulatedSlab, place: int) -> None:
         self.slab = slab
@@ -154,7 +161,9 @@ class SimulatedLenders(Lenders):
     def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
         self.slabs[number] = self.world.slabs[number]
 
-    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
+    def borrow(
+        self, address: int, nbytes: int, private: bool = False, findable: bool = True
+    ) -> Any:
         if self.world.chance(self.world.rates.refused_memory):
             self.world.refused_memory = True
             self._given_back.append((address, 1))
@@ -165,7 +174,9 @@ class SimulatedLenders(Lenders):
 class World:
     """The clock, the random numbers, the truth, and all workers that ever were."""
 
-    def __init__(self, rates: Rates, retries: int, remote: bool = False, listens: bool = False) -> None:
+    def __init__(
+        self, rates: Rates, retries: int, remote: bool = False, listens: bool = False
+    ) -> None:
         self.random = random.Random()
         self.rates = rates
         self.retries = retries
@@ -225,8 +236,13 @@ class World:
             worker.step()
 
     def sites_report(self, patient: bool = False) -> bool:
-        """Sites tell what they have seen. One that is `patient` waits until there is something: whether there will be."""
-        links = [worker.link for worker in self.workers if isinstance(worker.link, SiteLink) and worker.alive]
+        """Sites tell what they have seen. One that is `patient` waits until there is something:
+        whether there will be."""
+        links = [
+            worker.link
+            for worker in self.workers
+            if isinstance(worker.link, SiteLink) and worker.alive
+        ]
         have_told = [link.report() for link in links]
         if any(have_told):
             return True
@@ -236,7 +252,8 @@ class World:
         return patient and bool(moments)
 
     def calm(self) -> None:
-        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can happen."""
+        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can
+        happen."""
         self.rates = Rates()
         self.refused_until = 0.0
 
@@ -256,12 +273,15 @@ class SimulatedWorker:
         self.at_call = False
         self.told_to_stop = False
         self.frames: deque[Frame] = deque()
-        self.link = SiteLink(world, self, node) if world.remote else SimulatedLink(world, self, node)
+        self.link = (
+            SiteLink(world, self, node) if world.remote else SimulatedLink(world, self, node)
+        )
         # what it has
         self.slab = SimulatedSlab(number << OWNER_BITS)
         world.slabs[self.slab.number] = self.slab
         self.numbers = self.slab.memory[:WHEREABOUTS_BYTES].cast("q")
-        self.functions: dict[int, tuple[int, int | None]] = {}  # its code, and the address of its captures
+        # its code, and the address of its captures
+        self.functions: dict[int, tuple[int, int | None]] = {}
         self.codes: set[int] = set()
         self.slabs: set[int] = set()  # that it was told of
         self.graphs: dict[int, WorkerGraph] = {}
@@ -277,7 +297,9 @@ class SimulatedWorker:
 
     @property
     def can_step(self) -> bool:
-        return self.alive and not (self.is_hung or self.is_late or (self._waits and not self.frames))
+        return self.alive and not (
+            self.is_hung or self.is_late or (self._waits and not self.frames)
+        )
 
     def step(self) -> None:
         try:
@@ -354,7 +376,11 @@ class SimulatedWorker:
                 self._define(message)
             case Forget():
                 for function in message.functions:
-                    self.check(function in self.functions, "a worker is to forget a function that it does not have", function)
+                    self.check(
+                        function in self.functions,
+                        "a worker is to forget a function that it does not have",
+                        function,
+                    )
                     _, address = self.functions.pop(function)
                     if address is not None:
                         self._returns[address] += 1
@@ -367,7 +393,9 @@ class SimulatedWorker:
                     self.dropped.discard(call)
             case Returned():
                 for address, _ in message.slots:
-                    self.check(address in self.lent, "a worker gets back what it has not lent", address)
+                    self.check(
+                        address in self.lent, "a worker gets back what it has not lent", address
+                    )
                     self.lent.remove(address)
                     self._free.append(address & OFFSET_MASK)
             case NewSlab():
@@ -388,7 +416,11 @@ class SimulatedWorker:
         self.check(function not in self.functions, "a worker is told twice of a function", function)
         if message.pickled is not None:
             self.codes.add(message.code)
-        self.check(message.code in self.codes, "a worker does not know the code of a function", message.code)
+        self.check(
+            message.code in self.codes,
+            "a worker does not know the code of a function",
+            message.code,
+        )
         is_own = self.environment == self.world.environments_of_functions[function]
         self.check(is_own, "a function is loaded in the environment of another", function)
         address = None if message.slot is None else message.slot[0]
@@ -398,12 +430,20 @@ class SimulatedWorker:
 
     def _borrow(self, address: int) -> None:
         slab = slab_of(address)
-        self.check(slab in self.slabs, "a worker was not told of memory that it is lent", hex(address))
+        self.check(
+            slab in self.slabs, "a worker was not told of memory that it is lent", hex(address)
+        )
         owner = slab >> OWNER_BITS
         if owner == 0:
-            self.check(address in self.world.slots, "memory is gone that a worker is lent", hex(address))
+            self.check(
+                address in self.world.slots, "memory is gone that a worker is lent", hex(address)
+            )
         elif (lender := self.world.workers[owner - 1]).alive:
-            self.check(address in lender.lent, "memory was given back that another worker is lent", hex(address))
+            self.check(
+                address in lender.lent,
+                "memory was given back that another worker is lent",
+                hex(address),
+            )
 
     def _lent_to_us(self, refs: Sequence[TensorRef]) -> list[int]:
         addresses = [ref.place for ref in refs if ref.place >= 0]
@@ -448,7 +488,11 @@ class SimulatedWorker:
     def _forward(self, message: Forward) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
-        self.check(message.function in self.functions, "a worker is to run a function that it does not have", message)
+        self.check(
+            message.function in self.functions,
+            "a worker is to run a function that it does not have",
+            message,
+        )
         for position, call in enumerate(message.calls):
             self._begin(message.chunk, position)
             self.at_call = False
@@ -457,8 +501,16 @@ class SimulatedWorker:
                 break
             self.at_call = True
             task = self._task_of(call, message.function)
-            self.check(self.environment == task.environment, "a call runs in the environment of another", task.number)
-            self.check(task.deaths <= self.world.retries, "a call runs though it has killed too many workers", task.number)
+            self.check(
+                self.environment == task.environment,
+                "a call runs in the environment of another",
+                task.number,
+            )
+            self.check(
+                task.deaths <= self.world.retries,
+                "a call runs though it has killed too many workers",
+                task.number,
+            )
             held = self._lent_to_us(call.tensors)
             for _ in range(task.steps):
                 yield
@@ -472,17 +524,27 @@ class SimulatedWorker:
         for call in message.calls[len(outcomes) :]:
             self._returns.update(self._lent_to_us(call.tensors))
         seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
-        results = Results(message.chunk, outcomes, seconds, seconds, 0.0, False, [], self._take_dropped(), 0)
+        results = Results(
+            message.chunk, outcomes, seconds, seconds, 0.0, False, [], self._take_dropped(), 0
+        )
         self._answer(results, payload)
 
     def _task_of(self, call: ForwardCall, function: int) -> Task:
         assert isinstance(call.structure, int)
         task = self.world.tasks[call.structure]
-        self.check(task.function == function, "a call runs with the function of another", task.number)
-        self.check(len(call.claimed) == len(task.sources), "a call runs without the results that it needs", task.number)
+        self.check(
+            task.function == function, "a call runs with the function of another", task.number
+        )
+        self.check(
+            len(call.claimed) == len(task.sources),
+            "a call runs without the results that it needs",
+            task.number,
+        )
         return task
 
-    def _outcome(self, call: ForwardCall, task: Task, held: list[int], payload: bytearray) -> Result | Failure:
+    def _outcome(
+        self, call: ForwardCall, task: Task, held: list[int], payload: bytearray
+    ) -> Result | Failure:
         if "fails" in task.traits:
             self._returns.update(held)
             return failure("forward", task.number)
@@ -525,7 +587,11 @@ class SimulatedWorker:
                 break
             yield
             environments = self.world.environments[call.graph_task]
-            self.check(self.environment in environments, "a backward runs in the environment of another", call)
+            self.check(
+                self.environment in environments,
+                "a backward runs in the environment of another",
+                call,
+            )
             found: Any = None
             for step in (*call.before, call):
                 self._begin(message.chunk, position)
@@ -560,10 +626,18 @@ class SimulatedWorker:
 
     def _run_again(self, step: Rerun) -> None:
         call = step.call
-        self.check(step.function in self.functions, "a graph is to be made by a function that the worker does not have", step)
+        self.check(
+            step.function in self.functions,
+            "a graph is to be made by a function that the worker does not have",
+            step,
+        )
         task = self._task_of(call, step.function)
         environment = self.environment if step.environment is None else step.environment
-        self.check(environment == task.environment, "a call runs again in the environment of another", task.number)
+        self.check(
+            environment == task.environment,
+            "a call runs again in the environment of another",
+            task.number,
+        )
         held = self._lent_to_us(call.tensors)
         if step.spent and call.call in self.graphs:
             self._returns.update(held)
@@ -580,7 +654,9 @@ class SimulatedWorker:
         graph = self.graphs.get(call.call)
         if graph is None:
             is_excused = call.call in self.dropped or call.call in self.excused
-            self.check(is_excused, "a backward of a graph that the worker never had, or has released", call)
+            self.check(
+                is_excused, "a backward of a graph that the worker never had, or has released", call
+            )
             self.dropped.add(call.call)
             return None
         if graph.is_emptied:
@@ -588,11 +664,15 @@ class SimulatedWorker:
         if "fails backward" in graph.task.traits:
             return failure("backward", graph.task.number)
         flags = 0 if call.graph is None else REQUIRES_GRAD
-        refs = [self._lend(gradient_of(call.call, call.graph_task), payload, flags) for _ in call.wanted]
+        refs = [
+            self._lend(gradient_of(call.call, call.graph_task), payload, flags) for _ in call.wanted
+        ]
         if call.captures and call.apart:
             refs.append(self._lend(graph.task.number, payload))
         elif call.captures:
-            self.sums.setdefault((graph.task.function, call.graph_task), []).append(graph.task.number)
+            self.sums.setdefault((graph.task.function, call.graph_task), []).append(
+                graph.task.number
+            )
         if call.graph is not None:
             self._release(call.graph)
             self.graphs[call.graph] = WorkerGraph(graph.task, [], graph)
@@ -650,13 +730,21 @@ class SimulatedLink:
 
     # --- the caller's end
 
-    def send(self, messages: list[Any], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self, messages: list[Any], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()
+    ) -> None:
         if self.has_ended:
-            raise CheckFailed("something is sent over a link that was closed", f"worker {self.number}: {messages}")
+            raise CheckFailed(
+                "something is sent over a link that was closed", f"worker {self.number}: {messages}"
+            )
         for message in messages:
             match message:
                 case Forward():
-                    tasks = [self.world.tasks[call.structure] for call in message.calls if isinstance(call.structure, int)]
+                    tasks = [
+                        self.world.tasks[call.structure]
+                        for call in message.calls
+                        if isinstance(call.structure, int)
+                    ]
                     self._unanswered[message.chunk] = list(tasks)
                     self._note("calls", message.chunk, [task.number for task in tasks])
                 case Backwards():
@@ -689,7 +777,10 @@ class SimulatedLink:
                 if isinstance(message, (Results, Gradients, Collected)):
                     self._unanswered.pop(message.chunk, None)
                     if self.world.events is not None:
-                        self.world.note(f"worker {self.number} has answered chunk {message.chunk}: {in_words(message)}")
+                        self.world.note(
+                            f"worker {self.number} has answered chunk {message.chunk}: "
+                            f"{in_words(message)}"
+                        )
             return frame
         if not self.worker.alive:
             self._tell_truth()
@@ -737,18 +828,23 @@ class SimulatedLink:
         elif self._had_farewell is not None:
             part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
-            part.unsure_deaths += 1  # it was about to leave it out; the scheduler may have taken it back
+            # it was about to leave it out; the scheduler may have taken it back
+            part.unsure_deaths += 1
         elif has_begun:
             part.deaths += 1
         else:
             part.idle_deaths += 1
         if self.world.events is not None:
             what = part if isinstance(part, tuple) else part.number
-            self.world.note(f"worker {self.number} has died {'at' if has_begun else 'before'} {what}")
+            self.world.note(
+                f"worker {self.number} has died {'at' if has_begun else 'before'} {what}"
+            )
 
     def end(self) -> None:
         worker = self.worker
-        is_told = any(isinstance(message, Stop) for frame in worker.frames for message in frame.messages)
+        is_told = any(
+            isinstance(message, Stop) for frame in worker.frames for message in frame.messages
+        )
         if worker.alive and not (is_told or worker.told_to_stop):
             raise CheckFailed("a link is closed whose worker lives", f"worker {self.number}")
         self.has_ended = True
@@ -788,7 +884,8 @@ class SimulatedLink:
 
 
 class SiteLink(SimulatedLink):
-    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the scheduler's, comes late."""
+    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the
+    scheduler's, comes late."""
 
     shares_memory = False
     keeps_time = True
@@ -839,13 +936,20 @@ class SiteLink(SimulatedLink):
 
     def _next_overrun(self) -> tuple[int, int, float]:
         """As in `cluster.site`."""
-        at, position = self.worker.numbers[Whereabouts.CHUNK], self.worker.numbers[Whereabouts.POSITION]
+        at, position = (
+            self.worker.numbers[Whereabouts.CHUNK],
+            self.worker.numbers[Whereabouts.POSITION],
+        )
         limits = [chunk for chunk in self._limits if chunk >= at]
         if not limits:
             return -1, -1, float("inf")
         chunk = limits[0]
         if chunk == at:
-            return chunk, position, self.worker.numbers[Whereabouts.STARTED] / 1e9 + self._limits[chunk]
+            return (
+                chunk,
+                position,
+                self.worker.numbers[Whereabouts.STARTED] / 1e9 + self._limits[chunk],
+            )
         return chunk, -1, self._heard_at + self._limits[chunk]
 
     def _tell_where(self) -> None:
@@ -871,7 +975,9 @@ class SiteLink(SimulatedLink):
     def drop(self, holder: Any, times: int) -> None:
         self._lent -= times
         if self._lent < 0:
-            raise CheckFailed("a site is told to end what it does not have", f"worker {self.number}")
+            raise CheckFailed(
+                "a site is told to end what it does not have", f"worker {self.number}"
+            )
 
     def end(self) -> int | None:
         self._skips.clear()
@@ -881,7 +987,10 @@ class SiteLink(SimulatedLink):
 def in_words(message: Any) -> str:
     if isinstance(message, Collected):
         return f"the sum of {message.calls}"
-    return ", ".join(type(outcome).__name__ if isinstance(outcome, tuple) else "gradients" for outcome in message.outcomes)
+    return ", ".join(
+        type(outcome).__name__ if isinstance(outcome, tuple) else "gradients"
+        for outcome in message.outcomes
+    )
 
 
 class SimulatedEngine:
@@ -911,7 +1020,11 @@ class SimulatedEngine:
 
     def wait(self, seconds: float | None) -> Sequence[SimulatedLink]:
         """Links with something to read, in any order; not always all of them."""
-        links = [worker.link for worker in self.world.workers if worker.link.has_more() or worker.link.has_exited()]
+        links = [
+            worker.link
+            for worker in self.world.workers
+            if worker.link.has_more() or worker.link.has_exited()
+        ]
         self.world.random.shuffle(links)
         links = links[: self.world.random.randrange(1, 4)]
         for link in links:

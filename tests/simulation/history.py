@@ -1,14 +1,20 @@
-"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so after each event.
+"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so
+after each event.
 
-    seed ──► Program: settings, rates, steps ──► History: each step, then the rest until nothing happens any more ──► checks
-A step has random numbers of its own, so steps can be left out and the others stay what they are: `shortest` does that.
+    seed ──► Program: settings, rates, steps
+        ──► History: each step, then the rest until nothing happens any more ──► checks
+A step has random numbers of its own, so steps can be left out and the others stay what they are:
+`shortest` does that.
 
 Checked after each turn of the scheduler
-    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under way with one worker
-    - each backward that has no reply waits for others, or is in one backlog, or under way with one worker
+    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under
+      way with one worker
+    - each backward that has no reply waits for others, or is in one backlog, or under way with one
+      worker
     - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
 and at the end
-    - everything is answered; each failure is one that the truth (see `engine.World`) explains, and names its call
+    - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
+      names its call
     - sums of captures' gradients are the sums of what each backward of them gave
     - nothing is left once all results are dropped; no worker lives once the pool has ended
 """
@@ -26,12 +32,19 @@ import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
 from mpgrad.calls.operations import Failed, Listener
-from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
+from mpgrad.errors import (
+    AncestorFailedError,
+    CallTimeoutError,
+    PoolClosedError,
+    SharedMemoryError,
+    WorkerDiedError,
+)
 
 IDLE_DEATHS = 2  # as in `recovery`
 STAFF_PATIENCE = 2.0  # as in `staffing`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
-MOST_LOOKS = 50  # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
+# at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
+MOST_LOOKS = 50
 STEPS = {  # how often each is taken
     "something_happens": 60,
     "map": 14,
@@ -98,7 +111,8 @@ def program_of(seed: int) -> Program:
     )
     retries, keeps = choose.randrange(3), choose.random() < 0.3
     if not (retries or keeps):
-        rates = rates._replace(trim=0.0)  # workers then drop no graph, as nobody could make it again
+        # workers then drop no graph, as nobody could make it again
+        rates = rates._replace(trim=0.0)
     kinds = choose.choices(list(STEPS), list(STEPS.values()), k=choose.randrange(10, 60))
     return Program(
         seed=seed,
@@ -118,7 +132,13 @@ class Asked(Listener):
 
     _is_told = False
 
-    def __init__(self, begin: Callable[[Listener], Any], options: dict[str, Any], number: int, is_future: bool) -> None:
+    def __init__(
+        self,
+        begin: Callable[[Listener], Any],
+        options: dict[str, Any],
+        number: int,
+        is_future: bool,
+    ) -> None:
         self.is_future = is_future
         self.options = options
         self.number = number
@@ -223,7 +243,8 @@ class History:
                 break
 
     def happens(self, patient: bool = True) -> bool:
-        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False if nothing can happen."""
+        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False
+        if nothing can happen."""
         self._events += 1
         if self._events > MOST_EVENTS:
             raise CheckFailed("it goes on for ever")
@@ -233,7 +254,9 @@ class History:
         if world.remote and world.random.random() < 0.2 and world.sites_report():
             scheduler.is_awake = True
         self._looks = 0 if able else self._looks
-        has_turn = scheduler.has_turn or any(each.link.has_more() or each.link.has_exited() for each in world.workers)
+        has_turn = scheduler.has_turn or any(
+            each.link.has_more() or each.link.has_exited() for each in world.workers
+        )
         if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
             scheduler.turn()
         elif able:
@@ -242,14 +265,22 @@ class History:
             return False
         elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
             world.random.choice(late).is_late = False
-        elif scheduler.next_look is not None and not scheduler.life.has_ended and self._looks < MOST_LOOKS:
+        elif (
+            scheduler.next_look is not None
+            and not scheduler.life.has_ended
+            and self._looks < MOST_LOOKS
+        ):
             self._looks += 1
             world.now = max(world.now, scheduler.next_look) + 1e-6
         elif world.sites_report(patient=True):
             scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
-            if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
-                raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
+            if overdue := adapter.workers_with_timeout(scheduler) & {
+                worker.number for worker in hung
+            }:
+                raise CheckFailed(
+                    "a call takes too long, and nobody ends it", f"workers {sorted(overdue)}"
+                )
             self._looks = 0
             world.random.choice(hung).is_hung = False
         else:
@@ -268,11 +299,15 @@ class History:
 
     def _ask(self, is_submitted: bool, **options: Any) -> Asked:
         world, choose = self.world, self.world.random
-        function = adapter.new_function(self.scheduler, b"code %d" % choose.randrange(4), choose.random() < 0.5)
+        function = adapter.new_function(
+            self.scheduler, b"code %d" % choose.randrange(4), choose.random() < 0.5
+        )
         environment = self.environment.now
         world.environments_of_functions[function.number] = environment
         self._count += 1
-        begin = functools.partial(adapter.new_operation, self.scheduler, function, environment, is_submitted, **options)
+        begin = functools.partial(
+            adapter.new_operation, self.scheduler, function, environment, is_submitted, **options
+        )
         asked = Asked(begin, options, self._count, is_submitted)
         self.asked.append(asked)
         world.note(f"operation {asked.number}: {'submit' if is_submitted else 'map'} {options}")
@@ -280,7 +315,15 @@ class History:
 
     def _add(self, asked: Asked, sources: Sequence[Asked] = (), items: int = 1) -> None:
         choose = self.world.random
-        kinds = [("graph",), ("graph",), ("graph",), (), ("fails",), ("kills",), ("graph", "fails backward")]
+        kinds = [
+            ("graph",),
+            ("graph",),
+            ("graph",),
+            (),
+            ("fails",),
+            ("kills",),
+            ("graph", "fails backward"),
+        ]
         traits = choose.choices(kinds, (6, 6, 6, 4, 1, 1, 1))[0]
         task = self.world.task(traits)
         task.function = asked.operation.options.function.number
@@ -289,7 +332,9 @@ class History:
         asked.tasks.append(task)
         self.asked_of[task.number] = asked
         slot = self.world.slot() if choose.random() < 0.3 else None
-        adapter.add_call(asked.operation, task, items, slot, [source.operation for source in sources])
+        adapter.add_call(
+            asked.operation, task, items, slot, [source.operation for source in sources]
+        )
         if self.world.events is not None:
             after = f" after {[each.number for each in task.sources]}" if sources else ""
             self.note(f"  call {task.number} {list(traits)}{after}")
@@ -334,7 +379,9 @@ class History:
 
     def take(self) -> None:
         """Somebody asks for the results of an operation that has ended."""
-        asked = self.choose([each for each in self.asked if each.operation.finished and not each.is_taken])
+        asked = self.choose(
+            [each for each in self.asked if each.operation.finished and not each.is_taken]
+        )
         if asked is None:
             return
         self.note(f"the results of operation {asked.number} are taken")
@@ -367,7 +414,11 @@ class History:
 
     def backward(self) -> None:
         """Of some results; some of them give others their gradients."""
-        if not self.graphs or self.scheduler.life.broken is not None or self.scheduler.life.has_ended:
+        if (
+            not self.graphs
+            or self.scheduler.life.broken is not None
+            or self.scheduler.life.has_ended
+        ):
             return
         choose = self.world.random
         self._graph_tasks += 1
@@ -396,25 +447,33 @@ class History:
             self.sent.append(sent)
             if not keep:
                 graph.family.freeing.append(len(self.sent))
+            after = ""
+            if promised is not None:
+                after = f", after backward {promised.graph_task} of {promised.call}"
             self.note(
-                f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep {keep}, create {create}"
-                f"{'' if promised is None else f', after backward {promised.graph_task} of {promised.call}'}"
+                f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep "
+                f"{keep}, create {create}{after}"
             )
         self.scheduler.wake()
 
     def collect(self) -> None:
         """Somebody waits for the sums of captures' gradients of a backward."""
-        numbers = sorted({each.graph_task for each in self.sent if each.in_sum and each.graph is not None})
+        numbers = sorted(
+            {each.graph_task for each in self.sent if each.in_sum and each.graph is not None}
+        )
         graph_task = self.choose(numbers)
         if graph_task is None:
             return
         mine = [each for each in self.sent if each.graph_task == graph_task and each.in_sum]
-        for home in {id(each.graph.home): each.graph.home for each in mine if each.graph is not None}.values():
+        for home in {
+            id(each.graph.home): each.graph.home for each in mine if each.graph is not None
+        }.values():
             parts = [each for each in mine if each.asked.operation.home is home]
             if any(each.graph is None for each in parts):
                 continue  # the engine would hold them
             self.note(f"the sum of backward {graph_task} is asked for")
-            self.world.environments[graph_task].add(self.environment.now)  # parts that are lost are sent once more
+            # parts that are lost are sent once more
+            self.world.environments[graph_task].add(self.environment.now)
             expected = sum(each.task.number for each in parts)
             try:
                 found = adapter.sum_of_captures(home, graph_task)
@@ -424,20 +483,28 @@ class History:
                 self._check_sum_failure(parts, error)
             else:
                 if found != expected:
-                    raise CheckFailed("a sum is wrong", f"backward {graph_task}: {found} instead of {expected}")
+                    raise CheckFailed(
+                        "a sum is wrong", f"backward {graph_task}: {found} instead of {expected}"
+                    )
             for each in parts:
                 each.in_sum = False
 
     def _check_sum_failure(self, parts: Sequence[Sent], error: BaseException) -> None:
         has_failed = any(each.reply.arrived and each.reply.has_failed for each in parts)
         life = self.scheduler.life
-        is_explained = has_failed or life.broken is not None or life.has_ended or self.world.refused_memory
+        is_explained = (
+            has_failed or life.broken is not None or life.has_ended or self.world.refused_memory
+        )
         is_explained = is_explained or any(each.is_cancelled for each in parts)
-        if not is_explained and not isinstance(error, (CallTimeoutError, WorkerDiedError, ValueError)):
+        if not is_explained and not isinstance(
+            error, (CallTimeoutError, WorkerDiedError, ValueError)
+        ):
             raise CheckFailed("a sum fails without a reason", repr(error))
 
     def cancel_backward(self) -> None:
-        number = self.choose(sorted({each.graph_task for each in self.sent if not each.reply.arrived}))
+        number = self.choose(
+            sorted({each.graph_task for each in self.sent if not each.reply.arrived})
+        )
         if number is not None:
             self.note(f"backward {number} is cancelled")
             for each in self.sent:
@@ -448,7 +515,9 @@ class History:
     # --- what callers want no more
 
     def _cancel_by(self, ask: Callable[[Any], None], word: str, futures: bool = False) -> None:
-        asked = self.choose([each for each in self.asked if not each.is_taken and (each.is_future or not futures)])
+        asked = self.choose(
+            [each for each in self.asked if not each.is_taken and (each.is_future or not futures)]
+        )
         if asked is not None:
             self.note(f"operation {asked.number}: {word}")
             asked.is_cancelled = True
@@ -481,7 +550,9 @@ class History:
 
     def kill_at(self) -> None:
         moment = self.world.now + self.choose((0.0, 0.1, 0.5))
-        self._cancel_by(lambda operation: self.scheduler.kill_at(moment, operation), "kill_at", futures=True)
+        self._cancel_by(
+            lambda operation: self.scheduler.kill_at(moment, operation), "kill_at", futures=True
+        )
 
     def cancel_all_with_grace(self) -> None:
         self.note("cancel_all_with_grace")
@@ -497,14 +568,17 @@ class History:
             worker.die(-9)
 
     def hang(self) -> None:
-        alive = [each for each in self.world.workers if each.alive and each.is_ready]  # starts have no time-out
+        # starts have no time-out
+        alive = [each for each in self.world.workers if each.alive and each.is_ready]
         worker = self.choose([each for each in alive if each.at_call] or alive)
         if worker is not None:
             self.note(f"worker {worker.number} hangs")
             worker.is_hung = True
 
     def lose_node(self) -> None:
-        node = self.choose(sorted({each.link.node for each in self.world.workers if each.alive and each.link.node}))
+        node = self.choose(
+            sorted({each.link.node for each in self.world.workers if each.alive and each.link.node})
+        )
         if node is not None:
             self.note(f"{node} is lost")
             self.world.lost_nodes = True
@@ -559,7 +633,9 @@ class History:
         for asked in self.asked:
             operation = asked.operation
             if len(asked.delivered) > len(set(asked.delivered)):
-                raise CheckFailed("a call gets two outcomes", f"operation {asked.number}: {asked.delivered}")
+                raise CheckFailed(
+                    "a call gets two outcomes", f"operation {asked.number}: {asked.delivered}"
+                )
             if asked.is_cancelled or asked.is_taken:
                 continue
             for index, task in enumerate(asked.tasks):
@@ -572,13 +648,18 @@ class History:
                     waits = any(self._is_open_task(source) for source in task.sources)
                     is_right = count == (0 if waits else 1)
                 if not is_right:
-                    raise CheckFailed("a call is not in one state", f"call {task.number} is in {count} places")
+                    raise CheckFailed(
+                        "a call is not in one state", f"call {task.number} is in {count} places"
+                    )
         replies = adapter.places_of_backwards(scheduler)
         for sent in self.sent:
             if not (sent.reply.arrived or sent.is_cancelled):
                 waits = sent.promised is not None and not sent.promised.reply.arrived
                 if replies[id(sent.reply)] != (0 if waits else 1):
-                    text = f"backward {sent.graph_task} of {sent.call} is in {replies[id(sent.reply)]} places"
+                    text = (
+                        f"backward {sent.graph_task} of {sent.call} is in "
+                        f"{replies[id(sent.reply)]} places"
+                    )
                     raise CheckFailed("a backward is not in one state", text)
 
     def _is_open_task(self, task: Task) -> bool:
@@ -593,7 +674,10 @@ class History:
                 raise CheckFailed("a call fails without a reason", f"call {task.number}: {error!r}")
             return
         if outcome.result.structure != task.number:
-            raise CheckFailed("a call has the result of another", f"call {task.number}: {outcome.result.structure}")
+            raise CheckFailed(
+                "a call has the result of another",
+                f"call {task.number}: {outcome.result.structure}",
+            )
         if (outcome.graph is not None) != ("graph" in task.traits):
             raise CheckFailed("a call has no graph, or one too many", f"call {task.number}")
 
@@ -603,17 +687,24 @@ class History:
         match error:
             case AncestorFailedError():
                 cause = error.__cause__
-                return cause is not None and any(self._is_explained(each, cause) for each in ancestors(task))
+                return cause is not None and any(
+                    self._is_explained(each, cause) for each in ancestors(task)
+                )
             case CancelledError():
                 return asked.is_cancelled
             case CallTimeoutError():
-                is_overdue = task.overdue > 0 and task.deaths + task.unsure_deaths + task.overdue > retries
+                is_overdue = (
+                    task.overdue > 0 and task.deaths + task.unsure_deaths + task.overdue > retries
+                )
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
                 tried = task.deaths + task.unsure_deaths + task.overdue
-                killed = tried > retries or task.idle_deaths + task.overdue > max(retries, IDLE_DEATHS)
-                # of a lost node all fails that it was given: also what could not be sent, which is not seen here
+                killed = tried > retries or task.idle_deaths + task.overdue > max(
+                    retries, IDLE_DEATHS
+                )
+                # of a lost node all fails that it was given: also what could not be sent, which is
+                # not seen here
                 killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
                 return killed or life.broken is not None
             case SharedMemoryError():
@@ -628,7 +719,11 @@ class History:
         return False
 
     def _is_failed_start(self, error: BaseException) -> bool:
-        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args == ("failed", -1)
+        return (
+            self.scheduler.life.broken is not None
+            and self.world.starts_fail
+            and error.args == ("failed", -1)
+        )
 
     def _check_reply(self, sent: Sent) -> None:
         sent.is_checked = True
@@ -651,7 +746,10 @@ class History:
             case CancelledError():
                 return sent.is_cancelled
             case WorkerDiedError() | CallTimeoutError():
-                is_caught = (sent.call, sent.graph_task) in self.world.caught_backwards or not self.program.keeps
+                is_caught = (
+                    sent.call,
+                    sent.graph_task,
+                ) in self.world.caught_backwards or not self.program.keeps
                 return deaths > retries or (retries == 0 and is_caught) or life.broken is not None
             case SharedMemoryError():
                 return self.world.refused_memory
@@ -660,7 +758,10 @@ class History:
             case ValueError() if error.args[0] == TWICE:
                 return len(sent.family.freeing) > 0
             case ValueError():
-                is_own = "fails backward" in sent.task.traits and error.args == ("failed", sent.task.number)
+                is_own = "fails backward" in sent.task.traits and error.args == (
+                    "failed",
+                    sent.task.number,
+                )
                 return is_own or self._is_failed_start(error)
             case OSError():
                 return bool(life.broken is not None and self.world.starts_fail)
@@ -701,12 +802,16 @@ class History:
             if not asked.operation.finished:
                 raise CheckFailed("an operation does not end", f"operation {asked.number}")
             if len(asked.delivered) > len(set(asked.delivered)):
-                raise CheckFailed("a call gets two outcomes", f"operation {asked.number}: {asked.delivered}")
+                raise CheckFailed(
+                    "a call gets two outcomes", f"operation {asked.number}: {asked.delivered}"
+                )
             for index, outcome in asked.operation.outcomes.items():
                 self._check_outcome(asked, index, outcome)
         for sent in self.sent:
             if not sent.reply.arrived:
-                raise CheckFailed("a backward has no reply", f"backward {sent.graph_task} of graph {sent.call}")
+                raise CheckFailed(
+                    "a backward has no reply", f"backward {sent.graph_task} of graph {sent.call}"
+                )
             self._check_reply(sent)
 
     def _drop_all(self) -> None:
@@ -724,7 +829,9 @@ class History:
         left = {name: count for name, count in kept.items() if count}
         for handle in self.scheduler.handles:
             kept = adapter.kept_of_worker(handle)
-            left |= {f"{name} of worker {handle.number}": count for name, count in kept.items() if count}
+            left |= {
+                f"{name} of worker {handle.number}": count for name, count in kept.items() if count
+            }
         for worker in self.world.workers:
             if worker.alive:
                 own: dict[str, Any] = {
@@ -733,16 +840,24 @@ class History:
                     "lent": worker.lent,
                     "sums": worker.sums,
                 }
-                left |= {f"{name} in worker {worker.number}": len(each) for name, each in own.items() if each}
+                left |= {
+                    f"{name} in worker {worker.number}": len(each)
+                    for name, each in own.items()
+                    if each
+                }
         if self.world.slots:
             left["memory of the caller"] = len(self.world.slots)
         if left:
             raise CheckFailed("something is left when everything is dropped", f"{left}")
 
     def _check_end(self) -> None:
-        left = {name: count for name, count in adapter.kept_of_pool(self.scheduler).items() if count}
+        left = {
+            name: count for name, count in adapter.kept_of_pool(self.scheduler).items() if count
+        }
         if left or self.scheduler.workers:
-            raise CheckFailed("something is left at the end", f"{left}, workers {list(self.scheduler.workers)}")
+            raise CheckFailed(
+                "something is left at the end", f"{left}, workers {list(self.scheduler.workers)}"
+            )
 
 
 def ancestors(task: Task) -> list[Task]:
@@ -775,8 +890,15 @@ def fault_in(program: Program, listens: bool = False) -> Fault | None:
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next
-        where = "" if place is None else f" ({place.tb_frame.f_code.co_name}, line {place.tb_lineno})"
-        return Fault(program, f"the scheduler raises {type(error).__name__}", f"{error!r}{where}", history.world.events or ())
+        where = (
+            "" if place is None else f" ({place.tb_frame.f_code.co_name}, line {place.tb_lineno})"
+        )
+        return Fault(
+            program,
+            f"the scheduler raises {type(error).__name__}",
+            f"{error!r}{where}",
+            history.world.events or (),
+        )
     return None
 
 
@@ -799,6 +921,12 @@ def shortest(fault: Fault) -> Fault:
 def in_words(fault: Fault) -> str:
     *settings, _ = fault.program
     names = fault.program._fields
-    told = ", ".join(f"{name}: {value}" for name, value in zip(names, settings, strict=False) if name != "rates")
-    wrong = ", ".join(f"{name} {value}" for name, value in fault.program.rates._asdict().items() if value)
-    return "\n".join([f"{fault.text}", f"  {told}", f"  what goes wrong: {wrong or 'nothing'}", *fault.events])
+    told = ", ".join(
+        f"{name}: {value}" for name, value in zip(names, settings, strict=False) if name != "rates"
+    )
+    wrong = ", ".join(
+        f"{name} {value}" for name, value in fault.program.rates._asdict().items() if value
+    )
+    return "\n".join(
+        [f"{fault.text}", f"  {told}", f"  what goes wrong: {wrong or 'nothing'}", *fault.events]
+    )

@@ -1,4 +1,5 @@
-"""The scheduler in thousands of simulated histories: see `history.py`, and `scripts/guards/simulate.py` for millions."""
+"""The scheduler in thousands of simulated histories: see `history.py`, and
+`scripts/guards/simulate.py` for millions."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ QUICK, ALL = range(2_000), range(2_000, 10_000)
 
 
 def first_fault(seeds: Iterable[int]) -> Fault | None:
-    return next((fault for seed in seeds if (fault := fault_in(program_of(seed))) is not None), None)
+    return next(
+        (fault for seed in seeds if (fault := fault_in(program_of(seed))) is not None), None
+    )
 
 
 def check_all(seeds: Iterable[int]) -> None:
     fault = first_fault(seeds)
     if fault is not None:
-        pytest.fail(f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay {fault.program.seed}")
+        pytest.fail(
+            f"{in_words(shortest(fault))}\npython scripts/guards/simulate.py --replay "
+            f"{fault.program.seed}"
+        )
 
 
 def test_histories() -> None:
@@ -49,7 +55,8 @@ def test_a_seed_gives_the_same_history_twice() -> None:
 
 @pytest.mark.quick
 def test_nobody_else_sees_what_is_simulated() -> None:
-    """Symptom: a child that was forked later died of a look at simulated memory; pools of other tests had its clock."""
+    """Symptom: a child that was forked later died of a look at simulated memory; pools of other
+    tests had its clock."""
     world = World(Rates(), retries=1)
     seen: list[float] = []
     with simulated(world):

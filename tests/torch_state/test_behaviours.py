@@ -1,4 +1,5 @@
-"""What mpgrad relies on PyTorch to do: that each probe can fail, and that no private name can go without being missed."""
+"""What mpgrad relies on PyTorch to do: that each probe can fail, and that no private name can go
+without being missed."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def test_the_caller_may_be_in_any_mode() -> None:
 
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level():
         torch.func.vmap(inside)(torch.ones(2))
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.device("meta"):
+    with (
+        torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        torch.device("meta"),
+    ):
         inside(torch.ones(2))
     assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
@@ -178,9 +183,8 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "current_graph_task", lambda: 0),
         replaced(private, "current_graph_task", itertools.count().__next__),
     ],
-    "what a node returns comes to the next node as the very same object, also a number that is expanded": [
-        replaced(private, "apply", behind_one_more)
-    ],
+    "what a node returns comes to the next node as the very same object, also a number that is "
+    "expanded": [replaced(private, "apply", behind_one_more)],
     "of a leaf in a graph one can tell whether it is held in Python": [
         replaced(private, "references_of_graphs", lambda: 99),
         replaced(private, "references_of_graphs", lambda: 0),
@@ -189,20 +193,28 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
-    "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
+    "the first hook on a tensor asks its node for the dictionary, which may be one of another "
+    "type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
         past_the_dictionary,
     ],
     "the innermost hooks for saved tensors can be had": [
-        replaced(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None)
+        replaced(
+            torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None
+        )
     ],
-    "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
+    "gradients can be asked for at edges of the graph; there are none at what it does not lead "
+    "to": [
         replaced(private, "edge_that_keeps", edge_of_its_object),
         replaced(private, "ENGINE", OtherEngine(run_backward=to_all)),
     ],
-    "calls of PyTorch's methods can be counted, of whatever class they are asked for": [apply_out_of_reach],
+    "calls of PyTorch's methods can be counted, of whatever class they are asked for": [
+        apply_out_of_reach
+    ],
     "a tensor says whether its elements lie in memory as they are, and whether it is a view": [
-        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)),
+        replaced(
+            private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)
+        ),
         replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
         replaced(torch.Tensor, "_is_view", lambda tensor: False),
         replaced(torch.Tensor, "_version", 0),
@@ -279,13 +291,23 @@ def test_first_pools_of_many_threads_at_once() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    "use", [lambda: mpgrad.Pool(1), lambda: mpgrad.map_with_parallel_backward(torch.autograd.Function, (torch.ones(1),))]
+    "use",
+    [
+        lambda: mpgrad.Pool(1),
+        lambda: mpgrad.map_with_parallel_backward(torch.autograd.Function, (torch.ones(1),)),
+    ],
 )
-def test_nothing_runs_where_a_behaviour_is_missing(use: Callable[[], object], monkeypatch: Patch) -> None:
+def test_nothing_runs_where_a_behaviour_is_missing(
+    use: Callable[[], object], monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(private, "will_run", lambda node: True)
-    with pytest.raises(UnsupportedTorchError, match=r"a node can ask which other nodes .* will run") as caught:
+    with pytest.raises(
+        UnsupportedTorchError, match=r"a node can ask which other nodes .* will run"
+    ) as caught:
         use()
-    assert torch.__version__ in str(caught.value) and all(version in str(caught.value) for version in behaviours.TRIED)
+    assert torch.__version__ in str(caught.value) and all(
+        version in str(caught.value) for version in behaviours.TRIED
+    )
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
@@ -298,7 +320,9 @@ def test_a_version_that_is_newer_than_any_that_was_tried_is_told_of_once(
         behaviours.check()
         behaviours.check()
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"torch {torch.__version__} is newer than any that mpgrad has been tried with (1.13)")
+    assert record.getMessage().startswith(
+        f"torch {torch.__version__} is newer than any that mpgrad has been tried with (1.13)"
+    )
 
 
 def test_pairs_that_were_tried(monkeypatch: Patch) -> None:
@@ -334,19 +358,54 @@ OF_CLASSES = {
     "_FrameExecStrategy": "frames",
 }
 # of what torch.compile makes: tried where there is some, and taken away by a test of their own
-OF_THE_COMPILER = {"_TorchCompileInductorWrapper", "_TorchCompileWrapper", "_TorchDynamoContext", "_call_impl", "_dynamic"}
-OF_THE_COMPILER |= {"_compiled_call_impl", "_orig_mod", "_torchdynamo_disable_msg", "_torchdynamo_orig_callable"}
+OF_THE_COMPILER = {
+    "_TorchCompileInductorWrapper",
+    "_TorchCompileWrapper",
+    "_TorchDynamoContext",
+    "_call_impl",
+    "_dynamic",
+}
+OF_THE_COMPILER |= {
+    "_compiled_call_impl",
+    "_orig_mod",
+    "_torchdynamo_disable_msg",
+    "_torchdynamo_orig_callable",
+}
 BY_STRING = {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
-NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_function_getnewargs", "_inst", "_replace"}
+NOT_TORCH = {
+    "_args_from_interpreter_flags",
+    "_dynamic_function_reduce",
+    "_exit",
+    "_function_getnewargs",
+    "_inst",
+    "_replace",
+}
 NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
 NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_initial_value", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
 # of multiprocessing, atexit, ctypes, numpy and scipy
-NOT_TORCH |= {"_exit_function", "_forkserver", "_forkserver_pid", "_log_to_stderr", "_resource_tracker"}
-NOT_TORCH |= {"_clear", "_run_exitfuncs", "_argtypes_", "_flags_", "_restype_", "_dtype_", "_ndim_", "_shape_"}
+NOT_TORCH |= {
+    "_exit_function",
+    "_forkserver",
+    "_forkserver_pid",
+    "_log_to_stderr",
+    "_resource_tracker",
+}
+NOT_TORCH |= {
+    "_clear",
+    "_run_exitfuncs",
+    "_argtypes_",
+    "_flags_",
+    "_restype_",
+    "_dtype_",
+    "_ndim_",
+    "_shape_",
+}
 NOT_TORCH |= {"_bit_generator", "_init_quad", "_rand", "_seed_seq"}
-INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
-ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
+# dictionaries of each module, without which it is none
+INSTANCES = {"_modules", "_parameters", "_buffers"}
+# see `never_compile`
+ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}
 
 
 def is_private(name: str) -> bool:
@@ -354,29 +413,55 @@ def is_private(name: str) -> bool:
 
 
 def private_names() -> set[tuple[str, str]]:
-    """PyTorch's private names in our code, and what is reached through one: each with the module or class that has it."""
-    trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).rglob("*.py")]
+    """PyTorch's private names in our code, and what is reached through one: each with the module or
+    class that has it."""
+    trees = [
+        ast.parse(file.read_text())
+        for folder in ("mpgrad", "workers")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    ours |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} - OF_CLASSES.keys()
-    ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    ours = {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    ours |= {
+        node.attr for node in attributes if isinstance(node.ctx, ast.Store)
+    } - OF_CLASSES.keys()
+    ours |= {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     found = set(BY_STRING)
     for node in attributes:
         path = ast.unparse(node).split(".")
         if path[0] == "torch" and any(map(is_private, path)):
             found |= pairs_along(path)
-        elif is_private(node.attr) and node.attr not in ours | NOT_TORCH | INSTANCES | OF_THE_COMPILER:
-            found.add((OF_CLASSES[node.attr], node.attr))  # a KeyError: say above what has it, or that it is not PyTorch's
+        elif (
+            is_private(node.attr)
+            and node.attr not in ours | NOT_TORCH | INSTANCES | OF_THE_COMPILER
+        ):
+            # a KeyError: say above what has it, or that it is not PyTorch's
+            found.add((OF_CLASSES[node.attr], node.attr))
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.") and node.module not in OF_THE_COMPILER:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("torch.")
+            and node.module not in OF_THE_COMPILER
+        ):
             path = f"{node.module}".split(".")
-            found |= {(f"{node.module}", each.name) for each in node.names if any(map(is_private, [*path, each.name]))}
+            found |= {
+                (f"{node.module}", each.name)
+                for each in node.names
+                if any(map(is_private, [*path, each.name]))
+            }
     return found
 
 
 def pairs_along(path: list[str]) -> set[tuple[str, str]]:
-    """From the first private name on: each of a module's or class's attributes; not those of an object."""
+    """From the first private name on: each of a module's or class's attributes; not those of an
+    object."""
     found, owner = set(), torch
     for number, name in enumerate(path[1:], start=1):
         if not isinstance(owner, types.ModuleType | type):
@@ -395,7 +480,10 @@ def test_all_private_names_are_asked_for() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_a_private_name_that_is_missing_is_told(monkeypatch: Patch) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    with pytest.raises(UnsupportedTorchError, match=r"there is torch\._C\._current_graph_task_id; install a version") as caught:
+    with pytest.raises(
+        UnsupportedTorchError,
+        match=r"there is torch\._C\._current_graph_task_id; install a version",
+    ) as caught:
         mpgrad.Pool(1)
     assert torch.__version__ in str(caught.value)
 
@@ -462,12 +550,18 @@ def test_a_private_name_that_is_taken_away_is_missed_or_changes_no_result() -> N
     pairs = [f"{owner}:{name}" for owner, name in sorted(private_names())]
     assert len(pairs) > 60
     faulthandler.cancel_dump_traceback_later()  # it takes some 20 s, on a busy machine a minute
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, *pairs], capture_output=True, text=True, timeout=170)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *pairs], capture_output=True, text=True, timeout=170
+    )
     assert ended.returncode == 0, ended.stderr
     (_, expected), *outcomes = (line.split(" ", 1) for line in ended.stdout.splitlines())
     assert [pair for pair, _ in outcomes] == pairs
     for pair, outcome in outcomes:
-        allowed = {expected} if pair.partition(":")[2] in ONLY_FOR_THE_COMPILER else {"UnsupportedTorchError"}
+        allowed = (
+            {expected}
+            if pair.partition(":")[2] in ONLY_FOR_THE_COMPILER
+            else {"UnsupportedTorchError"}
+        )
         assert outcome in allowed, (pair, outcome, expected)
 
 
@@ -484,26 +578,37 @@ def other_convert_frame(patch: Patch) -> None:
 
 
 def dynamo(name: str, by: object) -> Mutation:
-    return lambda patch: patch.setattr(importlib.import_module("torch._dynamo.eval_frame"), name, by)
+    return lambda patch: patch.setattr(
+        importlib.import_module("torch._dynamo.eval_frame"), name, by
+    )
 
 
 OTHER_COMPILERS: dict[str, Mutation] = {
     "the context is another": dynamo("_TorchDynamoContext", dict),
     "options have other names": other_convert_frame,
-    "modules are wrapped in another way": dynamo("OptimizedModule", lambda module, context: torch.nn.Sequential(module)),
+    "modules are wrapped in another way": dynamo(
+        "OptimizedModule", lambda module, context: torch.nn.Sequential(module)
+    ),
     "the marks are others": replaced(private, "COMPILERS", ("torch._dynamo.other",)),
     "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
-    "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
+    "what is disabled keeps no reason": replaced(
+        torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_COMPILERS)
-def test_compiled_functions_of_another_compiler_are_refused(name: str, monkeypatch: Patch, pool2: mpgrad.Pool) -> None:
+def test_compiled_functions_of_another_compiler_are_refused(
+    name: str, monkeypatch: Patch, pool2: mpgrad.Pool
+) -> None:
     compiled = torch.compile(torch.sin, backend="eager")
     with monkeypatch.context() as patch:
         patch.setattr(behaviours.CHECK, "compiler_passed", False)
         OTHER_COMPILERS[name](patch)
-        with pytest.raises(UnsupportedTorchError, match=r"torch\.compile leaves what it was given where it can be read"):
+        with pytest.raises(
+            UnsupportedTorchError,
+            match=r"torch\.compile leaves what it was given where it can be read",
+        ):
             behaviours.check_compiler()
     assert torch.equal(pool2.map(compiled, [torch.ones(2)])[0], torch.ones(2).sin())
 
@@ -513,7 +618,8 @@ def test_compiled_functions_of_another_compiler_are_refused(name: str, monkeypat
 COMPILED_ANYWAY = """
 import torch
 frames = torch._C._dynamo.eval_frame
-told = vars(frames).pop("set_code_exec_strategy", None)  # as mpgrad is imported; the compiler itself needs it
+# as mpgrad is imported; the compiler itself needs it
+told = vars(frames).pop("set_code_exec_strategy", None)
 import mpgrad, mpgrad.pool
 if told is not None:
     frames.set_code_exec_strategy = told
@@ -523,7 +629,8 @@ def fn(loop, total, x):
 
 results = []
 with mpgrad.Pool(1, engine="inline") as pool:
-    for run, loop in ((fn, lambda f, items: [f(item) for item in items]), (torch.compile(fn, backend="eager"), pool.map)):
+    compiled = torch.compile(fn, backend="eager")
+    for run, loop in ((fn, lambda f, items: [f(item) for item in items]), (compiled, pool.map)):
         total, x = torch.full((2,), 2.0, requires_grad=True), torch.ones(2, requires_grad=True)
         y = run(loop, total, x)
         y.backward()
@@ -535,5 +642,10 @@ print("the same")
 
 @pytest.mark.slow
 def test_where_the_compiler_cannot_be_told_it_changes_no_result() -> None:
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED_ANYWAY], capture_output=True, text=True, timeout=58)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED_ANYWAY],
+        capture_output=True,
+        text=True,
+        timeout=58,
+    )
     assert ended.stdout == "the same\n", ended.stderr

@@ -1,6 +1,8 @@
-"""Generators of random numbers that a function captures, or that several items have in common: a stream for each item.
+"""Generators of random numbers that a function captures, or that several items have in common: a
+stream for each item.
 
-Before, items drew from their worker's copy of the generator: several got the same numbers, others for each number of workers.
+Before, items drew from their worker's copy of the generator: several got the same numbers, others
+for each number of workers.
 """
 
 from __future__ import annotations
@@ -70,25 +72,43 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "method": (lambda: numpy.random.default_rng(0).normal, lambda g: g()),
     "spawns": (lambda: numpy.random.default_rng(0), lambda g: g.spawn(1)[0].normal()),
     "BitGenerator": (lambda: numpy.random.Philox(0), lambda g: g.random_raw()),
-    "SeedSequence": (lambda: numpy.random.SeedSequence(0), lambda g: g.spawn(1)[0].generate_state(1)[0]),
+    "SeedSequence": (
+        lambda: numpy.random.SeedSequence(0),
+        lambda g: g.spawn(1)[0].generate_state(1)[0],
+    ),
     "RandomState": (lambda: numpy.random.RandomState(0), lambda g: g.normal()),
-    "RandomState of another": (lambda: numpy.random.RandomState(numpy.random.PCG64(0)), lambda g: g.normal()),
+    "RandomState of another": (
+        lambda: numpy.random.RandomState(numpy.random.PCG64(0)),
+        lambda g: g.normal(),
+    ),
     "random": (lambda: random.Random(0), lambda g: g.gauss(0, 1)),
     "subclass": (lambda: Dice(0, 6), lambda g: g.roll()),
-    "torch": (lambda: torch.Generator().manual_seed(0), lambda g: torch.rand((), generator=g).item()),
-    "SobolEngine": (lambda: SobolEngine(2, scramble=True, seed=0), lambda g: g.draw(1).sum().item()),
+    "torch": (
+        lambda: torch.Generator().manual_seed(0),
+        lambda g: torch.rand((), generator=g).item(),
+    ),
+    "SobolEngine": (
+        lambda: SobolEngine(2, scramble=True, seed=0),
+        lambda g: g.draw(1).sum().item(),
+    ),
     "plain Sobol": (lambda: SobolEngine(1), lambda g: g.draw(1).sum().item()),
 }
 OF_SCIPY = {
-    name: (functools.partial(scipy_engine, name), lambda g: g.random(1).sum()) for name in ("Sobol", "Halton", "LatinHypercube")
+    name: (functools.partial(scipy_engine, name), lambda g: g.random(1).sum())
+    for name in ("Sobol", "Halton", "LatinHypercube")
 }
 # it takes seconds to import
-each_kind = pytest.mark.parametrize("name", [*GENERATORS, *[pytest.param(name, marks=pytest.mark.slow) for name in OF_SCIPY]])
+each_kind = pytest.mark.parametrize(
+    "name", [*GENERATORS, *[pytest.param(name, marks=pytest.mark.slow) for name in OF_SCIPY]]
+)
 GENERATORS.update(OF_SCIPY)
 
 
-def held_in_several_ways(pool: mpgrad.Pool, name: str, chunksize: int | None) -> tuple[list[Any], list[Any]]:
-    """What items draw from a generator that the function captures, in two maps, and from one that all items hold."""
+def held_in_several_ways(
+    pool: mpgrad.Pool, name: str, chunksize: int | None
+) -> tuple[list[Any], list[Any]]:
+    """What items draw from a generator that the function captures, in two maps, and from one that
+    all items hold."""
     make, draw = GENERATORS[name]
     generator, another = make(), make()
 
@@ -97,13 +117,17 @@ def held_in_several_ways(pool: mpgrad.Pool, name: str, chunksize: int | None) ->
 
     captured = [pool.map(draw_two, range(6), chunksize) for _ in range(2)]
     items = [(another, number) for number in range(6)]
-    held = [pool.starmap(lambda g, _: [float(draw(g)), float(draw(g))], items, chunksize) for _ in range(2)]
+    held = [
+        pool.starmap(lambda g, _: [float(draw(g)), float(draw(g))], items, chunksize)
+        for _ in range(2)
+    ]
     return captured, held
 
 
 @each_kind
 def test_each_item_has_a_stream_of_its_own(pool: mpgrad.Pool, name: str) -> None:
-    """Also in the next map; and the same ones however the items are cut, and for any engine and number of workers."""
+    """Also in the next map; and the same ones however the items are cut, and for any engine and
+    number of workers."""
     expected = held_in_several_ways(pool, name, 1)
     for maps in expected:
         drawn = [number for results in maps for pair in results for number in pair]
@@ -149,7 +173,11 @@ def test_of_one_item_as_it_is(pool: mpgrad.Pool, name: str) -> None:
 def test_items_of_an_iterator(pool: mpgrad.Pool) -> None:
     """That others have the generator too is known when the second one comes; later, beforehand."""
     rng = numpy.random.default_rng(0)
-    drawn = [number for _ in range(2) for number in pool.imap(lambda g: g.normal(), (rng for _ in range(6)))]
+    drawn = [
+        number
+        for _ in range(2)
+        for number in pool.imap(lambda g: g.normal(), (rng for _ in range(6)))
+    ]
     drawn += pool.starmap(lambda g, _: g.normal(), zip([rng] * 6, range(6), strict=True))
     assert len(set(drawn)) == 18
 
@@ -161,7 +189,8 @@ def test_captured_and_given(pool2: mpgrad.Pool) -> None:
 
 
 def test_an_object_holds_it(pool: mpgrad.Pool) -> None:
-    """A bound method's object, and its class; the gradients are those of these numbers, also when a backward is repeated."""
+    """A bound method's object, and its class; the gradients are those of these numbers, also when a
+    backward is repeated."""
     simulation, x = Simulation(), torch.tensor(1.0)
     results = pool.map(simulation.step, [x] * 6)
     assert len({result.item() for result in results}) == 6
@@ -173,7 +202,11 @@ def test_an_object_holds_it(pool: mpgrad.Pool) -> None:
 def test_in_a_cache(pool: mpgrad.Pool) -> None:
     # symptom: each worker made its own again, and items drew the same numbers
     cached(3)
-    drawn = [number for _ in range(2) for number in pool.map(lambda _: cached(3)[0].normal(), range(6), 1)]
+    drawn = [
+        number
+        for _ in range(2)
+        for number in pool.map(lambda _: cached(3)[0].normal(), range(6), 1)
+    ]
     assert len(set(drawn)) == 12
 
 
@@ -186,18 +219,23 @@ def test_submitted_calls(pool: mpgrad.Pool) -> None:
 def test_reductions(pool: mpgrad.Pool) -> None:
     rng, noise = random.Random(0), list[float]()
     for _ in range(2):
-        total = pool.map_reduce(lambda _: torch.tensor([rng.random()], dtype=torch.float64), range(6), "cat")
+        total = pool.map_reduce(
+            lambda _: torch.tensor([rng.random()], dtype=torch.float64), range(6), "cat"
+        )
         noise += total.tolist()
     assert len(set(noise)) == 12
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward", "batched"])
 def test_rows_and_columns_of_one_function(pool2: mpgrad.Pool, mode: str) -> None:
-    """Symptom: shares of one Jacobian belonged to different functions, as each worker drew on from its copy."""
+    """Symptom: shares of one Jacobian belonged to different functions, as each worker drew on from
+    its copy."""
     x = torch.ones(4, dtype=torch.float64)
     rng = numpy.random.default_rng(0)
     stream = numpy.random.default_rng(0).spawn(1)[0].spawn(1)[0]
-    found = mpgrad.jacobian(lambda x: x * torch.as_tensor(rng.normal(size=4)), x, mode=mode, pool=pool2)
+    found = mpgrad.jacobian(
+        lambda x: x * torch.as_tensor(rng.normal(size=4)), x, mode=mode, pool=pool2
+    )
     assert found.diagonal().tolist() == stream.normal(size=4).tolist()
 
 
@@ -227,11 +265,16 @@ def test_a_death_changes_nothing(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
 
 
 def test_the_process_s_own(pool2: mpgrad.Pool) -> None:
-    """Symptom: `from random import gauss` captured a copy of the generator behind it, the same for all items."""
+    """Symptom: `from random import gauss` captured a copy of the generator behind it, the same for
+    all items."""
     seeded = []
     for _ in range(2):
         torch.manual_seed(0)
-        seeded.append(pool2.map(lambda draw: [draw(0, 1), draw(0, 1)], [random.gauss, numpy.random.normal] * 3))
+        seeded.append(
+            pool2.map(
+                lambda draw: [draw(0, 1), draw(0, 1)], [random.gauss, numpy.random.normal] * 3
+            )
+        )
     gauss, normal = random.gauss, numpy.random.normal
     drawn = pool2.map(lambda _: (gauss(0, 1), normal(0, 1)), range(4))
     assert seeded[0] == seeded[1]
@@ -245,7 +288,8 @@ def test_without_a_state(pool2: mpgrad.Pool) -> None:
 
 
 def test_the_pickle_stays_the_same() -> None:
-    """Else each map would be that of a function of which nothing is known, and calls that draw would not be bundled."""
+    """Else each map would be that of a function of which nothing is known, and calls that draw
+    would not be bundled."""
     rng, engine = numpy.random.default_rng(0), random.Random(0)
     with mpgrad.Pool(1, engine="inline") as pool:
         for _ in range(3):

@@ -20,9 +20,12 @@ pytestmark = pytest.mark.quick
 
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
-    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())  # of tests before, being released
+    # of tests before, being released
+    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())
     with torch.no_grad():
-        ((enabled, needs_grad, y),) = pool.map(lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x])
+        ((enabled, needs_grad, y),) = pool.map(
+            lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x]
+        )
     assert not enabled and needs_grad and not y.requires_grad
     assert sum(len(worker.graphs) for worker in pool._scheduler.workers.values()) <= before
 
@@ -71,7 +74,11 @@ def test_a_task_does_not_change_the_default_dtype_of_others(pool2: mpgrad.Pool) 
         torch.autograd.set_detect_anomaly(True, check_nan=False)
 
     def found(k: int) -> tuple[torch.dtype, bool, bool]:
-        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+        return (
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(),
+        )
 
     pool2.map(leaves_others, range(8), chunksize=1)
     assert set(pool2.map(found, range(8), chunksize=1)) == {(torch.float32, False, False)}
@@ -84,7 +91,8 @@ def test_the_default_dtype_of_the_caller_counts(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("engine", ["inline", "thread"])
 def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any) -> None:
-    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool found counted."""
+    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool
+    found counted."""
 
     def nested(x: float) -> tuple[torch.dtype, list[torch.dtype], torch.dtype]:
         before = torch.get_default_dtype()
@@ -94,10 +102,16 @@ def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any
 
     torch.set_default_dtype(torch.float64)
     try:
-        assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float64, [torch.float64], torch.float64)] * 4
+        assert (
+            pool2.map(nested, [0, 1, 2, 3], chunksize=1)
+            == [(torch.float64, [torch.float64], torch.float64)] * 4
+        )
     finally:
         torch.set_default_dtype(torch.float32)
-    assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float32, [torch.float32], torch.float32)] * 4
+    assert (
+        pool2.map(nested, [0, 1, 2, 3], chunksize=1)
+        == [(torch.float32, [torch.float32], torch.float32)] * 4
+    )
 
 
 def test_autocast(pool: mpgrad.Pool) -> None:
@@ -135,7 +149,9 @@ def noise(k: int) -> tuple[torch.Tensor, float, float]:
     return torch.randn(3), random.random(), float(numpy.random.rand())
 
 
-def test_random_numbers_follow_the_parents_seed(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+def test_random_numbers_follow_the_parents_seed(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
     drawn: list[list[Any]] = []
     for engine in SEEDED:
         for chunksize in (1, 3):
@@ -151,7 +167,10 @@ def test_random_numbers_follow_the_parents_seed(shared_pools: Callable[[str, int
 @pytest.mark.slow
 def test_numpys_generator_is_there_before_it_is_needed(nursery: mpgrad.Pool) -> None:
     """Else the first map would read files, and need a descriptor."""
-    code = "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); pool.terminate()"
+    code = (
+        "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); "
+        "pool.terminate()"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=58) == "True\n"
     with mpgrad.Pool(1) as pool:
         assert pool.apply(lambda: "numpy.random" in sys.modules)
@@ -175,7 +194,9 @@ def test_two_maps_differ_and_another_seed_differs(pool2: mpgrad.Pool) -> None:
     assert not torch.equal(first, second) and not torch.equal(first, third)
 
 
-def test_the_callers_generators_are_left_alone_inline(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+def test_the_callers_generators_are_left_alone_inline(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
     pool = shared_pools("inline", 1)
     torch.manual_seed(0)
     torch.randint(0, 1 << 62, ())  # what an operation draws
@@ -190,14 +211,16 @@ def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
     try:
         assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
     finally:
-        torch.set_float32_matmul_precision("highest")  # which leaves newer settings at "ieee": they would travel from now on
+        # which leaves newer settings at "ieee": they would travel from now on
+        torch.set_float32_matmul_precision("highest")
         for backend in (torch.backends.mkldnn, torch.backends.cuda):
             if hasattr(backend.matmul, "fp32_precision"):
                 backend.matmul.fp32_precision = "none"
 
 
 def test_split_mix_against_the_published_sequence() -> None:
-    # the first outputs of SplitMix64 seeded with 1234567, as printed on rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    # the first outputs of SplitMix64 seeded with 1234567, as printed on
+    # rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
     seed = 1234567 * pow(0x9E3779B97F4A7C15, -1, 1 << 64)
     outputs = [modes.split_mix(seed + step) for step in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]

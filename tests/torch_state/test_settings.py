@@ -1,7 +1,8 @@
-"""PyTorch's own settings and modes around calls: they travel, or a call under them is refused by name, or a warning says so.
+"""PyTorch's own settings and modes around calls: they travel, or a call under them is refused by
+name, or a warning says so.
 
-Symptom of the tests before: values and gradients as if the caller had not changed anything. Cause: only modes that somebody had
-thought of travelled.
+Symptom of the tests before: values and gradients as if the caller had not changed anything. Cause:
+only modes that somebody had thought of travelled.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ OTHER: dict[str, Any] = {
     "torch.set_autocast_dtype": torch.float16,
     "torch.set_default_dtype": torch.float64,
     "torch.set_float32_matmul_precision": "medium",
-    "torch.set_printoptions": {"precision": 2, "threshold": math.inf, "edgeitems": 1, "linewidth": 9, "sci_mode": True},
+    "torch.set_printoptions": {
+        "precision": 2,
+        "threshold": math.inf,
+        "edgeitems": 1,
+        "linewidth": 9,
+        "sci_mode": True,
+    },
     "torch.use_deterministic_algorithms": 1,
     "torch.utils.checkpoint.set_checkpoint_debug_enabled": True,
     "torch.utils.checkpoint.set_checkpoint_early_stop": False,
@@ -102,7 +109,8 @@ def found() -> dict[str, Any]:
 
 
 class Looks(torch.autograd.Function):
-    """Its gradient has as many elements that are not 0 as settings differ from their defaults in the backward."""
+    """Its gradient has as many elements that are not 0 as settings differ from their defaults in
+    the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +118,9 @@ class Looks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * torch.tensor([float(each.get() != each.default) for each in settings.every_setting()])
+        return grad * torch.tensor(
+            [float(each.get() != each.default) for each in settings.every_setting()]
+        )
 
 
 def look(x: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
@@ -118,7 +128,10 @@ def look(x: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def test_each_has_another_value() -> None:
-    assert OTHER.keys() - SETTINGS.keys() <= {"torch.backends.cudnn.benchmark_limit", "torch.backends.cudnn.depthwise_kernel"}
+    assert OTHER.keys() - SETTINGS.keys() <= {
+        "torch.backends.cudnn.benchmark_limit",
+        "torch.backends.cudnn.depthwise_kernel",
+    }
     assert all(other_than(name) != SETTINGS[name].default for name in SETTINGS)
 
 
@@ -126,7 +139,9 @@ def test_each_has_another_value() -> None:
 def test_a_fresh_process_has_the_defaults() -> None:
     """Else what nobody has changed would travel with every chunk."""
     code = "from mpgrad.torch_state.modes import current_modes as found; print([*found()[-2:]])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=58, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=58, check=True
+    )
     assert ended.stdout == "[(), ()]\n"
 
 
@@ -142,7 +157,9 @@ def test_settings_travel_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
             ((there, y),) = fresh_pool.map(look, [x])
             (grad,) = torch.autograd.grad(y, x)
         assert there == expected, name
-        assert grad.tolist() == [float(expected[each] != SETTINGS[each].default) for each in SETTINGS], name
+        assert grad.tolist() == [
+            float(expected[each] != SETTINGS[each].default) for each in SETTINGS
+        ], name
         tried += expected[name] != SETTINGS[name].default  # some machines have one value only
     assert tried > 30
     ((there, y),) = fresh_pool.map(look, [x])
@@ -152,14 +169,19 @@ def test_settings_travel_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_forward_and_backward_each_have_their_own(engine: Any) -> None:
     x = torch.ones(len(SETTINGS), requires_grad=True)
-    sparse, hooks = "torch.sparse.check_sparse_tensor_invariants", "torch.autograd.graph.disable_saved_tensors_hooks"
+    sparse, hooks = (
+        "torch.sparse.check_sparse_tensor_invariants",
+        "torch.autograd.graph.disable_saved_tensors_hooks",
+    )
     with mpgrad.Pool(1, engine=engine) as pool:
         with set_to(sparse, True):
             ((there, y),) = pool.map(look, [x])
         assert there[sparse] and there[hooks] is None
         with torch.autograd.graph.disable_saved_tensors_hooks("no"):
             y.backward()
-    assert x.grad is not None and {name for name, grad in zip(SETTINGS, x.grad, strict=True) if grad} == {hooks}
+    assert x.grad is not None and {
+        name for name, grad in zip(SETTINGS, x.grad, strict=True) if grad
+    } == {hooks}
 
 
 @pytest.mark.parametrize("graphs", ["recompute", "auto"])
@@ -197,12 +219,14 @@ def double() -> Iterator[None]:
 @pytest.mark.parametrize("changed", [torch.sparse.check_sparse_tensor_invariants, double])
 @pytest.mark.parametrize("within", [False, True])
 def test_calls_in_threads_put_back_what_the_caller_has(changed: Any, within: bool) -> None:
-    """Symptom: with engine "thread", set in the caller for ever. Cause: each call put back what it found: another one's."""
+    """Symptom: with engine "thread", set in the caller for ever. Cause: each call put back what it
+    found: another one's."""
     with changed():
         other_than_now = modes.current_modes()
     before, now = modes.current_modes(), other_than_now
     orders = itertools.product(
-        itertools.product([now] if within else [before, now], repeat=3), itertools.permutations(range(3))
+        itertools.product([now] if within else [before, now], repeat=3),
+        itertools.permutations(range(3)),
     )
     with contextlib.ExitStack() as threads:
         each_in_one = [threads.enter_context(ThreadPoolExecutor(1)) for _ in range(3)]
@@ -227,7 +251,8 @@ def test_an_initializers_settings_stay_where_the_caller_has_the_default() -> Non
 
 
 def test_new_and_old_names_of_precision_together(pool2: mpgrad.Pool) -> None:
-    """Symptom: a RuntimeError from every call. Cause: PyTorch refuses to read the old setting then."""
+    """Symptom: a RuntimeError from every call. Cause: PyTorch refuses to read the old setting
+    then."""
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("this PyTorch has the old ones only")
     with set_to("torch.backends.mkldnn.matmul.fp32_precision", "bf16"):
@@ -287,7 +312,9 @@ def test_derivatives_with_a_default_device(pool2: mpgrad.Pool) -> None:
     x = torch.arange(3.0, requires_grad=True)
     with torch.device("meta"):
         assert torch.equal(mpgrad.jacobian(torch.sin, x, pool=pool2), torch.diag(x.cos()))
-        assert torch.equal(torch.func.grad(lambda x: pool2.map(torch.sin, [x])[0].sum())(x.detach()), x.cos())
+        assert torch.equal(
+            torch.func.grad(lambda x: pool2.map(torch.sin, [x])[0].sum())(x.detach()), x.cos()
+        )
         (found,) = pool2.map(lambda x: (x * 1,), [x])
         with forward_ad.dual_level():
             (y,) = pool2.map(torch.sin, [forward_ad.make_dual(x.detach(), x.detach() * 0 + 1)])
@@ -320,7 +347,9 @@ def overwrites(x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[], Any]] = {
     r"test_settings\.Doubles": Doubles,
     r"test_settings\.Rounds": Rounds,
-    r"torch\.autograd\.graph\.allow_mutation_on_saved_tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    r"torch\.autograd\.graph\.allow_mutation_on_saved_tensors": (
+        torch.autograd.graph.allow_mutation_on_saved_tensors
+    ),
     r"torch\.nn\.utils\.parametrize\.cached": parametrize.cached,
 }
 
@@ -340,7 +369,10 @@ def test_a_mode_that_may_change_values_is_refused(name: str, pool: mpgrad.Pool) 
     if "allow" not in name:  # which PyTorch itself does not allow in a transform
         operations.append(lambda: torch.func.grad(lambda x: pool.map(overwrites, [x])[0])(x))
     for operation in operations:
-        with REFUSED[name](), pytest.raises(NotImplementedError, match=rf"\(mode: (\S+\.)?{name}\)"):
+        with (
+            REFUSED[name](),
+            pytest.raises(NotImplementedError, match=rf"\(mode: (\S+\.)?{name}\)"),
+        ):
             operation()
     assert torch.equal(state, torch.get_rng_state())
     if REFUSED[name] is not Doubles:  # which PyTorch leaves before a backward
@@ -391,7 +423,8 @@ def checkpointed(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [torch.nn.Sigmoid(), checkpointed])
 def test_hooks_for_all_modules_travel(function: Any, pool: mpgrad.Pool) -> None:
-    """Symptom: values and gradients without them, silently; so in a part that a checkpoint runs again."""
+    """Symptom: values and gradients without them, silently; so in a part that a checkpoint runs
+    again."""
     x = torch.ones(3, requires_grad=True)
     handles = [
         torch.nn.modules.module.register_module_forward_hook(doubled),
@@ -462,9 +495,16 @@ def test_what_only_observes_warns_once(name: str, pool: mpgrad.Pool) -> None:
 
 def test_a_checkpoint_with_a_policy_around_a_call(pool2: mpgrad.Pool) -> None:
     """It keeps or computes once more, which has the same values: nothing to be refused."""
-    context = lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])  # noqa: E731
+
+    def context() -> Any:
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(
+            [torch.ops.aten.mm.default]
+        )
+
     x = torch.ones(3, requires_grad=True)
-    y = checkpoint(lambda x: pool2.map(torch.sin, [x])[0].sum(), x, use_reentrant=False, context_fn=context)
+    y = checkpoint(
+        lambda x: pool2.map(torch.sin, [x])[0].sum(), x, use_reentrant=False, context_fn=context
+    )
     y.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.ones(3).cos())
 
@@ -474,11 +514,17 @@ def test_a_checkpoint_with_a_policy_around_a_call(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("context", ["fork", None])
 def test_workers_begin_with_no_modes_of_their_makers(context: str | None) -> None:
-    """With "fork", a worker has what the thread had that made it; only a thread's start was thought of."""
+    """With "fork", a worker has what the thread had that made it; only a thread's start was thought
+    of."""
     with Doubles(), torch.device("meta"), torch.sparse.check_sparse_tensor_invariants():
         pool = mpgrad.Pool(1, context=context)
     with pool:
-        there = pool.apply(lambda: (torch.zeros(1).device.type, torch.sparse.check_sparse_tensor_invariants.is_enabled()))
+        there = pool.apply(
+            lambda: (
+                torch.zeros(1).device.type,
+                torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+            )
+        )
         assert there == ("cpu", False)
         assert torch.equal(pool.apply(torch.sin, (torch.ones(1),)), torch.ones(1).sin())
 
@@ -499,24 +545,37 @@ def test_what_travels_is_in_the_inventory(script: ModuleType) -> None:
     fates = script.listed(script.LIST.read_text())
     travelling = {name for name, fate in fates.items() if fate.startswith("travels")}
     shorter = {
-        name.replace(".distribution.Distribution", ".Distribution").replace(".anomaly_mode.", ".") for name in travelling
+        name.replace(".distribution.Distribution", ".Distribution").replace(".anomaly_mode.", ".")
+        for name in travelling
     }
-    names = {name.partition("(")[0] for name in SETTINGS} - {"torch.backends.cpu.allow_fp16_reduced_precision_reduction"}
-    assert {name.replace(".autograd.", ".autograd.grad_mode.") for name in names - shorter} <= travelling
+    names = {name.partition("(")[0] for name in SETTINGS} - {
+        "torch.backends.cpu.allow_fp16_reduced_precision_reduction"
+    }
+    assert {
+        name.replace(".autograd.", ".autograd.grad_mode.") for name in names - shorter
+    } <= travelling
     assert all(
-        name.startswith(("travels", "refused")) for name in (fates["torch.device"], fates["torch.nn.utils.parametrize.cached"])
+        name.startswith(("travels", "refused"))
+        for name in (fates["torch.device"], fates["torch.nn.utils.parametrize.cached"])
     )
 
 
 @pytest.mark.slow
 def test_nothing_in_pytorch_is_unaccounted_for() -> None:
-    """Where this fails, PyTorch has something new that changes a state: decide what becomes of it, and add it to the list."""
-    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=110)
+    """Where this fails, PyTorch has something new that changes a state: decide what becomes of it,
+    and add it to the list."""
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=110
+    )
     assert ended.returncode == 0, ended.stdout
 
 
-def test_a_chunk_of_what_nobody_has_changed_reads_few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_what_nobody_has_changed_reads_few_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = modes.current_modes()
-    monkeypatch.setattr(modes.TABLE, "settings", {name: modes.TABLE.settings[name] for name in modes.RESET})
+    monkeypatch.setattr(
+        modes.TABLE, "settings", {name: modes.TABLE.settings[name] for name in modes.RESET}
+    )
     with modes.under(now):
         pass

@@ -1,4 +1,5 @@
-"""Many tensors that are alike travel as one run of memory: what comes out is what went in, each with memory of its own."""
+"""Many tensors that are alike travel as one run of memory: what comes out is what went in, each
+with memory of its own."""
 
 from __future__ import annotations
 
@@ -18,13 +19,24 @@ import mpgrad
 from mpgrad.calls.operations import Operation
 from mpgrad.memory.arena import Arena
 from mpgrad.submission.submitter import Feeder
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, Packer, Payload, Together, lent, view, views
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    REQUIRES_GRAD,
+    Bucket,
+    Packer,
+    Payload,
+    Together,
+    lent,
+    view,
+    views,
+)
 
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
 
-NAN = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)  # with a message; minus zero
+# with a message; minus zero
+NAN = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
 GROUPS = {
     "ragged": [torch.arange(n, dtype=torch.float32) for n in (3, 4, 1, 17, 2)],
     "numbers": [torch.tensor(float(n), dtype=torch.float64) for n in range(9)],
@@ -55,13 +67,21 @@ class Border:
             payload.parts.append(before)
             payload.nbytes = len(before)
         refs = payload.add_all(self.placed)
-        assert isinstance(refs, Bucket) and payload.nbytes == sum(map(len, payload.parts)) and payload.nbytes % 16 == 0
+        assert (
+            isinstance(refs, Bucket)
+            and payload.nbytes == sum(map(len, payload.parts))
+            and payload.nbytes % 16 == 0
+        )
         again = pickle.loads(pickle.dumps(refs))
         assert isinstance(again, Bucket)
         return again, memoryview(bytearray(b"".join(payload.parts)))
 
     def borrow(self, ref: Any) -> Any:
-        assert self.placed is not None and self.placed.holder is not None and ref.place == self.placed.holder.address
+        assert (
+            self.placed is not None
+            and self.placed.holder is not None
+            and ref.place == self.placed.holder.address
+        )
         return self.placed.holder.memory
 
 
@@ -80,7 +100,11 @@ def test_what_comes_out_is_what_went_in(tensors: list[Tensor], before: bytes) ->
     for number, (ours, theirs) in enumerate(zip(found, tensors, strict=True)):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         assert torch.equal(bits(ours), bits(theirs))
-        assert ours.untyped_storage().nbytes() == theirs.nbytes and ours.storage_offset() == 0 and not ours._is_view()
+        assert (
+            ours.untyped_storage().nbytes() == theirs.nbytes
+            and ours.storage_offset() == 0
+            and not ours._is_view()
+        )
         if theirs.numel() > 1:
             assert (ours.data_ptr() - start) % 16 == 0
         copied = views(refs, payload, border.borrow)[number]
@@ -88,7 +112,11 @@ def test_what_comes_out_is_what_went_in(tensors: list[Tensor], before: bytes) ->
         assert refs.place < 0 or copied.data_ptr() != ours.data_ptr()
         if refs.place < 0:
             assert view(refs[number], payload, border.borrow).data_ptr() == ours.data_ptr()
-    assert [ref.shape for ref in refs] == [ref.shape for ref in refs[:]] == [tuple(each.shape) for each in tensors]
+    assert (
+        [ref.shape for ref in refs]
+        == [ref.shape for ref in refs[:]]
+        == [tuple(each.shape) for each in tensors]
+    )
     assert lent(refs) == ([] if refs.place < 0 else [refs.whole])
     version = found[1]._version
     found[0].fill_(1)
@@ -205,7 +233,9 @@ def test_a_call_may_write_to_its_own_input_only(nursery: mpgrad.Pool, graphs: st
     assert [each.item() for each in found] == [squared(y.detach().clone()).item() for y in ys]
 
 
-def test_inputs_are_whole_for_a_call_that_is_run_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_inputs_are_whole_for_a_call_that_is_run_again(
+    nursery: mpgrad.Pool, tmp_path: Path
+) -> None:
     flag = tmp_path / "died"
 
     def dies_once(x: Tensor) -> Tensor:
@@ -232,7 +262,9 @@ def test_results_are_passed_on(nursery: mpgrad.Pool) -> None:
         second = pool.map(torch.exp, [each.detach().requires_grad_() for each in first[::-1]])
         alone = pool.submit(torch.cos, first[2])
         assert torch.equal(alone.result(), xs[2].sin().cos())
-        assert all(torch.equal(each, x.sin().exp()) for each, x in zip(second, xs[::-1], strict=True))
+        assert all(
+            torch.equal(each, x.sin().exp()) for each, x in zip(second, xs[::-1], strict=True)
+        )
         (second[0].sum() + alone.result().sum()).backward()
     y = items()
     y[2].sin().cos().sum().backward()
@@ -277,11 +309,14 @@ def test_no_room_for_all_of_them(nursery: mpgrad.Pool) -> None:
     assert all(torch.equal(each, torch.full((5000,), k + 1.0)) for k, each in enumerate(results))
 
 
-@pytest.mark.parametrize(("autocast", "dtype"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("autocast", "dtype"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)]
+)
 def test_half_precision_of_another_kind_than_that_of_autocast(
     pool2: mpgrad.Pool, autocast: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """They were put together under autocast, which refuses to do that: the map raised, and so did its backward."""
+    """They were put together under autocast, which refuses to do that: the map raised, and so did
+    its backward."""
 
     def fn(x: Tensor) -> Tensor:
         return (x.float() ** 2).sum().to(dtype)
@@ -292,5 +327,7 @@ def test_half_precision_of_another_kind_than_that_of_autocast(
             found, expected = pool2.map(fn, xs), [fn(x) for x in xs]
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
             one = torch.ones((), dtype=dtype)
-            ours, serial = (torch.autograd.grad(each, xs, [one] * len(xs)) for each in (found, expected))
+            ours, serial = (
+                torch.autograd.grad(each, xs, [one] * len(xs)) for each in (found, expected)
+            )
             assert all(torch.equal(*pair) for pair in zip(ours, serial, strict=True))

@@ -1,4 +1,5 @@
-"""Frames on a socket: they arrive whole, in order and with their descriptors, however the pipe takes them."""
+"""Frames on a socket: they arrive whole, in order and with their descriptors, however the pipe
+takes them."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ def test_frames_arrive_whole_in_any_pieces() -> None:
 
 
 def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
-    """A send that a signal interrupts has sent a part; what was left stayed with the worker, and the parent waited for ever."""
+    """A send that a signal interrupts has sent a part; what was left stayed with the worker, and
+    the parent waited for ever."""
     ours, theirs = socket.socketpair()
     code = (
-        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages import Returned;"
+        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages "
+        "import Returned;"
         "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
         "print('here', flush=True);"
         "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"
@@ -61,7 +64,9 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
             assert worker.stdout.readline() == b"here\n"
             state = psutil.Process(worker.pid)
             while len(received) < 1_000_000:
-                while state.status() == psutil.STATUS_RUNNING:  # until there is no room in the pipe, and it sleeps
+                while (
+                    state.status() == psutil.STATUS_RUNNING
+                ):  # until there is no room in the pipe, and it sleeps
                     pass
                 os.kill(worker.pid, signal.SIGSTOP)
                 while state.status() != psutil.STATUS_STOPPED:
@@ -86,7 +91,9 @@ def test_descriptors_arrive_with_their_frames(tmp_path: Path) -> None:
             frame = theirs.receive()
         assert frame is not None and frame.messages == [NewSlab(number, 1)]
         descriptor = theirs.take_descriptor()
-        assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(tmp_path / f"file{number}"))
+        assert descriptor is not None and os.path.samestat(
+            os.fstat(descriptor), os.stat(tmp_path / f"file{number}")
+        )
         assert not os.get_inheritable(descriptor)
         os.close(descriptor)
     ours.close()

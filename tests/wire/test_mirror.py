@@ -1,4 +1,5 @@
-"""Mirrors of memory that is not shared: what is carried comes to its place, and goes with its slab."""
+"""Mirrors of memory that is not shared: what is carried comes to its place, and goes with its
+slab."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def test_a_mirror_goes_with_its_slab() -> None:
 
 
 def test_what_is_carried_comes_after_its_slab() -> None:
-    """Symptom: what was printed, or a slab that was gone, left first, and took bytes along that had no place there yet."""
+    """Symptom: what was printed, or a slab that was gone, left first, and took bytes along that had
+    no place there yet."""
     ours, theirs = Mirror(), Mirror()
     arena = Arena(1)
     slot = arena.allocate(64)

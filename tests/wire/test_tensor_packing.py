@@ -1,4 +1,5 @@
-"""Tensors packed and viewed again, without processes: every layout arrives, and lies where it may."""
+"""Tensors packed and viewed again, without processes: every layout arrives, and lies where it
+may."""
 
 from __future__ import annotations
 
@@ -25,10 +26,20 @@ def round_trip(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 50])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool]
+)
 def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None:
     base = (torch.randn(4, 5 * size, 6) * 3).to(dtype)
-    views = [base, base.transpose(0, 2), base[1:, ::2], base[:, :0], base[0, 0, 0], base[:1].expand(7, -1, -1), base.mT[2]]
+    views = [
+        base,
+        base.transpose(0, 2),
+        base[1:, ::2],
+        base[:, :0],
+        base[0, 0, 0],
+        base[:1].expand(7, -1, -1),
+        base.mT[2],
+    ]
     if dtype.is_complex:
         views += [base.conj(), base.conj().imag]
     for each in views:

@@ -21,7 +21,9 @@ BEYOND = "out of bounds for storage of size"
 
 
 def base(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 VIEWS: dict[str, Callable[[], Tensor]] = {
@@ -50,16 +52,30 @@ def again(view: Callable[[], Tensor]) -> Tensor:
 
 
 def outcome(results: list[Any], xs: list[Tensor]) -> list[Tensor]:
-    """The tensors of the results, and the gradients of the items, which go back to where those came from."""
+    """The tensors of the results, and the gradients of the items, which go back to where those came
+    from."""
     tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor)]
     needing = [each for each in tensors if each.requires_grad]
-    return [*tensors, *(torch.autograd.grad(sum(each.cos().abs().sum() for each in needing), xs) if needing else ())]
+    return [
+        *tensors,
+        *(
+            torch.autograd.grad(sum(each.cos().abs().sum() for each in needing), xs)
+            if needing
+            else ()
+        ),
+    ]
 
 
 def within(x: Tensor) -> Any:
-    """What a view's own elements say, by `as_strided` too: counted from where it begins, in its storage here or there."""
+    """What a view's own elements say, by `as_strided` too: counted from where it begins, in its
+    storage here or there."""
     start = x.storage_offset()
-    return x * 2, x.stride(), x.as_strided(x.shape, x.stride()) * 2, torch.as_strided(x, x.shape, x.stride(), start) * 3
+    return (
+        x * 2,
+        x.stride(),
+        x.as_strided(x.shape, x.stride()) * 2,
+        torch.as_strided(x, x.shape, x.stride(), start) * 3,
+    )
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -122,7 +138,9 @@ PAST_THE_END: list[Callable[[Tensor], Any]] = [
 
 @pytest.mark.parametrize("run", [bundled, alone])
 @pytest.mark.parametrize("size", [1, 30, LARGE], ids=["one", "rides", "lies in a slab"])
-def test_past_the_end_of_an_argument_pytorch_raises(pool2: mpgrad.Pool, run: Callable[..., Any], size: int) -> None:
+def test_past_the_end_of_an_argument_pytorch_raises(
+    pool2: mpgrad.Pool, run: Callable[..., Any], size: int
+) -> None:
     """Though other tensors lie there: those of the same message, or slab."""
     rows = list(base(12, size))[:8]
     for fn in PAST_THE_END:
@@ -132,7 +150,8 @@ def test_past_the_end_of_an_argument_pytorch_raises(pool2: mpgrad.Pool, run: Cal
 
 @pytest.mark.parametrize("size", [30, LARGE], ids=["rides", "lies in a slab"])
 def test_past_the_end_of_others_pytorch_raises(pool2: mpgrad.Pool, size: int) -> None:
-    """Captures, results that are passed on, several tensors of an item, and results in the caller."""
+    """Captures, results that are passed on, several tensors of an item, and results in the
+    caller."""
     row, other = base(3, size)[1], base(3, size)[2]
     for fn in PAST_THE_END:
         with pytest.raises(RuntimeError, match=BEYOND):
@@ -164,9 +183,12 @@ def test_past_the_end_in_a_backward_pytorch_raises(pool2: mpgrad.Pool, size: int
 
 @pytest.mark.parametrize("run", [bundled, alone])
 def test_before_a_view_others_numbers_are_read(pool2: mpgrad.Pool, run: Callable[..., Any]) -> None:
-    """The one access whose numbers are not the loop's: see the guarantees. Offset 0 is where the view begins."""
+    """The one access whose numbers are not the loop's: see the guarantees. Offset 0 is where the
+    view begins."""
     rows = list(base(300, 30)[280:])
-    for mine, row in zip(run(pool2, lambda x: x.as_strided((2,), (1,), 0), rows), rows, strict=True):
+    for mine, row in zip(
+        run(pool2, lambda x: x.as_strided((2,), (1,), 0), rows), rows, strict=True
+    ):
         assert torch.equal(mine, row[:2])
     for name in ("with gaps and an offset", "a column", "with wide gaps"):
         x = VIEWS[name]()

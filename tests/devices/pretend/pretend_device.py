@@ -1,7 +1,9 @@
-"""The device of `pretend/device.cpp` as an accelerator of mpgrad's: GPUs, as far as anybody but the hardware can tell.
+"""The device of `pretend/device.cpp` as an accelerator of mpgrad's: GPUs, as far as anybody but the
+hardware can tell.
 
-Its tensors are on devices "pretend:0" and "pretend:1", its shared memory is opened by a handle, and it can be told to fail
-where a GPU could. What it has not is time of its own: copies are done when they are asked for.
+Its tensors are on devices "pretend:0" and "pretend:1", its shared memory is opened by a handle, and
+it can be told to fail where a GPU could. What it has not is time of its own: copies are done when
+they are asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +36,21 @@ def built() -> Path | None:
     folder = Path(torch.__file__).parent / "lib"
     unfinished = library.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in include_paths()]
-    command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", "-w", *includes, str(SOURCE), "-o", str(unfinished)]
-    subprocess.run([*command, f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch"], check=True, timeout=300)
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O0",
+        "-std=c++20",
+        "-w",
+        *includes,
+        str(SOURCE),
+        "-o",
+        str(unfinished),
+    ]
+    subprocess.run(
+        [*command, f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch"], check=True, timeout=300
+    )
     unfinished.rename(library)
     return library
 

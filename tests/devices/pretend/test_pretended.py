@@ -1,4 +1,5 @@
-"""Pools with devices, on machines without one: on the device of `pretend_device`, which PyTorch takes for a GPU.
+"""Pools with devices, on machines without one: on the device of `pretend_device`, which PyTorch
+takes for a GPU.
 
 The order of copies on real devices is `test_lanes.py`'s; what needs a real GPU is `test_gpu.py`'s.
 """
@@ -33,7 +34,8 @@ if LIBRARY is None:
 
 
 class Known(torch.autograd.Function):
-    """The autograd engine's threads for devices stay; here they become known to Python, before threads are counted."""
+    """The autograd engine's threads for devices stay; here they become known to Python, before
+    threads are counted."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -70,7 +72,9 @@ def crossing(request: pytest.FixtureRequest) -> str:
 
 def is_direct(pool: mpgrad.Pool) -> bool:
     crossing: Any = pool._scheduler.memory.crossing
-    while not (crossing._is_direct or crossing._is_refused):  # one worker may have answered all calls, and the other none
+    while not (
+        crossing._is_direct or crossing._is_refused
+    ):  # one worker may have answered all calls, and the other none
         for device in {worker.device for worker in pool.stats().workers} - {"cpu"}:
             pool.map(abs, [1] * 8, device=device)  # who answers has told before how the trial went
     return bool(crossing._is_direct)
@@ -92,7 +96,9 @@ def ragged(device: str, count: int = 5, **options: Any) -> list[Tensor]:
 # --- the same as the serial loop
 
 
-FOR_EITHER_REASON = pytest.mark.parametrize("crossing", ["direct", "not exported", "not opened"], indirect=True)
+FOR_EITHER_REASON = pytest.mark.parametrize(
+    "crossing", ["direct", "not exported", "not opened"], indirect=True
+)
 
 
 @FOR_EITHER_REASON
@@ -100,8 +106,12 @@ def test_the_same_as_the_serial_loop(crossing: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(devices=[ZERO, ZERO]) as pool:
         assert is_direct(settled(pool)) == (crossing == "direct")
-        assert_same_as_serial(lambda x: (x * weight).exp().sum(0), ragged(ZERO, dtype=torch.float64), pool, order=2)
-        assert_same_as_serial(lambda x: (x.sin(), weight * 2, 7), ragged(ZERO, dtype=torch.float64), pool)
+        assert_same_as_serial(
+            lambda x: (x * weight).exp().sum(0), ragged(ZERO, dtype=torch.float64), pool, order=2
+        )
+        assert_same_as_serial(
+            lambda x: (x.sin(), weight * 2, 7), ragged(ZERO, dtype=torch.float64), pool
+        )
         large = [torch.randn(70_000, device=ZERO, requires_grad=True) for _ in range(4)]
         assert_same_as_serial(lambda x: {"twice": x * 2, "sum": [x[:5].sum()]}, large, pool)
         linear = torch.nn.Linear(4, 3).to(ZERO)
@@ -126,8 +136,14 @@ def test_tensors_of_every_form(crossing: str) -> None:
     with mpgrad.Pool(devices=[ZERO]) as pool:
         settled(pool)
         for name, tensor in forms.items():
-            device, stride, kind, same = pool.apply(lambda x: (str(x.device), stride_of(x), type(x).__name__, x), (tensor,))
-            assert device == str(tensor.device) and stride == stride_of(tensor) and kind == type(tensor).__name__, name
+            device, stride, kind, same = pool.apply(
+                lambda x: (str(x.device), stride_of(x), type(x).__name__, x), (tensor,)
+            )
+            assert (
+                device == str(tensor.device)
+                and stride == stride_of(tensor)
+                and kind == type(tensor).__name__
+            ), name
             assert same.device == tensor.device and torch.equal(dense(same), dense(tensor)), name
 
 
@@ -141,7 +157,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 def test_backwards_of_all_kinds(crossing: str) -> None:
     items = ragged(ZERO)
-    weight = torch.randn(4).to(ZERO).requires_grad_()  # always the same: some make sums of second derivatives ill-conditioned
+    # always the same: some make sums of second derivatives ill-conditioned
+    weight = torch.randn(4).to(ZERO).requires_grad_()
 
     def grads(results: list[Tensor]) -> list[Tensor]:
         inputs = [weight, *items]
@@ -157,7 +174,9 @@ def test_backwards_of_all_kinds(crossing: str) -> None:
 
     with mpgrad.Pool(devices=[ZERO, ZERO], deterministic=True) as pool:
         settled(pool)
-        for found, expected in zip(grads(pool.map(fn, items)), grads([fn(x) for x in items]), strict=True):
+        for found, expected in zip(
+            grads(pool.map(fn, items)), grads([fn(x) for x in items]), strict=True
+        ):
             assert found.device == expected.device
             torch.testing.assert_close(found.cpu(), expected.cpu())
 
@@ -191,10 +210,15 @@ def test_a_call_follows_its_inputs() -> None:
     with mpgrad.Pool(devices=["cpu", ZERO, ONE]) as pool:
         settled(pool)
         pids = {worker.device: worker.pid for worker in pool.stats().workers}
-        ran = pool.map(lambda x: (os.getpid(), str(x.device)), [here, there, torch.ones(3), here, there] * 3)
+        ran = pool.map(
+            lambda x: (os.getpid(), str(x.device)), [here, there, torch.ones(3), here, there] * 3
+        )
         assert ran == [(pids[name], name) for name in (ZERO, ONE, "cpu", ZERO, ONE)] * 3
         assert pool.apply(os.getpid) == pids["cpu"]
-        assert pool.apply(lambda x: (os.getpid(), where(x, here)), (torch.ones(2),)) == (pids[ZERO], ["cpu", ZERO])
+        assert pool.apply(lambda x: (os.getpid(), where(x, here)), (torch.ones(2),)) == (
+            pids[ZERO],
+            ["cpu", ZERO],
+        )
         assert pool.submit(lambda: (os.getpid(), where(there))).result() == (pids[ONE], [ONE])
         assert list(pool.imap(lambda x: os.getpid(), [there, here])) == [pids[ONE], pids[ZERO]]
         first = pool.starmap(lambda k, x, y: (os.getpid(), where(x, y)), [(1, there, here)])
@@ -211,35 +235,53 @@ def test_device_moves_all_there_and_back(workers: Any, crossing: str) -> None:
 
     with mpgrad.Pool(devices=workers) as pool:
         settled(pool)
-        for x, y in ((torch.full((3,), 2.0, requires_grad=True), on_zero), (on_zero, torch.ones(3))):
+        for x, y in (
+            (torch.full((3,), 2.0, requires_grad=True), on_zero),
+            (on_zero, torch.ones(3)),
+        ):
             for inputs in (x, y, captured):
                 inputs.grad = None
             result, seen, made = pool.apply(fn, (x, y), device=ONE)
             assert seen == [ONE] * 3
-            assert result.device == x.device and made.device.type == "cpu"  # the first input's; and as the function made it
+            # the first input's; and as the function made it
+            assert result.device == x.device and made.device.type == "cpu"
             result.sum().backward()
             assert captured.grad is not None and captured.grad.device.type == "cpu"
             assert torch.equal(captured.grad, x.detach().cpu())
-            assert x.grad is not None and x.grad.device == x.device and torch.equal(x.grad.cpu(), captured.detach())
+            assert (
+                x.grad is not None
+                and x.grad.device == x.device
+                and torch.equal(x.grad.cpu(), captured.detach())
+            )
             assert not y.requires_grad or (y.grad is not None and y.grad.device == y.device)
 
 
 def test_device_cpu_moves_to_the_cpu_and_back(crossing: str) -> None:
-    x, weight = torch.ones(9000, device=ONE, requires_grad=True), torch.full((1,), 3.0, device=ZERO, requires_grad=True)
+    x, weight = (
+        torch.ones(9000, device=ONE, requires_grad=True),
+        torch.full((1,), 3.0, device=ZERO, requires_grad=True),
+    )
     with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
         settled(pool)
         result, seen = pool.apply(lambda x: (x * weight, where(x, weight)), (x,), device="cpu")
         assert seen == ["cpu", "cpu"] and str(result.device) == ONE
         result.sum().backward()
         assert x.grad is not None and str(x.grad.device) == ONE and x.grad.cpu()[0] == 3
-        assert weight.grad is not None and str(weight.grad.device) == ZERO and weight.grad.item() == 9000
+        assert (
+            weight.grad is not None
+            and str(weight.grad.device) == ZERO
+            and weight.grad.item() == 9000
+        )
         first = pool.submit(torch.mul, x, 2)
         (second,) = pool.map(lambda t: (t + 1, where(t)), [first], device="cpu")
         assert second[1] == ["cpu"] and str(first.result().device) == ONE
 
 
 def test_a_tensor_of_a_device_without_workers_goes_to_another_and_back(crossing: str) -> None:
-    x, weight = torch.ones(9000, device=ONE, requires_grad=True), torch.full((1,), 3.0, device=ONE, requires_grad=True)
+    x, weight = (
+        torch.ones(9000, device=ONE, requires_grad=True),
+        torch.full((1,), 3.0, device=ONE, requires_grad=True),
+    )
     with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
         settled(pool)
         result, seen = pool.apply(lambda x: (x * weight, where(x, weight)), (x,))
@@ -247,7 +289,11 @@ def test_a_tensor_of_a_device_without_workers_goes_to_another_and_back(crossing:
         (grad,) = torch.autograd.grad(result.sum(), [x], create_graph=True)
         assert str(grad.device) == ONE and grad.cpu()[0] == 3
         grad.sum().backward()
-        assert weight.grad is not None and str(weight.grad.device) == ONE and weight.grad.item() == 9000
+        assert (
+            weight.grad is not None
+            and str(weight.grad.device) == ONE
+            and weight.grad.item() == 9000
+        )
 
 
 def test_what_a_function_makes_on_a_device_of_its_own_accord_is_on_the_callers() -> None:
@@ -263,11 +309,19 @@ def test_graphs_of_calls_go_from_device_to_device(crossing: str) -> None:
     with mpgrad.Pool(devices=["cpu", ZERO, ONE]) as pool:
         settled(pool)
         top = pool.submit(torch.exp, x)
-        left = pool.submit(lambda t, two: ((t.to(two) * two).sin(), where(two)), top, torch.full((1,), 2.0, device=ZERO))
-        right = pool.submit(
-            lambda t, three: ((t.to(three) * three).cos(), where(three)), top, torch.full((1,), 3.0, device=ONE)
+        left = pool.submit(
+            lambda t, two: ((t.to(two) * two).sin(), where(two)),
+            top,
+            torch.full((1,), 2.0, device=ZERO),
         )
-        (both,) = pool.map(lambda each: (each[0][0] * each[1][0]).sum(), [(left, right)], device="pretend")
+        right = pool.submit(
+            lambda t, three: ((t.to(three) * three).cos(), where(three)),
+            top,
+            torch.full((1,), 3.0, device=ONE),
+        )
+        (both,) = pool.map(
+            lambda each: (each[0][0] * each[1][0]).sum(), [(left, right)], device="pretend"
+        )
         assert [left.result()[1], right.result()[1]] == [[ZERO], [ONE]]
         both.backward()
         assert x.grad is not None and x.grad.device.type == "cpu"
@@ -283,7 +337,9 @@ def test_reductions_on_devices() -> None:
     with mpgrad.Pool(devices=[ONE, ONE]) as pool:
         total = pool.map_reduce(lambda x: x.sum(0), items, "sum")
         total.sum().backward()
-        assert str(total.device) == ONE and all(torch.equal(x.grad.cpu(), torch.ones(x.shape)) for x in items)
+        assert str(total.device) == ONE and all(
+            torch.equal(x.grad.cpu(), torch.ones(x.shape)) for x in items
+        )
 
 
 # --- what is refused
@@ -291,19 +347,31 @@ def test_reductions_on_devices() -> None:
 
 def test_devices_that_cannot_be() -> None:
     for devices, error, text in (
-        ("tpu", ValueError, r'devices must be "cpu", "pretend" or like "pretend:0" \(devices: \'tpu\'\)'),
+        (
+            "tpu",
+            ValueError,
+            r'devices must be "cpu", "pretend" or like "pretend:0" \(devices: \'tpu\'\)',
+        ),
         ("cuda:0", ValueError, "devices must be"),
-        ("pretend:2", ValueError, r"devices must be one of pretend:0 to pretend:1 \(devices: 'pretend:2'\)"),
+        (
+            "pretend:2",
+            ValueError,
+            r"devices must be one of pretend:0 to pretend:1 \(devices: 'pretend:2'\)",
+        ),
         ([], ValueError, "devices must name at least one"),
         (3, TypeError, "devices must be a device, or a list"),
         (["cpu", 3], TypeError, "devices must be"),
     ):
         with pytest.raises(error, match=text):
             mpgrad.Pool(devices=devices)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"how many workers there are \(2\); leave processes out \(processes: 3\)"):
+    with pytest.raises(
+        ValueError, match=r"how many workers there are \(2\); leave processes out \(processes: 3\)"
+    ):
         mpgrad.Pool(3, devices=[ZERO, ONE])
     for engine in ("thread", "inline"):
-        with pytest.raises(ValueError, match=f"devices are for engines process, stream \\(engine: '{engine}'\\)"):
+        with pytest.raises(
+            ValueError, match=f"devices are for engines process, stream \\(engine: '{engine}'\\)"
+        ):
             mpgrad.Pool(devices=ZERO, engine=engine)
     with pytest.raises(ValueError, match='engine "stream" runs on a GPU; say on which'):
         mpgrad.Pool(engine="stream")
@@ -319,17 +387,29 @@ def test_without_a_gpu_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpgrad.memory.accelerator import Cuda
 
     monkeypatch.setattr(INSTALLED, "accelerator", Cuda())
-    for options in ({"devices": "cuda"}, {"devices": ["cpu", "cuda:1"]}, {"devices": "cuda:0", "engine": "stream"}):
-        with pytest.raises(ValueError, match=r"no CUDA device is available here \(devices: 'cuda.*leave devices out"):
+    for options in (
+        {"devices": "cuda"},
+        {"devices": ["cpu", "cuda:1"]},
+        {"devices": "cuda:0", "engine": "stream"},
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"no CUDA device is available here \(devices: 'cuda.*leave devices out",
+        ):
             mpgrad.Pool(**options)
 
 
 def test_calls_that_no_worker_fits(pool2: mpgrad.Pool) -> None:
     there = torch.ones(2, device=ONE)
     with mpgrad.Pool(devices=["cpu", "cpu"]) as pool:
-        with pytest.raises(ValueError, match=r"on device pretend:1 \(workers: 2 on cpu\); make the pool with devices="):
+        with pytest.raises(
+            ValueError,
+            match=r"on device pretend:1 \(workers: 2 on cpu\); make the pool with devices=",
+        ):
             pool.map(abs, [there])
-        with pytest.raises(ValueError, match=r"no worker of this pool is on device pretend \(workers: 2 on cpu\)"):
+        with pytest.raises(
+            ValueError, match=r"no worker of this pool is on device pretend \(workers: 2 on cpu\)"
+        ):
             pool.map(abs, [1], device="pretend")
         with pytest.raises(ValueError, match="device must be"):
             pool.map(abs, [1], device="tpu")
@@ -337,7 +417,9 @@ def test_calls_that_no_worker_fits(pool2: mpgrad.Pool) -> None:
             pool.apply(abs, (1,), device=1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="one worker for each"):
             pool.resize(3)
-    with pytest.raises(TypeError, match=r"item 0 .* its device is pretend:1; pass tensor.cpu\(\), or make the pool"):
+    with pytest.raises(
+        TypeError, match=r"item 0 .* its device is pretend:1; pass tensor.cpu\(\), or make the pool"
+    ):
         pool2.map(abs, [there])
     with pytest.raises(ValueError, match="no worker of this pool is on device pretend:1"):
         pool2.map(abs, [1], device=ONE)
@@ -352,7 +434,11 @@ def test_staging_is_said_once(crossing: str, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "mpgrad"), mpgrad.Pool(devices=[ZERO, ONE]) as pool:
         settled(pool)
         pool.map(torch.sin, ragged(ZERO))
-    said = [record.getMessage() for record in caplog.records if "through the CPU's memory" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "through the CPU's memory" in record.getMessage()
+    ]
     assert len(said) == (crossing != "direct")
 
 
@@ -395,7 +481,11 @@ def test_a_dead_worker_is_replaced_by_one_on_the_same_device(crossing: str, tmp_
         sum(result.sum() for result in results).backward()
         assert all(torch.equal(x.grad.cpu(), torch.full(x.shape, 4.0)) for x in items)
         assert pool.stats().deaths == 2
-        assert sorted(worker.device for worker in settled(pool).stats().workers) == ["cpu", ZERO, ONE]
+        assert sorted(worker.device for worker in settled(pool).stats().workers) == [
+            "cpu",
+            ZERO,
+            ONE,
+        ]
 
 
 def test_results_outlive_their_worker(tmp_path: Any) -> None:
@@ -471,15 +561,21 @@ def test_the_stream_engine_is_threads_of_this_process() -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(engine="stream", devices=ZERO, processes=3) as pool:
         assert is_direct(settled(pool))
-        assert {worker.pid for worker in pool.stats().workers} == {os.getpid()} and pool.processes == 3
-        assert_same_as_serial(lambda x: (x * weight).exp().sum(0), ragged(ZERO, dtype=torch.float64), pool, order=2)
+        assert {worker.pid for worker in pool.stats().workers} == {
+            os.getpid()
+        } and pool.processes == 3
+        assert_same_as_serial(
+            lambda x: (x * weight).exp().sum(0), ragged(ZERO, dtype=torch.float64), pool, order=2
+        )
 
 
 def test_random_numbers_do_not_depend_on_the_workers(crossing: str) -> None:
     def draws(devices: Any) -> Tensor:
         torch.manual_seed(5)
         with mpgrad.Pool(devices=devices) as pool:
-            return torch.stack(pool.map(lambda x: torch.rand(3) + x.cpu(), [torch.zeros(3, device=ZERO)] * 6))
+            return torch.stack(
+                pool.map(lambda x: torch.rand(3) + x.cpu(), [torch.zeros(3, device=ZERO)] * 6)
+            )
 
     assert torch.equal(draws([ZERO]), draws([ZERO] * 3))
 
@@ -499,7 +595,9 @@ def test_an_executors_keyword_is_the_functions() -> None:
         assert executor.submit(torch.zeros, 2, device="cpu").result().shape == (2,)
 
 
-def test_a_pool_without_devices_asks_nothing_of_them(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_without_devices_asks_nothing_of_them(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Untouchable:
         def __getattribute__(self, name: str) -> Any:
             if name == "__class__":  # pytest's own question, on Python 3.10
@@ -530,7 +628,9 @@ def test_eager_backwards(crossing: str) -> None:
 def test_autocast_for_the_device_goes_along() -> None:
     with mpgrad.Pool(devices=[ZERO]) as pool:
         with torch.autocast("pretend", torch.bfloat16):
-            assert pool.apply(lambda: (torch.is_autocast_enabled("pretend"), torch.get_autocast_dtype("pretend"))) == (
+            assert pool.apply(
+                lambda: (torch.is_autocast_enabled("pretend"), torch.get_autocast_dtype("pretend"))
+            ) == (
                 True,
                 torch.bfloat16,
             )
@@ -541,7 +641,9 @@ def test_arrays_stay_on_the_cpu(crossing: str) -> None:
     numpy = pytest.importorskip("numpy")
     with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
         settled(pool)
-        array, seen = pool.apply(lambda a, x: (a * 2, where(x)), (numpy.ones(5000), torch.ones(2)), device=ZERO)
+        array, seen = pool.apply(
+            lambda a, x: (a * 2, where(x)), (numpy.ones(5000), torch.ones(2)), device=ZERO
+        )
         assert array.sum() == 10_000 and seen == [ZERO]
 
 
@@ -565,7 +667,8 @@ def test_derivatives_by_other_ways(crossing: str) -> None:
         same(batched, torch.diag(slopes.cpu()).to(ZERO))
         same(torch.func.grad(lambda x: pool.map(fn, [x])[0].sum())(x), slopes)
         same(torch.func.jvp(lambda x: pool.map(fn, [x])[0], (x,), (torch.ones_like(x),))[1], slopes)
-        (jacobian,) = mpgrad.jacobian(fn, [x], pool=pool, mode="reverse")  # the others want views that this device has not
+        # the others want views that this device has not
+        (jacobian,) = mpgrad.jacobian(fn, [x], pool=pool, mode="reverse")
         same(jacobian, torch.diag(slopes.cpu()).to(ZERO))
         (per_item,) = mpgrad.per_item_grad(pool.map(lambda x: fn(x).sum(), [x]), weight)
         same(per_item, (x * (x * weight).cos()).detach())
