@@ -1,9 +1,9 @@
 """What a pool is doing and what it holds, in figures: attributes for programs, as text a table for
 people.
 
-And how far an operation has come, shown while it goes on (`Reporter`). Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a
-terminal. So another thread looks ten times a second, and shows what it has found: what runs knows
-nothing of it.
+And how far an operation has come, shown while it goes on (`Reporter`). Who waits for a backward is
+in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks
+ten times a second, and shows what it has found: what runs knows nothing of it.
 
     operation, pool ◄── look ── Reporter's thread ──► show: a bar of tqdm, or the caller's function
 Guarantees: the last look comes after the end; a look and a show together take no more than a 20th

@@ -14,8 +14,8 @@ Assumes: one thread calls `handle`. Inline that may happen within `handle`: a ta
     word, or, where the kernel has none (`PORTABLE`), by the end of the pipe, the next time that it
     reads.
 
-A worker is none of multiprocessing's processes. But a task that starts processes, connects to a manager
-or makes shared memory finds what it would find in one: the caller's authentication key,
+A worker is none of multiprocessing's processes. But a task that starts processes, connects to a
+manager or makes shared memory finds what it would find in one: the caller's authentication key,
 interpreter, start method and resource tracker, a name and a number, and at the worker's end exit
 handlers, which end daemonic children.
 
@@ -389,7 +389,7 @@ def die_with_end(life: socket.socket) -> None:
         os._exit(1)
 
 
-# --- A worker as multiprocessing's children are, for tasks that use multiprocessing themselves
+# --- as a child of multiprocessing
 
 
 class AskedTracker(resource_tracker.ResourceTracker):

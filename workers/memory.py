@@ -331,7 +331,7 @@ def memory_in_use() -> int:
     return resident_bytes(os.getpid())
 
 
-# --- The device that a worker stands at: its set-up, its lane to the caller, and where tensors
+# --- the worker's device
 
 
 class DeviceMap(NamedTuple):

@@ -1,5 +1,5 @@
-"""What every worker of a pool starts with (`Settings`), and a worker as the scheduler sees it: what it
-has been sent, lent and told, and how far it has come with that. Caller's side; decisions are the
+"""What every worker of a pool starts with (`Settings`), and a worker as the scheduler sees it: what
+it has been sent, lent and told, and how far it has come with that. Caller's side; decisions are the
 scheduler's.
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`),
