@@ -20,8 +20,7 @@ if _typing.TYPE_CHECKING:
     from mpgrad.advice import Advice, advise
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.ray import Ray
-    from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
-    from mpgrad.derivatives.per_item import per_item_grad
+    from mpgrad.derivatives import hessian, hvp, jacobian, jvp, per_item_grad, vjp
     from mpgrad.errors import (
         AncestorFailedError,
         CallTimeoutError,
@@ -42,7 +41,7 @@ if _typing.TYPE_CHECKING:
     )
     from mpgrad.pool import Pool
     from mpgrad.stats import PoolStats, WorkerStats
-    from mpgrad.timeline.timeline import Timeline
+    from mpgrad.timeline import Timeline
 
 __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
 
@@ -63,21 +62,21 @@ _HOMES = {
     "RemoteTraceback": "mpgrad.errors",
     "ResultIterator": "mpgrad.calls.results",
     "SharedMemoryError": "mpgrad.errors",
-    "Timeline": "mpgrad.timeline.timeline",
+    "Timeline": "mpgrad.timeline",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
     "WorkerStats": "mpgrad.stats",
     "advise": "mpgrad.advice",
     "as_completed": "concurrent.futures",
-    "hessian": "mpgrad.derivatives.jacobians",
-    "hvp": "mpgrad.derivatives.jacobians",
-    "jacobian": "mpgrad.derivatives.jacobians",
-    "jvp": "mpgrad.derivatives.jacobians",
+    "hessian": "mpgrad.derivatives",
+    "hvp": "mpgrad.derivatives",
+    "jacobian": "mpgrad.derivatives",
+    "jvp": "mpgrad.derivatives",
     "map_with_parallel_backward": "mpgrad.functions",
-    "per_item_grad": "mpgrad.derivatives.per_item",
+    "per_item_grad": "mpgrad.derivatives",
     "run_isolated_backward": "mpgrad.functions",
     "run_isolated_forward": "mpgrad.functions",
-    "vjp": "mpgrad.derivatives.jacobians",
+    "vjp": "mpgrad.derivatives",
     "wait": "concurrent.futures",
 }
 

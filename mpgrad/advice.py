@@ -20,11 +20,10 @@ import torch
 
 from mpgrad.calls.packing import pickled_function
 from mpgrad.calls.results import seconds_given
-from mpgrad.others_clock import OthersClock
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of, iterator
-from mpgrad.system import usable_cpus
+from mpgrad.system import OthersClock, usable_cpus
 from mpgrad.testing import differentiable, tensors_of
 from mpgrad.torch_state.modes import kept_random_state
 

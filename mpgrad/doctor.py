@@ -148,7 +148,7 @@ def software() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad import others_clock, system
+    from mpgrad import system
 
     usable, allowed = system.usable_cpus(), len(system.own_cpus())
     quota = system.cgroup_quota(system.own_cgroups("cpu"))
@@ -160,7 +160,7 @@ def processors() -> Iterator[Finding]:
         "on one CPU a pool is no faster than the serial loop",
         "give this process more: taskset, docker run --cpus, or --cpus-per-task in a batch system",
     )
-    clock = others_clock.OthersClock()
+    clock = system.OthersClock()
     time.sleep(LOOK_SECONDS)
     taken = clock.cpus()
     yield judged(

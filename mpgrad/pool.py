@@ -30,10 +30,9 @@ from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
-from mpgrad.progress import Progress, Standing, reported
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats
+from mpgrad.stats import PoolStats, Progress, Standing, reported
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -45,7 +44,7 @@ from mpgrad.submission.options import (
 )
 from mpgrad.submission.starting import Source, iterator
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
-from mpgrad.timeline.timeline import Timeline
+from mpgrad.timeline import Timeline
 from mpgrad.torch_state import behaviours
 from mpgrad.torch_state.modes import load_generators
 from mpgrad.torch_state.private import not_compiled

@@ -9,9 +9,10 @@ branches are tested.
 
 Also what a process has of the system: descriptors that are kept as numbers (`Kept`); memory within
 the limits of Linux's control groups, versions 1 and 2, which containers and batch systems set; how
-often the kernel has killed for want of memory; amounts of memory as people write them; and how many
+often the kernel has killed for want of memory; amounts of memory as people write them; how many
 CPUs this process may really use: `os.cpu_count` counts what the machine has, while schedulers and
-containers give less, by affinity or by quota.
+containers give less, by affinity or by quota; and how many CPUs other programs take, so that
+figures of a busy machine can be told from those that may be relied on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 __all__ = [
     "CGROUPS",
     "CLOSE_ON_EXEC",
@@ -38,6 +41,7 @@ __all__ = [
     "REFUSED",
     "THREAD_VARIABLES",
     "Kept",
+    "OthersClock",
     "anonymous_memory",
     "bytes_of",
     "cgroup_folders",
@@ -441,3 +445,42 @@ def quota_of(folder: Path) -> float:
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0])
     return math.inf
+
+
+# --- other programs' CPUs
+
+
+class OthersClock:
+    """Looks at the CPUs that this process may run on, from when it is made. Its descendants are no
+    others."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
+
+    def cpus(self) -> float:
+        """How many of them others kept busy up to now. The system counts in ticks of 10 ms: after
+        some tenths of a second."""
+        own = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own_seconds().items())
+        return max(0.0, (busy_seconds() - self._busy - own) / (time.monotonic() - self._start))
+
+
+def busy_seconds() -> float:
+    """Of the CPUs that this process may run on, since the machine started."""
+    times, ours = psutil.cpu_times(percpu=True), own_cpus()
+    if ours and max(ours) < len(times):
+        times = [times[number] for number in ours]
+    # of a guest, time is counted as the user's, too; what the host takes from us counts as busy
+    still = "idle", "iowait", "guest", "guest_nice"
+    return sum(
+        float(getattr(each, name)) for each in times for name in each._fields if name not in still
+    )
+
+
+def own_seconds() -> dict[int, float]:
+    """CPU time of this process and its descendants, each with that of its children that have
+    ended."""
+    found, this = {}, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[process.pid] = float(sum(process.cpu_times()[:4]))
+    return found

@@ -73,9 +73,8 @@ from mpgrad.torch_state.private import (
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure
-from mpgrad.workers.device import Station
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
-from mpgrad.workers.memory import Loans
+from mpgrad.workers.memory import Loans, Station
 
 __all__ = [
     "CaptureSums",

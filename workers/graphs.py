@@ -61,8 +61,7 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.wire.messages import Release
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef
-from mpgrad.workers.device import DeviceMap
-from mpgrad.workers.memory import MemoryWatch, give_back, memory_in_use
+from mpgrad.workers.memory import DeviceMap, MemoryWatch, give_back, memory_in_use
 
 if TYPE_CHECKING:
     from mpgrad.workers.functions import Function

@@ -13,13 +13,31 @@ Assumes: one thread calls `handle`. Inline that may happen within `handle`: a ta
     again. In a process this is the only thread, and it dies with whoever made it: by the kernel's
     word, or, where the kernel has none (`PORTABLE`), by the end of the pipe, the next time that it
     reads.
+
+A worker is none of multiprocessing's processes. But a task that starts processes, connects to a
+manager or makes shared memory finds what it would find in one: the caller's authentication key,
+interpreter, start method and resource tracker, a name and a number, and at the worker's end exit
+handlers, which end daemonic children.
+
+The tracker is that of the caller, because what a task makes may be for others, and what nobody
+unlinks has to go with the program rather than with a worker. Most programs never need one, so a
+worker asks for it (`engines.launch.SharedTracker`) when multiprocessing first looks for its
+descriptor:
+
+    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where
+                                                          there is none
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import logging
+import multiprocessing
+import multiprocessing.process
+import multiprocessing.util
 import os
 import select
 import signal
@@ -27,17 +45,18 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch
 
 from mpgrad.environment import FOLLOWER, PLACE
-from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.memory import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.pickling.reducers import share_loaded_scripts
-from mpgrad.system import PORTABLE, thread_variables
+from mpgrad.system import PORTABLE, receive_descriptors, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Channel, Frame, Link, drained
@@ -67,28 +86,25 @@ from mpgrad.wire.messages import (
     Try,
 )
 from mpgrad.wire.tensor_refs import Payload
-from mpgrad.workers.child import (
-    become_child,
-    forget_exit_handlers,
-    leave_children,
-    run_exit_handlers,
-    share_tracker,
-)
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
-from mpgrad.workers.device import Station, station
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
 from mpgrad.workers.graphs import CHECKPOINTS, HOOKS, GraphTable
-from mpgrad.workers.memory import Loans, MemoryWatch
+from mpgrad.workers.memory import Loans, MemoryWatch, Station, station
 from mpgrad.workers.run import Runner, Tracker
 
 __all__ = [
     "Worker",
+    "become_child",
     "begin",
+    "forget_exit_handlers",
+    "leave_children",
     "refuse_and_exit",
+    "run_exit_handlers",
     "serve",
     "serve_and_exit",
     "serve_in_process",
     "serve_spawned",
+    "share_tracker",
 ]
 
 PR_SET_PDEATHSIG = 1
@@ -371,3 +387,82 @@ def die_with_end(life: socket.socket) -> None:
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([life], [], [], 0)[0]:  # closed before we could ask
         os._exit(1)
+
+
+# --- as a child of multiprocessing
+
+
+class AskedTracker(resource_tracker.ResourceTracker):
+    """Has the descriptor of the caller's, once it is looked at; without an answer, multiprocessing
+    starts another one."""
+
+    asks: socket.socket
+
+    @property
+    def _fd(self) -> int | None:
+        if vars(self).get("_fd") is None:
+            vars(self)["_fd"] = asked(self.asks)
+        found: int | None = vars(self)["_fd"]
+        return found
+
+    @_fd.setter
+    def _fd(self, descriptor: int | None) -> None:
+        vars(self)["_fd"] = descriptor
+
+
+def asked(where: socket.socket) -> int | None:
+    """None: nobody is there, or has one to give."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        try:
+            with theirs:
+                socket.send_fds(where, [b"?"], [theirs.fileno()])
+            _, descriptors = receive_descriptors(ours, 1, 1)
+        except OSError:
+            return None
+    return descriptors[0] if descriptors else None
+
+
+def share_tracker(where: socket.socket) -> None:
+    """From now on this process asks there for its resource tracker."""
+    where.set_inheritable(False)
+    tracker = resource_tracker._resource_tracker
+    AskedTracker.asks = where
+    tracker.__class__ = AskedTracker
+
+
+def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
+    """`preparation`: the caller's word (`environment.preparation`); None: it is on another
+    machine."""
+    process = multiprocessing.current_process()
+    process.name = f"mpgrad-worker-{number}"  # as log records call it
+    if not process._identity:
+        process._identity = (number,)  # by which tasks tell workers apart
+    if preparation is None:
+        return
+    process.authkey = preparation["authkey"]
+    multiprocessing.set_executable(preparation["executable"])
+    if preparation["start_method"] is not None:
+        multiprocessing.set_start_method(preparation["start_method"], force=True)
+    if preparation["log_to_stderr"]:
+        multiprocessing.util.log_to_stderr()
+    logging.getLogger("multiprocessing").setLevel(preparation["log_level"])
+
+
+def forget_exit_handlers() -> None:
+    """Those of what was imported before this process was forked are not its own."""
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+def leave_children() -> None:
+    """Have the exit handlers not wait for those that are no daemons."""
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
+
+
+def run_exit_handlers() -> None:
+    """Those of tasks, and multiprocessing's, which ends daemonic children and waits for the
+    others."""
+    atexit._run_exitfuncs()

@@ -85,7 +85,6 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
-from mpgrad.workers.device import Station
 from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
 from mpgrad.workers.graphs import (
     CHECKPOINTS,
@@ -101,7 +100,7 @@ from mpgrad.workers.graphs import (
     leaves_behind,
     still_there,
 )
-from mpgrad.workers.memory import Loans
+from mpgrad.workers.memory import Loans, Station
 
 __all__ = ["Runner", "Tracker"]
 

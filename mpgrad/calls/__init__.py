@@ -7,5 +7,4 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
                  came of a call: a result, or an exception
     homes        where autograd nodes send backwards; captures' sums; predicted gradients
     results      what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
-    output       what tasks printed, logged and warned of
 """

@@ -33,7 +33,7 @@ from mpgrad.autograd.remote_graph import (
     forget_oldest,
     note_failure,
 )
-from mpgrad.calls.output import taken, warned_again
+from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
@@ -55,7 +55,7 @@ from mpgrad.wire.tensor_refs import (
 )
 
 if TYPE_CHECKING:
-    from mpgrad.scheduling.gradient_sender import GradientSender
+    from mpgrad.scheduling.admissions import GradientSender
 
 __all__ = [
     "CONFIRMED",

@@ -33,7 +33,7 @@ import torch
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.gates import Captures, gate, gate_behind, leaf_gate
 from mpgrad.autograd.remote_graph import Members, RemoteGraph, modified_in_place
-from mpgrad.calls.output import taken, warned_again
+from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import ancestor_failed, contextmanager
 from mpgrad.memory.arena import Borrowed, Slot

@@ -37,7 +37,7 @@ from mpgrad.callbacks import report
 from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
 from mpgrad.cluster.site import Arriving, Hello, Record, hello, packed
 from mpgrad.engines.launch import Exit
-from mpgrad.memory.addresses import slab_of
+from mpgrad.memory import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
 from mpgrad.wire.asides import Whereabouts

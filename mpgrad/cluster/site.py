@@ -55,7 +55,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.engines.launch import Launcher, exit_gap, launched, process_launcher
-from mpgrad.memory.addresses import OFFSET_MASK, slab_of
+from mpgrad.memory import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in

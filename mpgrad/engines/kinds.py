@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, NamedTuple, Protocol
 
-from mpgrad.engines.inline import InlineEngine
 from mpgrad.engines.launch import Exit, ThreadLauncher, process_launcher
-from mpgrad.engines.sockets import SocketEngine
+from mpgrad.engines.sockets import InlineEngine, SocketEngine
 from mpgrad.wire.frames import Link
 from mpgrad.wire.pipe import Traffic
 

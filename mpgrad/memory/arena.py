@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
-from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
+from mpgrad.memory import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.system import PORTABLE, Kept, free_memory, reserve_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 

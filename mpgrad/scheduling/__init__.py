@@ -4,19 +4,18 @@ pool's own thread.
 Imports `calls`, `engines` and what is below it. Nothing here waits for a worker, but for
 `dispatcher`, between two turns.
 
-    settings         what every worker starts with, and on which device
     scheduler        puts the parts together
     dispatcher       in whose thread that is: its own, or the caller's
     lifecycle        open, closed, leaving, draining, stopping; what comes after the end; what parts
                      ask of whoever runs them
-    admissions       operations from the start to their end; calls and backwards that wait for
-                     others
-    queue            the calls that wait; function_cache: what they cost
-    sizes            every decision about how much goes together: waves, bundles, chunks
-    gradient_sender  backwards, from autograd's threads
-    deliveries       what leaves for workers
-    chunk_writer     chunks as messages, and what a worker has once they are there
-    worker_handle    each worker: what waits for it, its chunks, and how far it is
+    admissions       operations from the start to their end; backwards, from autograd's threads;
+                     calls and backwards that wait for others
+    queue            the calls that wait, and how they leave for workers; function_cache: what they
+                     cost
+    chunk_writer     every decision about how much goes together: waves, bundles, chunks; chunks as
+                     messages, and what a worker has once they are there
+    worker_handle    what every worker starts with; each worker: what waits for it, its chunks, and
+                     how far it is
     receiving        what comes from workers, as outcomes
     staffing         workers come and go; recovery: what is lost with one
     cancelling       what nobody wants any more, or takes too long

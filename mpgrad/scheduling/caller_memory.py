@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mpgrad.callbacks import report
+from mpgrad.memory import owner_of
 from mpgrad.memory.accelerator import INSTALLED, Lane, Post, Region, name_of
-from mpgrad.memory.addresses import owner_of
 from mpgrad.memory.arena import Arena, Lenders, Slot
-from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
 from mpgrad.wire.tensor_refs import Packer
 

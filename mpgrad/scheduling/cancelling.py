@@ -21,13 +21,11 @@ from concurrent.futures import CancelledError
 
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.admissions import Admissions
-from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.lifecycle import Driver
-from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.queue import Deliveries, Line
 from mpgrad.scheduling.receiving import Receiver
-from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.worker_handle import SEEN, Doom, WorkerHandle
+from mpgrad.scheduling.worker_handle import SEEN, Doom, Settings, WorkerHandle
 from mpgrad.wire.messages import FAREWELL
 
 __all__ = [

@@ -28,7 +28,7 @@ from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import Settings
 
 __all__ = [
     "Dispatcher",

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, WorkerName
+from mpgrad.timeline import NotedCall, NotedChunk, Recording, WorkerName
 from mpgrad.wire.messages import Recorded
 
 __all__ = ["Notes"]

@@ -16,24 +16,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, Settled
-from mpgrad.callbacks import later
+from mpgrad.callbacks import given_again, later
 from mpgrad.calls.homes import Arrived, OperationHome, error_maker, raised_from
 from mpgrad.calls.operations import Delivered, Failed, Operation, Outcome
-from mpgrad.calls.output import given_again
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
-from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
+from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
 from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.queue import Line
-from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.queue import Deliveries, Line
 from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import Kept
 from mpgrad.wire.asides import LastWords, Whereabouts
 from mpgrad.wire.frames import Frame

@@ -41,23 +41,20 @@ from mpgrad.calls.results import Uncollected
 from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
-from mpgrad.scheduling.admissions import Admissions
+from mpgrad.scheduling.admissions import Admissions, GradientSender
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.cancelling import Cancelling
-from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.chunk_writer import FAR, NEAR
 from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase, Settling
 from mpgrad.scheduling.notes import Notes
-from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.queue import Deliveries, Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
-from mpgrad.timeline.timeline import Recording
+from mpgrad.timeline import Recording
 from mpgrad.torch_state.modes import Watch
 from mpgrad.wire.messages import Record
 

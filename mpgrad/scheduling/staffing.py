@@ -22,21 +22,18 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.callbacks import report
-from mpgrad.calls.output import log_levels
+from mpgrad.callbacks import log_levels, report
 from mpgrad.calls.packing import missing_device
 from mpgrad.engines.kinds import Engine
 from mpgrad.environment import current_environment, preparation
 from mpgrad.errors import PoolClosedError, WorkerDiedError
+from mpgrad.scheduling.admissions import GradientSender
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
-from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.queue import Deliveries, Line
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["Staff"]

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, slab_of
+from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, slab_of
 from mpgrad.memory.arena import Borrowed, Slab, Slot
 from mpgrad.wire.messages import Carried, Message, NewSlab, SlabsGone
 from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, UnreadableFrame, framed

@@ -42,7 +42,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mpgrad
-from mpgrad.others_clock import OthersClock
+from mpgrad.system import OthersClock
 
 DESCRIPTION = (
     "A population fit of phenobarbital in 59 newborns, mapped over a pool; beside NONMEM's."

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.progress
+import mpgrad.stats
 from mpgrad import PoolStats, WorkerStats
-from mpgrad.progress import Bar, Standing, reported, seconds_left
+from mpgrad.stats import Bar, Standing, reported, seconds_left
 
 ITEMS = range(-7, 0)
 Told = list[tuple[int, int | None, float | None]]
@@ -136,7 +136,7 @@ def test_nothing_is_made_where_nothing_is_asked_for(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        mpgrad.progress.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
+        mpgrad.stats.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
     )
     for run in FORMS.values():
         assert run(pool2, False) == [7, 6, 5, 4, 3, 2, 1]

@@ -16,7 +16,7 @@ from conftest import first_are_quick, passes_with
 
 import mpgrad
 from mpgrad.calls.homes import CONFIRMED, LEAST
-from mpgrad.scheduling.gradient_sender import GradientSender
+from mpgrad.scheduling.admissions import GradientSender
 from mpgrad.workers import memory
 
 Tensor = torch.Tensor

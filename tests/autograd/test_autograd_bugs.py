@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.derivatives.jacobians
+import mpgrad.derivatives
 
 SPAN = torch.arange(3, dtype=torch.float64)
 
@@ -314,7 +314,7 @@ def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.
         return torch.cat([c * constant] * 10)
 
     c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
-    mpgrad.derivatives.jacobians.SAID.clear()
+    mpgrad.derivatives.SAID.clear()
     with pytest.warns(
         UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"
     ):

@@ -14,9 +14,9 @@ import torch
 from torch.autograd import functional
 
 import mpgrad
-import mpgrad.derivatives.jacobians
+import mpgrad.derivatives
 import mpgrad.tasks.jacobians
-from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, shares_of, vjp
+from mpgrad.derivatives import hessian, hvp, jacobian, jvp, shares_of, vjp
 from mpgrad.tasks.jacobians import Arguments, Jacobian, basis, batches
 
 pytestmark = pytest.mark.quick
@@ -32,9 +32,9 @@ def where(request: pytest.FixtureRequest, pool2: mpgrad.Pool) -> mpgrad.Pool | N
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    mpgrad.derivatives.jacobians.SAID.clear()
+    mpgrad.derivatives.SAID.clear()
     yield
-    mpgrad.derivatives.jacobians.SAID.clear()
+    mpgrad.derivatives.SAID.clear()
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -275,8 +275,7 @@ def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | 
 
     Only captures on devices have slots of their own, so this asks the worker's side directly.
     """
-    from mpgrad.workers.device import Station
-    from mpgrad.workers.memory import Loans
+    from mpgrad.workers.memory import Loans, Station
 
     ref = Payload().add(Packer(Arena(1)).place(torch.zeros(4), 0))
     refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]

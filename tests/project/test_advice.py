@@ -17,7 +17,7 @@ import torch
 
 import mpgrad
 from mpgrad import Advice, advice
-from mpgrad.others_clock import OthersClock
+from mpgrad.system import OthersClock
 
 FOUND = Advice(
     items=100,

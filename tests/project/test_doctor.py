@@ -18,7 +18,7 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import doctor, others_clock, system
+from mpgrad import doctor, system
 from mpgrad.__main__ import main
 from mpgrad.doctor import GIB, Finding, found_by, page, tried
 from mpgrad.system import PORTABLE
@@ -345,8 +345,8 @@ def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)]
     )
-    monkeypatch.setattr(others_clock, "own_cpus", lambda: [0])
-    assert others_clock.busy_seconds() == pytest.approx(5.2)
+    monkeypatch.setattr(system, "own_cpus", lambda: [0])
+    assert system.busy_seconds() == pytest.approx(5.2)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_others_may_take_what_a_quota_leaves(
 ) -> None:
     monkeypatch.setattr(system, "usable_cpus", lambda: 2)
     monkeypatch.setattr(system, "own_cpus", lambda: list(range(allowed)))
-    monkeypatch.setattr("mpgrad.others_clock.OthersClock.cpus", lambda clock: taken)
+    monkeypatch.setattr("mpgrad.system.OthersClock.cpus", lambda clock: taken)
     monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
     assert bool(findings(doctor.processors)["other load"].problem) == is_much
 

@@ -17,8 +17,8 @@ from conftest import first_are_quick, staffed
 
 import mpgrad
 from mpgrad.calls.packing import pickled_function
+from mpgrad.scheduling.chunk_writer import MOST_BUNDLED
 from mpgrad.scheduling.queue import SORTED
-from mpgrad.scheduling.sizes import MOST_BUNDLED
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.sizes import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
+from mpgrad.scheduling.chunk_writer import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
 from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import BUCKETED_BYTES
 

@@ -27,8 +27,8 @@ import torch
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
 from mpgrad.calls import operations
+from mpgrad.scheduling.chunk_writer import NEAR
 from mpgrad.scheduling.queue import Line
-from mpgrad.scheduling.sizes import NEAR
 from mpgrad.scheduling.worker_handle import UnderWay
 from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.run import Tracker

@@ -21,7 +21,7 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, WorkerName, events_of
+from mpgrad.timeline import NotedCall, NotedChunk, Recording, WorkerName, events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
@@ -479,7 +479,7 @@ def test_a_picture_without_matplotlib(
     nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "mpgrad.timeline", raising=False)
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
         pool.map(abs, [1])
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):

@@ -26,9 +26,9 @@ from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, 
 from mpgrad.errors import CallNames
 from mpgrad.memory import arena
 from mpgrad.pickling.exceptions import one_more
-from mpgrad.scheduling import caller_memory, gradient_sender, recovery, staffing
+from mpgrad.scheduling import admissions, caller_memory, recovery, staffing
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, Placed
@@ -65,7 +65,7 @@ def simulated(world: World) -> Iterator[None]:
                 here_alone(lambda view: None, arena.watch),
             ),  # children would look where there is nothing
             (caller_memory, "Lenders", lenders),
-            (gradient_sender, "current_modes", lambda: MODES),
+            (admissions, "current_modes", lambda: MODES),
             (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
             (Settled, "settle", replies.wrapped(Settled.settle)),

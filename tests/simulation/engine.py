@@ -29,7 +29,7 @@ import torch
 
 from mpgrad.engines.launch import Exit
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
+from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.memory.arena import Lenders
 from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.memory import OFFSET_MASK
 from mpgrad.memory.arena import Arena
 from mpgrad.wire.frames import Mirror
 from mpgrad.wire.messages import NewSlab, SlabsGone
