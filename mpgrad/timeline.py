@@ -1,16 +1,16 @@
 """What `Pool.timeline` gives, what is noted meanwhile, and that as Chrome's trace events, which
 Perfetto (ui.perfetto.dev) opens.
 
-    a thread of the caller ──► `lap` ──► Lap
-    the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
-    a Recording that has ended ──► `events_of`
+    a thread of the caller ──► `span` ──► CallerSpan
+    the scheduling thread (`scheduling.notes`) ──► TracedChunk ◄── a worker's `Recorded`
+    a Trace that has ended ──► `events_of`
 
 Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of
 a track lie side by side or within one another: a chunk has the slices of its items within it.
 Format: "Trace Event Format", Google,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of
+Assumes: any thread appends to `caller_spans`; all else is the scheduling thread's. Times are nanoseconds of
     `time.monotonic_ns`, those of workers by their own clock.
 
 `draw` makes a picture of a trace, with one track a worker, below one for each thread of the caller.
@@ -35,12 +35,12 @@ from mpgrad.wire.messages import Span
 
 __all__ = [
     "CALLER",
+    "CallerSpan",
     "Event",
-    "Lap",
-    "NotedCall",
-    "NotedChunk",
-    "Recording",
     "Timeline",
+    "Trace",
+    "TracedCall",
+    "TracedChunk",
     "WorkerName",
     "draw",
     "events_of",
@@ -65,7 +65,7 @@ class Timeline:
         self._scheduler = scheduler
         self._path = None if path is None else Path(path)
         self._file: TextIO | None = None
-        self._recording: Recording | None = None
+        self._own_trace: Trace | None = None
 
     def __enter__(self) -> Timeline:
         """
@@ -74,18 +74,18 @@ class Timeline:
             OSError: the file cannot be written.
             PoolClosedError: after `close` or `terminate`.
         """
-        if self._recording is not None:
+        if self._own_trace is not None:
             raise RuntimeError("a timeline is recorded once; ask the pool for another one")
-        recording = Recording()
-        self._scheduler.begin_recording(recording)
+        trace = Trace()
+        self._scheduler.begin_trace(trace)
         try:
             if self._path is not None:
                 # now rather than after a long run: it may not be possible
                 self._file = self._path.open("w")
         except BaseException:
-            self._scheduler.end_recording()
+            self._scheduler.end_trace()
             raise
-        self._recording = recording
+        self._own_trace = trace
         return self
 
     def __exit__(
@@ -95,7 +95,7 @@ class Timeline:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._scheduler.end_recording()
+            self._scheduler.end_trace()
         finally:
             if self._file is not None:
                 with self._file:
@@ -109,15 +109,15 @@ class Timeline:
         Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as
         `docs/timeline.md` lists them.
         """
-        if self._recording is None:
+        if self._own_trace is None:
             raise RuntimeError(
                 "the timeline has not been recorded; put the calls into a block: `with timeline:`"
             )
-        if self._recording.ended is None:
+        if self._own_trace.ended is None:
             raise RuntimeError(
                 "the timeline is still being recorded; ask for it after its `with` block"
             )
-        return events_of(self._recording)
+        return events_of(self._own_trace)
 
     @property
     def _trace(self) -> str:
@@ -136,14 +136,14 @@ class Timeline:
         draw(self.events, CALLER, path)
 
     def __repr__(self) -> str:
-        if self._recording is None:
+        if self._own_trace is None:
             return "<mpgrad timeline, not begun>"
-        if self._recording.ended is None:
+        if self._own_trace.ended is None:
             return "<mpgrad timeline, being recorded>"
         return f"<mpgrad timeline, {len(self.events)} events>"
 
 
-class Lap(NamedTuple):
+class CallerSpan(NamedTuple):
     """What a thread of the caller did for a while."""
 
     thread: int
@@ -153,7 +153,7 @@ class Lap(NamedTuple):
     ended: int
 
 
-class NotedCall(NamedTuple):
+class TracedCall(NamedTuple):
     """A call, or a backward of one."""
 
     items: int | range
@@ -161,12 +161,12 @@ class NotedCall(NamedTuple):
 
 
 @dataclass
-class NotedChunk:
+class TracedChunk:
     """Calls, or backwards, that a worker was sent in one message."""
 
     worker: int
     phase: str  # "forward", "backward", or "sums": of capture gradients
-    calls: Sequence[NotedCall]
+    calls: Sequence[TracedCall]
     sent: int
     answered: int | None = None
     began: int = 0  # by the worker's clock, as what follows
@@ -184,27 +184,27 @@ class WorkerName(NamedTuple):
     node: str  # "": this machine
 
 
-class Recording:
+class Trace:
     """From its making to `end`."""
 
     def __init__(self) -> None:
         self.began = time.monotonic_ns()
         self.ended: int | None = None
         self.is_known = False  # to the workers, which time what they are sent from then on
-        self.laps: list[Lap] = []
-        self.chunks: list[NotedChunk] = []  # in the order in which they were sent
+        self.caller_spans: list[CallerSpan] = []
+        self.chunks: list[TracedChunk] = []  # in the order in which they were sent
         self.workers: dict[int, WorkerName] = {}
         self.threads: dict[int, str] = {}  # of the caller, with their names
 
     @contextmanager
-    def lap(self, kind: str, function: str) -> Iterator[None]:
+    def span(self, kind: str, function: str) -> Iterator[None]:
         """This thread does that in the block."""
         thread, began = threading.get_ident(), time.monotonic_ns()
         self.threads.setdefault(thread, threading.current_thread().name)
         try:
             yield
         finally:
-            self.laps.append(Lap(thread, kind, function, began, time.monotonic_ns()))
+            self.caller_spans.append(CallerSpan(thread, kind, function, began, time.monotonic_ns()))
 
     def end(self) -> None:
         self.ended = time.monotonic_ns()
@@ -231,27 +231,27 @@ class Slice(NamedTuple):
     args: dict[str, object]
 
 
-def events_of(recording: Recording) -> list[Event]:
+def events_of(trace: Trace) -> list[Event]:
     """Names, then slices: of each track in the order of their beginnings, the outer ones first."""
-    assert recording.ended is not None
-    slices = list(caller_slices(recording))
-    chunks = list(recording.chunks)
-    for worker in list(recording.workers.values()):
+    assert trace.ended is not None
+    slices = list(caller_slices(trace))
+    chunks = list(trace.chunks)
+    for worker in list(trace.workers.values()):
         own = [chunk for chunk in chunks if chunk.worker == worker.number]
-        slices += worker_slices(worker, own, recording.ended)
+        slices += worker_slices(worker, own, trace.ended)
     slices.sort(key=lambda each: (each.pid, each.tid, each.began, -each.ended))
-    shown = (each for each in slices if each.began < recording.ended)
+    shown = (each for each in slices if each.began < trace.ended)
     return [
-        *names(recording),
-        *(slice_event(each, recording.began, recording.ended) for each in shown),
+        *names(trace),
+        *(slice_event(each, trace.began, trace.ended) for each in shown),
     ]
 
 
-def names(recording: Recording) -> Iterator[Event]:
+def names(trace: Trace) -> Iterator[Event]:
     yield name_event("process_name", CALLER, 0, name="caller")
-    for thread, name in enumerate(list(recording.threads.values()), start=1):
+    for thread, name in enumerate(list(trace.threads.values()), start=1):
         yield name_event("thread_name", CALLER, thread, name=name)
-    for number, worker in sorted(recording.workers.items()):
+    for number, worker in sorted(trace.workers.items()):
         where = [
             f"pid {worker.pid}",
             worker.device,
@@ -282,14 +282,14 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
     }
 
 
-def caller_slices(recording: Recording) -> Iterator[Slice]:
-    laps = list(recording.laps)  # first: who adds one has added the thread
-    tracks = {thread: number for number, thread in enumerate(list(recording.threads), start=1)}
-    for thread, kind, function, began, ended in laps:
+def caller_slices(trace: Trace) -> Iterator[Slice]:
+    caller_spans = list(trace.caller_spans)  # first: who adds one has added the thread
+    tracks = {thread: number for number, thread in enumerate(list(trace.threads), start=1)}
+    for thread, kind, function, began, ended in caller_spans:
         yield Slice(CALLER, tracks[thread], began, ended, f"{kind} {function}".rstrip(), kind, {})
 
 
-def worker_slices(worker: WorkerName, chunks: Sequence[NotedChunk], end: int) -> Iterator[Slice]:
+def worker_slices(worker: WorkerName, chunks: Sequence[TracedChunk], end: int) -> Iterator[Slice]:
     """Of the chunks that have no answer only the first: the worker was at that one."""
     pid, free = CALLER + worker.number, 0  # `free`: since when it has nothing to do
     ahead = ahead_of(chunks) if worker.node else 0
@@ -319,7 +319,7 @@ def worker_slices(worker: WorkerName, chunks: Sequence[NotedChunk], end: int) ->
         )
 
 
-def items_in(chunk: NotedChunk) -> dict[str, object]:
+def items_in(chunk: TracedChunk) -> dict[str, object]:
     return {"items": [whole(call.items) for call in chunk.calls]}
 
 
@@ -328,7 +328,7 @@ def whole(items: int | range) -> int | list[int]:
     return items if isinstance(items, int) else [items[0], items[-1]]
 
 
-def ahead_of(chunks: Sequence[NotedChunk]) -> int:
+def ahead_of(chunks: Sequence[TracedChunk]) -> int:
     """Nanoseconds that the caller's clock shows more than that of a worker on another machine,
     which got these chunks.
 

@@ -31,7 +31,7 @@ import tqdm
 
 import mpgrad
 from mpgrad.calls.homes import Predicted
-from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 
 # has a process of its own
@@ -236,7 +236,7 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
     """
     predicted = None if gradient is None else Predicted(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Codes, "predicted", lambda self, pickled: predicted)
+        patch.setattr(FunctionCache, "predicted", lambda self, pickled: predicted)
         yield
 
 

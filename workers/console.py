@@ -11,7 +11,7 @@ becomes of them, as they do for a serial loop.
     faulthandler ──► a pipe, whose other end the parent has
 faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
 in C and holds the interpreter lock, or its memory is broken. Fatal signals (SIGSEGV, SIGFPE,
-SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `FAREWELL` is how the parent ends one
+SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `TRACEBACK_SIGNAL` is how the parent ends one
 whose call takes too long: the stack is written, and then the signal does what it does by default,
 which is to end the process. So the death says that the stack is complete.
 
@@ -45,7 +45,15 @@ from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.system import Kept
 from mpgrad.wire.asides import LastWords
 from mpgrad.wire.frames import Link, drained
-from mpgrad.wire.messages import FAREWELL, Failure, Logged, LogLevels, Message, Printed, Warned
+from mpgrad.wire.messages import (
+    TRACEBACK_SIGNAL,
+    Failure,
+    Logged,
+    LogLevels,
+    Message,
+    Printed,
+    Warned,
+)
 
 __all__ = [
     "Outlet",
@@ -334,8 +342,10 @@ def promise_last_words(link: Link) -> None:
     finally:
         os.close(theirs)
     faulthandler.enable(ours)
-    faulthandler.register(FAREWELL, ours, chain=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {FAREWELL})  # whoever started us may have blocked it
+    faulthandler.register(TRACEBACK_SIGNAL, ours, chain=True)
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {TRACEBACK_SIGNAL}
+    )  # whoever started us may have blocked it
 
     end = [Kept(ours)]
 
@@ -344,7 +354,7 @@ def promise_last_words(link: Link) -> None:
         which the end is not."""
         if end:
             faulthandler.disable()
-            faulthandler.unregister(FAREWELL)
+            faulthandler.unregister(TRACEBACK_SIGNAL)
             end.pop().close()
 
     os.register_at_fork(after_in_child=leave)

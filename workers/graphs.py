@@ -338,7 +338,7 @@ class GraphTable:
     """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made
     again when they are wanted; and, while the `watch` finds memory short, the older half.
 
-    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is
+    A call is in one of `_kept`, `_emptied` and `_dropped`, or in none. With a limit of 0 none is
     kept, and nothing is measured.
     """
 
@@ -347,14 +347,14 @@ class GraphTable:
         self._limit = limit
         self._watch = watch
         self._kept: dict[int, GraphEdges] = {}
-        self._spent: dict[int, GraphEdges] = {}
+        self._emptied: dict[int, GraphEdges] = {}
         self._dropped: set[int] = set()  # the caller believes that they are here
         self._sizes: dict[int, int] = {}  # of those kept
         # a heap of (-bytes, call); may name some that are gone
         self._largest: list[tuple[int, int]] = []
 
     def __contains__(self, call: int) -> bool:
-        return call in self._kept or call in self._spent
+        return call in self._kept or call in self._emptied
 
     def memory_in_use(self) -> int:
         """Bytes, where they matter: the rise over a call is what its graph takes."""
@@ -374,21 +374,21 @@ class GraphTable:
 
     def find(self, call: int) -> GraphEdges | None:
         """For a backward. One that is not here counts as dropped from now on."""
-        graph = self._kept.get(call) or self._spent.get(call)
+        graph = self._kept.get(call) or self._emptied.get(call)
         if graph is None:
             self._dropped.add(call)
         return graph
 
-    def spend(self, call: int) -> None:
+    def note_emptied(self, call: int) -> None:
         if (graph := self._kept.get(call)) is not None:
             self.release(call)
-            self._spent[call] = graph
+            self._emptied[call] = graph
 
     def trim(self) -> None:
         if self._limit == 0:
-            self._dropped.update(self._kept, self._spent)
+            self._dropped.update(self._kept, self._emptied)
             self._kept.clear()
-            self._spent.clear()
+            self._emptied.clear()
         while self._limit and self.nbytes > self._limit:
             size, call = heapq.heappop(self._largest)
             if self._sizes.get(call) == -size:
@@ -413,7 +413,7 @@ class GraphTable:
     def release(self, call: int) -> None:
         """Forget all about it."""
         self._kept.pop(call, None)
-        self._spent.pop(call, None)
+        self._emptied.pop(call, None)
         self._dropped.discard(call)
         if self._sizes:
             self.nbytes -= self._sizes.pop(call, 0)

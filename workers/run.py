@@ -748,7 +748,7 @@ class Runner:
         """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
         if (
-            step.spent and call in self._graphs
+            step.consumed and call in self._graphs
         ):  # the backward that was to be the last one has failed
             self._loans.give_back_unread(step)
             return Differentiated()
@@ -761,11 +761,11 @@ class Runner:
             run = self._run(step, step.call, function, incoming, stage)
         if run.graph is None:
             raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
-        if step.spent:
+        if step.consumed:
             run_through(run, run.graph)
         self._graphs.keep(call, run.graph, self._graphs.memory_in_use() - before)
-        if step.spent:
-            self._graphs.spend(call)
+        if step.consumed:
+            self._graphs.note_emptied(call)
         return Differentiated()
 
     def _differentiate(
@@ -815,7 +815,7 @@ class Runner:
             # now, while it is in the cache, and the next one can have its memory
             self._graphs.release(call.call)
         elif not call.keep:
-            self._graphs.spend(call.call)
+            self._graphs.note_emptied(call.call)
         return Differentiated(
             gradients, graph.homes(call.wanted, call.captures and call.apart), reached
         )

@@ -186,11 +186,11 @@ class RemoteGraph:
         "home",
         "index",
         "inputs_lent",
+        "lineage",
         "members",
         "number",
         "placeholders",
         "promises",
-        "recipe",
         "strays",
         "worker",
     )
@@ -201,12 +201,12 @@ class RemoteGraph:
         worker: object,
         call: int,
         index: int | range,
-        recipe: object = None,
+        lineage: object = None,
     ) -> None:
         self.home = home
         self.worker = worker
         # from which the graph can be made again, by another worker; None where it cannot
-        self.recipe = recipe
+        self.lineage = lineage
         # gradients that came with the result, for a gradient that was predicted
         self.eager: Any = None
         self.call = call
@@ -403,7 +403,7 @@ class Backward(Settled):
         self.apart = captures and apart
         # unless it fails nothing is left of the graph, which could be made again: so what is dead
         # of it need not be kept
-        could_be_made = graph.recipe is not None and not isinstance(graph.recipe, Backward)
+        could_be_made = graph.lineage is not None and not isinstance(graph.lineage, Backward)
         self.is_last = whole and could_be_made and not (keep or create)
         # on its way. `grads`: of the outputs, tensors and promises; then as they are packed, one
         # after another

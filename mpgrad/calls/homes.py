@@ -219,7 +219,7 @@ class OperationHome:
         backward.worker, backward.was_eager = arrived.worker, True
         backward.settle(arrived)
         if not needs_sum:
-            self.sender.spend(graph)
+            self.sender.consume(graph)
         return True
 
     def wait(self, settled: Settled) -> Arrived:
@@ -301,7 +301,7 @@ class OperationHome:
             found = self._sum_of(own, request)
             if found is not None:
                 for each in own:
-                    self.sender.spend(each.graph)
+                    self.sender.consume(each.graph)
                 yield found
             else:  # there are other calls in the sum than these
                 self._note_wrong()

@@ -510,7 +510,7 @@ class ResultIterator(Listener, Generic[R]):
         """Have as many calls under way as the window allows; an error of their source is kept until
         its turn."""
         before = self._operation.added, self._operation.sealed
-        wave = 1  # the workers begin with the first; the source may be slow
+        window_size = 1  # the workers begin with the first; the source may be slow
         while not self._operation.sealed and self._operation.added - given < self._window:
             try:
                 self._operation.add(next(self._calls)())
@@ -519,8 +519,8 @@ class ResultIterator(Listener, Generic[R]):
             except Exception as error:
                 self._source_error = error
                 self._operation.sealed = True
-            if self._operation.added - before[0] == wave:
-                wave *= 4
+            if self._operation.added - before[0] == window_size:
+                window_size *= 4
                 self._scheduler.admit(self._operation)
         if (self._operation.added, self._operation.sealed) != before:
             self._scheduler.admit(self._operation)

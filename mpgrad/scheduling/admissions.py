@@ -37,9 +37,9 @@ from mpgrad.calls.operations import Delivered, Failed, Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.calls.results import Uncollected
 from mpgrad.environment import Since
-from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
-from mpgrad.scheduling.queue import Deliveries, Line
+from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import Modes, Watch, current_modes
 from mpgrad.wire.tensor_refs import (
@@ -62,7 +62,7 @@ class Admissions:
     def __init__(
         self,
         driver: Driver,
-        line: Line,
+        queue: CallQueue,
         deliveries: Deliveries,
         gradients: GradientSender,
         packer: Packer,
@@ -70,7 +70,7 @@ class Admissions:
     ) -> None:
         self.unfinished: dict[Operation, None] = {}
         self._driver = driver
-        self._line = line
+        self._queue = queue
         self._deliveries = deliveries
         self._gradients = gradients
         self._packer = packer
@@ -92,13 +92,13 @@ class Admissions:
                 operation.queue.append(call)
         if operation.queue:
             operation.unsorted = operation.options.at_rest and operation.sealed
-            self._line.join(operation)
+            self._queue.join(operation)
 
     def cancel_rest(self, operation: Operation) -> None:
         """Nobody wants the calls after the first that failed."""
         for worker in self._deliveries.workers.values():
             worker.under_way.cancel(operation)
-        self._line.tidy()
+        self._queue.tidy()
         if operation.finished:
             self.unfinished.pop(operation, None)
             self._driver.tell_waiters()
@@ -138,7 +138,7 @@ class Admissions:
         operation.queue.append(call)
         operation.unsorted = operation.options.at_rest and operation.sealed
         # what has begun is finished first, and its memory given back
-        self._line.join(operation, first=True)
+        self._queue.join(operation, first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
             # who has a part of the input goes on with it, rather than whoever is looked at first
@@ -211,7 +211,7 @@ def kept_promises(
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 
 
-class Surroundings(NamedTuple):
+class BackwardContext(NamedTuple):
     """What a backward of the engine runs in."""
 
     graph_task: int
@@ -226,23 +226,23 @@ class GradientSender:
         self,
         driver: Driver,
         life: Lifecycle,
-        codes: Codes,
+        function_cache: FunctionCache,
         packer: Packer,
         numbers: itertools.count[int],
         since: Since | None,
-        watch: Watch,
+        mode_check: Watch,
     ) -> None:
         """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that
         workers follow."""
-        self._watch = watch
+        self._mode_check = mode_check
         self._driver = driver
         self._life = life
-        self._codes = codes
+        self._function_cache = function_cache
         self._packer = packer
         self._numbers = numbers
         self._since = since
         self._held = 0
-        self._last: Surroundings | None = None  # that were asked for
+        self._last: BackwardContext | None = None  # that were asked for
         self.last_backward = -1  # of which something was sent
 
     def send(self, backward: Backward) -> None:
@@ -276,7 +276,7 @@ class GradientSender:
     def wait_for(self, settled: Settled) -> None:
         self._driver.wait_until(lambda: settled.arrived)
 
-    def surroundings(self, graph_task: int) -> Surroundings:
+    def surroundings(self, graph_task: int) -> BackwardContext:
         """Those of the backward with this number, which runs in this thread, as they were when it
         first asked.
 
@@ -285,9 +285,9 @@ class GradientSender:
         """
         last = self._last  # read once: another thread's backward may put its own there
         if last is None or last.graph_task != graph_task:
-            self._watch.look()
+            self._mode_check.look()
             environment = None if self._since is None else self._since.changes()
-            last = self._last = Surroundings(graph_task, current_modes(), environment)
+            last = self._last = BackwardContext(graph_task, current_modes(), environment)
         return last
 
     def _place(
@@ -316,7 +316,7 @@ class GradientSender:
         worker.backlog.append(item)
         self._driver.has_unheard = True
         if worker.gone is not None:
-            self._driver.put(lambda: self._driver.rescue(worker))
+            self._driver.put(lambda: self._driver.requeue(worker))
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
@@ -324,15 +324,15 @@ class GradientSender:
         worker.releases.append(graph.call)
         self._driver.nudge()
 
-    def spend(self, graph: RemoteGraph) -> None:
+    def consume(self, graph: RemoteGraph) -> None:
         """Its last backward was an eager one, and has come."""
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
-        worker.spent.append(graph.call)
+        worker.consumed.append(graph.call)
         self._driver.nudge()
 
     def predictor_of(self, function: SharedFunction) -> Predictor | None:
-        return self._codes.predictor_of(function)
+        return self._function_cache.predictor_of(function)
 
     def note_wrong_prediction(self) -> None:
-        self._codes.wrong_predictions += 1
+        self._function_cache.wrong_predictions += 1

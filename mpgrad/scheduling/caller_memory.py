@@ -30,7 +30,7 @@ from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
     "CallerMemory",
-    "Crossing",
+    "DeviceTransfer",
 ]
 
 
@@ -43,13 +43,15 @@ class CallerMemory:
         Called from finalizers."""
         self.arena = Arena(0)
         self.lenders = Lenders(nudge)
-        self.crossing = (
-            Crossing(settings.devices, settings.in_process)
+        self.device_transfer = (
+            DeviceTransfer(settings.devices, settings.in_process)
             if settings.devices is not None
             else None
         )
-        self.packer = Packer(self.arena, self.lenders.find, settings.recoverable, self.crossing)
-        self.copying_packer = Packer(self.arena, None, settings.recoverable, self.crossing)
+        self.packer = Packer(
+            self.arena, self.lenders.find, settings.recoverable, self.device_transfer
+        )
+        self.copying_packer = Packer(self.arena, None, settings.recoverable, self.device_transfer)
 
     @property
     def bytes_in_use(self) -> int:
@@ -64,14 +66,14 @@ class CallerMemory:
 
     def tidy(self) -> None:
         self.arena.tidy()
-        if self.crossing is not None:
-            self.crossing.tidy()
+        if self.device_transfer is not None:
+            self.device_transfer.tidy()
 
     def close(self) -> None:
         self.arena.close()
         self.lenders.close()
-        if self.crossing is not None:
-            self.crossing.close()
+        if self.device_transfer is not None:
+            self.device_transfer.close()
 
 
 # --- the ways to devices
@@ -80,7 +82,7 @@ class CallerMemory:
 MARK_BYTES = 64
 
 
-class Crossing:
+class DeviceTransfer:
     """The caller's lanes to each device of its pool, two of them: what comes never waits in line
     behind what leaves."""
 

@@ -5,7 +5,7 @@
     kill                 likewise, and a worker that is at it is killed at once
 
 A call that takes longer than its `timeout` is *overdue*: its worker is asked to leave its stack and
-end, and is killed `FAREWELL_PATIENCE` seconds later. What else a killed worker had goes to others
+end, and is killed `TRACEBACK_PATIENCE` seconds later. What else a killed worker had goes to others
 (see `staffing`). Assumes: called by the scheduling thread.
 """
 
@@ -22,23 +22,23 @@ from concurrent.futures import CancelledError
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.lifecycle import Driver
-from mpgrad.scheduling.queue import Deliveries, Line
+from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver
-from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.worker_handle import SEEN, Doom, Settings, WorkerHandle
-from mpgrad.wire.messages import FAREWELL
+from mpgrad.scheduling.supervisor import WorkerSupervisor
+from mpgrad.scheduling.worker_handle import SEEN, Settings, Termination, WorkerHandle
+from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
 __all__ = [
-    "Cancelling",
+    "Canceller",
     "Deadlines",
     "overdue_at",
 ]
 
 # seconds for a worker whose call takes too long, to leave its stack and end
-FAREWELL_PATIENCE = 0.5
+TRACEBACK_PATIENCE = 0.5
 
 
-class Cancelling:
+class Canceller:
     """Does what callers and the clock ask for, in the words of the table above."""
 
     def __init__(
@@ -46,16 +46,16 @@ class Cancelling:
         driver: Driver,
         deliveries: Deliveries,
         admissions: Admissions,
-        line: Line,
-        staff: Staff,
+        queue: CallQueue,
+        supervisor: WorkerSupervisor,
         receiver: Receiver,
         settings: Settings,
     ) -> None:
         self._driver = driver
         self._workers = deliveries.workers
         self._admissions = admissions
-        self._line = line
-        self._staff = staff
+        self._queue = queue
+        self._supervisor = supervisor
         self._receiver = receiver
         self._can_kill = not settings.in_process  # workers, while they run a call
         self._recoverable = settings.recoverable  # what a worker kept can be made again by others
@@ -68,7 +68,7 @@ class Cancelling:
         operation.cancel()
         for worker in self._workers.values():
             worker.under_way.cancel(operation)
-        self._line.tidy()
+        self._queue.tidy()
         self._admissions.unfinished.pop(operation, None)
         self._driver.tell_waiters()
 
@@ -89,7 +89,7 @@ class Cancelling:
             if self._can_kill and worker.under_way.is_at(operation):
                 self._drain(worker)  # perhaps it has gone on since
                 if worker.gone is None and worker.under_way.is_at(operation):
-                    self._staff.kill(worker)
+                    self._supervisor.kill(worker)
 
     def cancel_with_grace(self, operation: Operation) -> None:
         if operation.is_claimed:
@@ -111,7 +111,7 @@ class Cancelling:
     def cancel_backward(self, graph_task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they are settled."""
         interrupted = CancelledError("the backward was interrupted")
-        for worker in [*self._workers.values(), *self._staff.gone]:
+        for worker in [*self._workers.values(), *self._supervisor.gone]:
             worker.cancel_backward(graph_task, interrupted)
         self._driver.tell_waiters()
 
@@ -125,7 +125,7 @@ class Cancelling:
                 self.kill(operation)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
-            if not (worker.under_way.chunks or worker.doomed):
+            if not (worker.under_way.chunks or worker.termination):
                 continue
             if overdue_at(worker) <= now:
                 self._end_overdue(worker, now)
@@ -137,16 +137,18 @@ class Cancelling:
 
     def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
         """First it is asked to leave its stack; a worker that has not ended by then is killed."""
-        if worker.doomed is not None:
+        if worker.termination is not None:
             worker.link.kill()
-            self._staff.lose(worker)
+            self._supervisor.lose(worker)
             return
         self._drain(worker)  # we may have been late, and it not
         if worker.gone is None and overdue_at(worker) <= now:
             first = worker.under_way.first
             worker.overdue = None if first is None else first.timeout
-            worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
-            worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
+            worker.termination = Termination(now + TRACEBACK_PATIENCE, worker.under_way.begun())
+            worker.link.kill(
+                TRACEBACK_SIGNAL
+            )  # the end of its pipe is read next, as of any that dies
 
     def _end_grace(self, worker: WorkerHandle) -> None:
         """What it is at has had its grace period."""
@@ -160,20 +162,20 @@ class Cancelling:
         if worker.gone is not None or under_way.grace_ends > time.monotonic():
             return
         for operation, calls in under_way.take_back():  # nobody knows when it would come to them
-            self._line.put_back(operation, calls)
+            self._queue.put_back(operation, calls)
         if not self._can_kill:
             under_way.grace_ends = math.inf
         elif under_way.is_at_wanted:
             under_way.give_grace()  # others wait for this part, and perhaps not for the next
         elif self._recoverable or not worker.has_others:
-            self._staff.kill(worker)
+            self._supervisor.kill(worker)
         else:  # what others want of it could not be had again
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
                 # for its site, perhaps, which has yet to say that they are skipped
                 under_way.give_grace()
-            worker.send_home()
-            self._staff.fill()
+            worker.begin_retiring()
+            self._supervisor.fill()
 
     def _drain(self, worker: WorkerHandle) -> None:
         """Receive what the worker has sent up to now."""
@@ -223,8 +225,8 @@ class Deadlines:
 def overdue_at(worker: WorkerHandle) -> float:
     """When the call that it is at will have taken too long; where it has, when the worker must have
     ended."""
-    if worker.doomed is not None and worker.gone is None:
-        return worker.doomed.moment
+    if worker.termination is not None and worker.gone is None:
+        return worker.termination.moment
     chunk = next(iter(worker.under_way.chunks.values()), None)
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf

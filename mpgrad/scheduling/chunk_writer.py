@@ -23,7 +23,7 @@ bundle, calls in a chunk.
 
     items ── wave: packed before the workers hear
         ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
-What calls take is measured (`function_cache.Measured`), never guessed: before the first answer they
+What calls take is measured (`function_cache.FunctionTiming`), never guessed: before the first answer they
 go one by one.
 """
 
@@ -62,24 +62,24 @@ from mpgrad.wire.tensor_refs import Payload, Placed, TensorRef, Together
 __all__ = [
     "CHUNKS_UNDER_WAY",
     "FAR",
-    "LARGEST_WAVE",
+    "LARGEST_WINDOW",
     "MOST_CALLS",
     "MOST_PAYLOAD",
     "NEAR",
-    "WAVE_BYTES",
+    "WINDOW_BYTES",
     "Chunk",
+    "ChunkSeconds",
     "ChunkWriter",
-    "Grain",
     "GraphLedger",
     "GraphState",
-    "LoansToWorker",
+    "LentSlots",
     "SumLedger",
     "Written",
     "bundle_size",
     "chunk_size",
-    "fed",
-    "first_wave",
+    "first_window",
     "guided_size",
+    "workers_worth_feeding",
 ]
 
 
@@ -114,10 +114,10 @@ Written = tuple[list[Message], Payload, Chunk]
 class ChunkWriter:
     """Knows which functions, pickles and states of modules its worker has."""
 
-    def __init__(self, graphs: GraphLedger, sums: SumLedger, loans: LoansToWorker) -> None:
+    def __init__(self, graphs: GraphLedger, sums: SumLedger, lent_slots: LentSlots) -> None:
         self._graphs = graphs
         self._sums = sums
-        self._loans = loans
+        self._lent_slots = lent_slots
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         # as it was told last; the worker began with that of the pool's beginning
@@ -147,12 +147,12 @@ class ChunkWriter:
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
     def backward(
-        self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]
+        self, number: int, backlog: deque[Backward | SumRequest], note_consumed: Callable[[], None]
     ) -> Written:
         """A chunk of what waits: backwards under the same modes and environment, or a request for
         capture gradients.
 
-        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of
+        `note_consumed`: notes what graphs are spent; whoever spends one and sends another backward of
         it does it in this order.
         """
         first = backlog[0]
@@ -171,7 +171,7 @@ class ChunkWriter:
             if (item.modes, item.environment) != (modes, environment):
                 break
             backlog.popleft()
-            note_spent()
+            note_consumed()
             sent.append(item)
             if item.captures and not item.apart:
                 self._sums.note(item.home.function, item.graph_task, item.levels)
@@ -213,9 +213,9 @@ class ChunkWriter:
         self.functions.add(function.number)
         self.codes.add(function.code)
         if function.slot is not None:
-            self._loans.lend(function.slot.address, function.slot)
+            self._lent_slots.lend(function.slot.address, function.slot)
         for slot in function.slots:
-            self._loans.lend(slot.address, slot)
+            self._lent_slots.lend(slot.address, slot)
 
     def _told(self, state: State) -> ModulesState:
         is_known = self._states.get(state.number) is not None
@@ -259,32 +259,32 @@ class ChunkWriter:
 
         `environment`: the chunk's.
         """
-        recipe = graph.recipe
-        state = None if recipe is None else self._graphs.begin_again(graph.call, again)
+        lineage = graph.lineage
+        state = None if lineage is None else self._graphs.begin_again(graph.call, again)
         if state is None:
             return []
-        if isinstance(recipe, Backward):
-            before = self._before(recipe.graph, payload, messages, True, environment)
-            other = None if recipe.environment == environment else recipe.environment
+        if isinstance(lineage, Backward):
+            before = self._before(lineage.graph, payload, messages, True, environment)
+            other = None if lineage.environment == environment else lineage.environment
             return [
                 *before,
-                Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other),
+                Rederive(lineage.modes, self._backward_call(lineage, payload, ()), other),
             ]
-        assert isinstance(recipe, PackedCall)
-        options = recipe.options
+        assert isinstance(lineage, PackedCall)
+        options = lineage.options
         function, own = options.function, options.environment
         if function.number not in self.functions:
             self._follow(own, messages)
         self._define(function, messages)
         other = None if own == environment else own
-        is_spent = state is GraphState.SPENT and not again
+        is_consumed = state is GraphState.CONSUMED and not again
         return [
             Rerun(
                 function.number,
                 options.modes,
                 options.seed,
-                self._forward_call(graph.call, recipe, payload),
-                is_spent,
+                self._forward_call(graph.call, lineage, payload),
+                is_consumed,
                 other,
             )
         ]
@@ -294,11 +294,11 @@ class ChunkWriter:
         worker."""
         if isinstance(placed, Together):
             if placed.holder is not None:
-                self._loans.lend(placed.holder.address, placed.holder)
+                self._lent_slots.lend(placed.holder.address, placed.holder)
             return payload.add_all(placed)
         for each in placed:
             if each.holder is not None:
-                self._loans.lend(each.address, each.holder)
+                self._lent_slots.lend(each.address, each.holder)
         return payload.add_all(placed)
 
     def forget(self, functions: Sequence[int]) -> None:
@@ -311,15 +311,15 @@ class ChunkWriter:
 
 
 class GraphState(enum.Enum):
-    HERE = enum.auto()
+    ALIVE = enum.auto()
     # by a backward that was not to keep it: another one is a mistake of the caller's
     FREED = enum.auto()
-    MISSING = enum.auto()  # to be made again when it is wanted
-    SPENT = enum.auto()  # likewise, because nothing was left of it
+    LOST = enum.auto()  # to be made again when it is wanted
+    CONSUMED = enum.auto()  # likewise, because nothing was left of it
 
 
-HERE, FREED, MISSING, SPENT = GraphState
-TO_BE_MADE = {MISSING, SPENT}
+ALIVE, FREED, LOST, CONSUMED = GraphState
+TO_BE_MADE = {LOST, CONSUMED}
 
 
 class GraphLedger:
@@ -342,37 +342,37 @@ class GraphLedger:
     def needs_worker(self, is_last: bool) -> bool:
         """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could
         make those again."""
-        done_with = {SPENT} if is_last else TO_BE_MADE
+        done_with = {CONSUMED} if is_last else TO_BE_MADE
         return any(state not in done_with for state in self.states.values())
 
     def keep(self, call: int) -> None:
-        self.states[call] = HERE
+        self.states[call] = ALIVE
 
     def move_here(self, call: int, before: GraphLedger) -> None:
         """The graph of a worker that is gone, with its ledger `before`: to be made here when it is
         wanted."""
-        self.states[call] = SPENT if before.states.get(call) is SPENT else MISSING
+        self.states[call] = CONSUMED if before.states.get(call) is CONSUMED else LOST
 
     def note_backward(self, backward: Backward) -> None:
         """It is on its way to the worker."""
         if backward.is_last:
-            self.states[backward.call] = SPENT
+            self.states[backward.call] = CONSUMED
         elif not backward.keep:
             self._note_freed(backward.graph)
 
-    def note_spent(self, calls: Iterable[int]) -> None:
+    def note_consumed(self, calls: Iterable[int]) -> None:
         """Their last backward was an eager one, and has come."""
         for call in calls:
             if call in self.states:  # others have been released meanwhile
-                self.states[call] = SPENT
+                self.states[call] = CONSUMED
 
     def _note_freed(self, graph: RemoteGraph) -> None:
         """A graph of gradients is freed together with the one that it derives from: they share
         nodes."""
-        if self.states.get(graph.call) is HERE:
+        if self.states.get(graph.call) is ALIVE:
             self.states[graph.call] = FREED
-        if isinstance(graph.recipe, Backward):
-            self._note_freed(graph.recipe.graph)
+        if isinstance(graph.lineage, Backward):
+            self._note_freed(graph.lineage.graph)
 
     def note_rest(self, backward: Backward) -> None:
         """A backward that was to leave nothing of its graph failed or was not begun: what is left
@@ -383,26 +383,26 @@ class GraphLedger:
     def note_no_rest(self, backward: Backward) -> None:
         """Such a backward has left nothing, though one before it may have failed."""
         if backward.is_last and self.states.get(backward.call) is FREED:
-            self.states[backward.call] = SPENT
+            self.states[backward.call] = CONSUMED
 
-    def note_missing(self, call: int) -> None:
-        if self.states.get(call) is not SPENT:
-            self.states[call] = MISSING
+    def note_lost(self, call: int) -> None:
+        if self.states.get(call) is not CONSUMED:
+            self.states[call] = LOST
 
     def note_dropped(self, calls: Iterable[int]) -> int:
         """Returns how many of these graphs a backward would have found."""
         there = 0
         for call in calls:
             if call in self.states:  # others have been released meanwhile
-                there += self.states[call] is HERE
-                self.note_missing(call)
+                there += self.states[call] is ALIVE
+                self.note_lost(call)
         return there
 
     def note_unknown(self, call: int) -> None:
         """The last backward of a graph was cancelled, and nobody knows how far it came: another one
         starts anew."""
-        if self.states.get(call) is SPENT:
-            self.states[call] = MISSING
+        if self.states.get(call) is CONSUMED:
+            self.states[call] = LOST
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
         """Before a backward: what was the state of a graph that has to be made before it, HERE from
@@ -411,10 +411,10 @@ class GraphLedger:
         `again`: the backward was sent before, so that it may have freed the graph itself.
         """
         state = self.states.get(call)
-        if state is HERE or (state is FREED and not again):
+        if state is ALIVE or (state is FREED and not again):
             return None
-        self.states[call] = HERE
-        return MISSING if state is None else state
+        self.states[call] = ALIVE
+        return LOST if state is None else state
 
     def forget(self, calls: Iterable[int]) -> None:
         for call in calls:
@@ -457,7 +457,7 @@ class SumLedger:
 # --- what the worker has been lent
 
 
-class LoansToWorker:
+class LentSlots:
     """Of one worker. It gives an address back as often as it was sent, so one that is on its way
     again stays lent."""
 
@@ -520,9 +520,9 @@ class LoansToWorker:
 
 LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
 # items that are in any case: of a few dear ones all, so that the largest can be begun first
-FIRST_WAVE = 16
-LARGEST_WAVE = 512  # items that are at most
-WAVE_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
+FIRST_WINDOW = 16
+LARGEST_WINDOW = 512  # items that are at most
+WINDOW_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 
 # seconds of work in a bundle of cheap items: the more, the further off the end
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
@@ -537,7 +537,7 @@ MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 
 
-class Grain(NamedTuple):
+class ChunkSeconds(NamedTuple):
     """Seconds of work in a chunk, by what a message costs on its way."""
 
     shortest: float
@@ -554,12 +554,12 @@ class Grain(NamedTuple):
         return self.longest / 2
 
 
-NEAR = Grain(1e-3, 20e-3)
+NEAR = ChunkSeconds(1e-3, 20e-3)
 # to another machine: some ms on the way, and up to 1 ms of CPU time at each end
-FAR = Grain(10e-3, 100e-3, 0.7e-3)
+FAR = ChunkSeconds(10e-3, 100e-3, 0.7e-3)
 
 
-def first_wave(seconds: float) -> int:
+def first_window(seconds: float) -> int:
     """How many items, of so many seconds each, are packed before the workers hear of them; each
     later wave is twice as large.
 
@@ -568,19 +568,24 @@ def first_wave(seconds: float) -> int:
     time, the caller packs many first. That would be too late for many workers, of which the first
     few leave it its CPU: so it does not depend on how many there are. Unknown seconds are infinite.
     """
-    return min(LARGEST_WAVE, max(FIRST_WAVE, math.ceil(LEAD / max(seconds, 1e-9))))
+    return min(LARGEST_WINDOW, max(FIRST_WINDOW, math.ceil(LEAD / max(seconds, 1e-9))))
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     """How many of the `left` ones of `total` items, of so many seconds each, go together: some for
     each worker that is fed."""
-    most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * fed(workers, total, seconds)))
+    most = min(
+        MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers_worth_feeding(workers, total, seconds))
+    )
     return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 
 
-def chunk_size(seconds: float, left: int, workers: int, grain: Grain) -> int:
+def chunk_size(seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds) -> int:
     """How many of the calls that are `left`, of so many seconds each, a worker is sent at once."""
-    return min(MOST_CALLS, guided_size(seconds, left, workers, grain.least(workers), grain.longest))
+    return min(
+        MOST_CALLS,
+        guided_size(seconds, left, workers, chunk_seconds.least(workers), chunk_seconds.longest),
+    )
 
 
 def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
@@ -590,12 +595,12 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
     At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C.
     Polychronopoulos and D. Kuck, IEEE Transactions on Computers, 1987.
     """
-    share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
+    share = left // (CHUNKS_PER_WORKER * workers_worth_feeding(workers, left, seconds))
     seconds = max(seconds, 1e-9)
     return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
 
 
-def fed(workers: int, calls: int, seconds: float) -> int:
+def workers_worth_feeding(workers: int, calls: int, seconds: float) -> int:
     """To how many of the workers it is worth handing out the calls, of so many seconds each.
 
     With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k,

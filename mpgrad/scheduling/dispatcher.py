@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # seconds in which news gathers before it is sent without a message to ride with
-NEWS_PATIENCE = 0.05
+UPDATE_PATIENCE = 0.05
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -58,7 +58,7 @@ class Dispatcher(Scheduler):
         self._sleep = 0  # its number, while it sleeps
         self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
-        self._news_due = 0.0  # when it looks for news, on the clock of time.monotonic
+        self._updates_due = 0.0  # when it looks for news, on the clock of time.monotonic
         # of callers who sleep until the end of a turn
         self._handed_over: deque[threading.Lock] = deque()
         self._staffed = threading.Event()
@@ -100,7 +100,7 @@ class Dispatcher(Scheduler):
         self._handed_over.append(turn)
         self.wake()
         if not self.life.has_ended:
-            with self.notes.lap("waits"):
+            with self.tracer.span("waits"):
                 turn.acquire(timeout=LONGEST_TURN)
 
     def nudge(self) -> None:
@@ -130,7 +130,7 @@ class Dispatcher(Scheduler):
             if satisfied():
                 return True
             if not self._is_over:
-                with self.notes.lap("waits"):
+                with self.tracer.span("waits"):
                     waiter.lock.acquire(
                         timeout=-1
                         if timeout is None
@@ -162,7 +162,7 @@ class Dispatcher(Scheduler):
             return
         OF_THREAD.callbacks = self.callbacks
         try:
-            self.staff.fill()
+            self.supervisor.fill()
             self._staffed.set()
             while not self.life.is_stopping:
                 self._turn()
@@ -193,21 +193,21 @@ class Dispatcher(Scheduler):
     def _turn(self) -> None:
         """Do what there is to do, then sleep until something happens."""
         self._woken = False
-        if time.monotonic() >= self._news_due:
-            self._tell_news()
+        if time.monotonic() >= self._updates_due:
+            self._send_updates()
         self.work()
         self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()
         patience = self.keep_time()
         if not self._sleeping_soundly:
-            until_news = max(0.0, self._news_due - time.monotonic())
+            until_news = max(0.0, self._updates_due - time.monotonic())
             patience = until_news if patience is None else min(patience, until_news)
         links = self.engine.wait(
             0 if self._woken or self.life.is_stopping or self.inbox else patience
         )
         if self._sleeping_soundly:  # what happens now may make news
-            self._news_due = time.monotonic() + NEWS_PATIENCE
+            self._updates_due = time.monotonic() + UPDATE_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
         for link in links:
@@ -215,16 +215,18 @@ class Dispatcher(Scheduler):
                 self.receiver.serve(worker)
                 self.tell_waiters()
             elif link.exit is not None:  # else it was lost in this moment
-                self.staff.bury(link.number)
+                self.supervisor.remove(link.number)
 
-    def _tell_news(self) -> None:
+    def _send_updates(self) -> None:
         """Whoever was sent nothing for a while is told; where all are, nobody has to look again by
         himself."""
-        if self.deliveries.has_news():
-            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
+        if self.deliveries.has_updates():
+            self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE)
         self._sleeping_soundly = True  # before the look: what comes after it will wake us
-        self._sleeping_soundly = not self.deliveries.has_news()
-        self._news_due = math.inf if self._sleeping_soundly else time.monotonic() + NEWS_PATIENCE
+        self._sleeping_soundly = not self.deliveries.has_updates()
+        self._updates_due = (
+            math.inf if self._sleeping_soundly else time.monotonic() + UPDATE_PATIENCE
+        )
 
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):
@@ -247,7 +249,7 @@ class InlineScheduler(Scheduler):
         self._turn = threading.RLock()
 
     def start(self) -> None:
-        self.staff.hire()
+        self.supervisor.start_worker()
         self.wake()
 
     def wake(self) -> None:

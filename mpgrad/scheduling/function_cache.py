@@ -16,13 +16,13 @@ from mpgrad.calls.packing import SharedFunction
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
-__all__ = ["Codes"]
+__all__ = ["FunctionCache"]
 
 MOST_CODES = 128  # for the next operation with the same function
 MOST_BYTES = 64 << 20
 
 
-class Measured:
+class FunctionTiming:
     """Of one function: what its calls took, as the workers measured it."""
 
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
@@ -44,14 +44,14 @@ class Measured:
         self.seconds = mixed(self.seconds, message.seconds / items, weight)
 
 
-class Codes:
+class FunctionCache:
     """The functions that were mapped last, by number, and what their calls took, in seconds."""
 
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
-        self._measured: dict[int, Measured] = {}  # by number
+        self._measured: dict[int, FunctionTiming] = {}  # by number
         self.wrong_predictions = 0  # about so many: threads that count at once may lose one
 
     def number(self, function: SharedFunction) -> None:
@@ -100,7 +100,7 @@ class Codes:
         """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
-        measured = self._measured.get(function.code) or Measured()
+        measured = self._measured.get(function.code) or FunctionTiming()
         measured.note_results(message, items, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
 

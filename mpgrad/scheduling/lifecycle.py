@@ -2,7 +2,7 @@
 scheduler ask of whoever runs them (`Driver`). Caller's side.
 
 Any thread asks, and enters a phase; `break_off` and `end` are the scheduling thread's. After the
-end there is no such thread: what comes then is answered in the thread that finds it (`Settling`).
+end there is no such thread: what comes then is answered in the thread that finds it (`Settlement`).
 Any thread may, but one at a time; another one that comes meanwhile leaves what it has brought to
 that one, and does not wait.
 """
@@ -23,7 +23,7 @@ from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
 from mpgrad.errors import InternalError, PoolClosedError, write
 from mpgrad.pickling.exceptions import one_more
-from mpgrad.scheduling.notes import Notes
+from mpgrad.scheduling.tracer import Tracer
 from mpgrad.scheduling.worker_handle import WorkerHandle
 
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
     "Driver",
     "Lifecycle",
     "Phase",
-    "Settling",
+    "Settlement",
 ]
 
 INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
 
-class Forks:
+class ForkCounter:
     """Counts how often this process is a forked child of another: cheaper to ask than the system
     for the pid."""
 
@@ -49,7 +49,7 @@ class Forks:
         self.count += 1
 
 
-FORKS = Forks()
+FORKS = ForkCounter()
 
 
 class Phase(enum.IntEnum):
@@ -146,7 +146,7 @@ class Lifecycle:
             raise one_more(reason)
 
 
-class Settling:
+class Settlement:
     """Orders are carried out, and operations fail with the reason of the end."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Driver(Protocol):
     """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be
     called by any thread."""
 
-    notes: Notes
+    tracer: Tracer
     inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
     # something was put where that thread will find it, without waking it; whoever waits will
     has_unheard: bool
@@ -225,7 +225,7 @@ class Driver(Protocol):
         scheduling thread."""
         ...
 
-    def rescue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle) -> None:
         """Have others do what was left for a worker that is gone. Called by the scheduling
         thread."""
         ...

@@ -29,15 +29,15 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, next_for
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunk_writer import CHUNKS_UNDER_WAY, MOST_PAYLOAD, Grain, chunk_size
-from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.notes import Notes
+from mpgrad.scheduling.chunk_writer import CHUNKS_UNDER_WAY, MOST_PAYLOAD, ChunkSeconds, chunk_size
+from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.tracer import Tracer
 from mpgrad.scheduling.worker_handle import SEEN, WorkerHandle
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Backwards, Message, Record, Rerun
 from mpgrad.wire.tensor_refs import Payload
 
-__all__ = ["Deliveries", "Line"]
+__all__ = ["CallQueue", "Deliveries"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
 # times the shortest chunk: one of the last calls that takes longer waits for a worker that has
@@ -51,28 +51,28 @@ SORTED = 16
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 
 
-class Line:
+class CallQueue:
     """Operations with calls, in the order in which they are given out."""
 
     def __init__(
         self,
-        codes: Codes,
+        function_cache: FunctionCache,
         numbers: itertools.count[int],
         workers: int,
         calls_per_worker: int | None,
         by_device: bool,
-        grain: Grain,
+        chunk_seconds: ChunkSeconds,
     ) -> None:
         """`numbers` are given to the calls; `calls_per_worker`: after which a worker is
         replaced."""
         self.workers = workers
         # when there may be more to take back, on the clock of time.monotonic
         self.look_at = math.inf
-        self._codes = codes
+        self._function_cache = function_cache
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
         self._by_device = by_device
-        self._grain = grain
+        self._chunk_seconds = chunk_seconds
         self.operations: deque[Operation] = deque()
 
     @property
@@ -81,7 +81,7 @@ class Line:
 
     def join(self, operation: Operation, first: bool = False) -> None:
         if operation not in self.operations:
-            self._codes.number(operation.options.function)
+            self._function_cache.number(operation.options.function)
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
@@ -146,7 +146,9 @@ class Line:
         now = time.monotonic()
         for worker in others:
             moment = self._late_at(worker)
-            if moment <= now or (worker is richest and loads[richest] >= self._grain.shortest):
+            if moment <= now or (
+                worker is richest and loads[richest] >= self._chunk_seconds.shortest
+            ):
                 for operation, calls in worker.under_way.take_back():
                     self.put_back(operation, calls)
                 moment = max(moment, now + SEEN)
@@ -165,17 +167,17 @@ class Line:
         if chunk.operation is not None:
             # which of them is not known
             calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
-            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(
-                call.items for _, call in calls
-            )
-        return since + max(LATE * self._grain.shortest, 2 * seconds)
+            seconds = self._function_cache.seconds(
+                chunk.operation.options.function, unknown=0.0
+            ) * sum(call.items for _, call in calls)
+        return since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
         seconds = 0.0
         for number, count in worker.under_way.unbegun():
             chunk = worker.under_way.chunks[number]
             assert chunk.operation is not None
-            one = self._codes.seconds(chunk.operation.options.function, unknown=0.0)
+            one = self._function_cache.seconds(chunk.operation.options.function, unknown=0.0)
             seconds += one * sum(call.items for _, call in chunk.calls[-count:])
         return seconds
 
@@ -199,19 +201,19 @@ class Line:
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
         return self._seconds_of_next(operation) > (
-            LAST_AHEAD * self._grain.shortest if is_last else LONG_CALL
+            LAST_AHEAD * self._chunk_seconds.shortest if is_last else LONG_CALL
         )
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
-        seconds = self._codes.seconds(operation.options.function, unknown=0.0)
+        seconds = self._function_cache.seconds(operation.options.function, unknown=0.0)
         any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
-        return any_order and self.workers > 1 and seconds >= self._grain.one_by_one
+        return any_order and self.workers > 1 and seconds >= self._chunk_seconds.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none
         was run yet."""
-        seconds = self._codes.seconds(operation.options.function, unknown=math.inf)
+        seconds = self._function_cache.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: WorkerHandle) -> float:
@@ -275,25 +277,29 @@ class Line:
             len(operation.queue),
             self.workers,
         )
-        return chunk_size(seconds, left, workers, self._grain)
+        return chunk_size(seconds, left, workers, self._chunk_seconds)
 
 
 # --- what leaves for the workers
 
 
-HAS_NEWS = operator.attrgetter("has_news")
+HAS_UPDATES = operator.attrgetter("has_updates")
 
 
 class Deliveries:
     """What goes to workers goes through `transmit`, and so along with their news."""
 
     def __init__(
-        self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes
+        self,
+        workers: dict[int, WorkerHandle],
+        queue: CallQueue,
+        memory: CallerMemory,
+        tracer: Tracer,
     ) -> None:
         self.workers = workers
-        self._line = line
+        self._queue = queue
         self._memory = memory
-        self.notes = notes
+        self.tracer = tracer
         self._chunk_numbers = itertools.count(1)
         self.recomputed = 0  # calls whose graphs were made again
 
@@ -304,16 +310,16 @@ class Deliveries:
         A second one has to wait for the first, perhaps for long, while another worker starts or
         ends what it does. So it is given where it is known to be short.
         """
-        line = self._line
+        queue = self._queue
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in self.workers.values():
                 if (
-                    (line.operations or worker.backlog)
+                    (queue.operations or worker.backlog)
                     and worker.ready
                     and len(worker.under_way.chunks) <= depth
                 ):
                     self.give(worker)
-        dry = line.take_back(self.workers.values())
+        dry = queue.take_back(self.workers.values())
         for _ in range(CHUNKS_UNDER_WAY):
             for worker in dry:
                 self.give(worker)
@@ -335,7 +341,7 @@ class Deliveries:
             worker.retiring or worker.under_way.in_grace
         ):  # it ends that soon, or is ended; nobody knows which
             return
-        share = self._line.next_for(worker)
+        share = self._queue.next_for(worker)
         if share is not None:
             number = next(self._chunk_numbers)
             self._transmit_chunk(worker, number, *worker.forward(number, *share))
@@ -343,13 +349,13 @@ class Deliveries:
     def _transmit_chunk(
         self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload
     ) -> None:
-        if self.notes.recording is not None:
-            self.notes.sent(worker, number)
+        if self.tracer.trace is not None:
+            self.tracer.sent(worker, number)
         self.transmit(worker, messages, payload)
 
     def record(self, worker: WorkerHandle) -> None:
         """For a timeline: have it say what it does from now on."""
-        self.notes.know(worker)
+        self.tracer.know(worker)
         self.transmit(worker, [Record(True)])
 
     def transmit(
@@ -383,17 +389,17 @@ class Deliveries:
             if (worker := self.workers.get(owner_of(number))) is not None:
                 worker.missing_slabs.append(number)
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether there is something to tell the workers, apart from work."""
         self.collect_returns()
-        return any(map(HAS_NEWS, self.workers.values()))
+        return any(map(HAS_UPDATES, self.workers.values()))
 
-    def tell_news(self, quiet_for: float) -> None:
+    def send_updates(self, quiet_for: float) -> None:
         """Tell workers, that have been sent nothing for so many seconds, what has waited for a
         message to ride with."""
         now = time.monotonic()
         for worker in self.workers.values():
-            if worker.has_news and worker.ready and now - worker.sent_at >= quiet_for:
+            if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
                 self.transmit(worker, [])
 
     def unmap(self, numbers: Sequence[int]) -> None:
@@ -401,7 +407,7 @@ class Deliveries:
         for number in numbers:
             self._memory.lenders.detach(number)
             for worker in self.workers.values():
-                worker.loans.unmap(number)
+                worker.lent_slots.unmap(number)
 
 
 def recomputed_by(message: Message) -> int:

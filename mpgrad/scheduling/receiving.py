@@ -26,10 +26,10 @@ from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.queue import Deliveries, Line
-from mpgrad.scheduling.staffing import Staff
+from mpgrad.scheduling.queue import CallQueue, Deliveries
+from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import Kept
 from mpgrad.wire.asides import LastWords, Whereabouts
@@ -69,21 +69,21 @@ class Receiver:
         settings: Settings,
         life: Lifecycle,
         memory: CallerMemory,
-        codes: Codes,
-        line: Line,
+        function_cache: FunctionCache,
+        queue: CallQueue,
         deliveries: Deliveries,
         admissions: Admissions,
-        staff: Staff,
+        supervisor: WorkerSupervisor,
     ) -> None:
         self._settings = settings
         self._life = life
         self._memory = memory
-        self._codes = codes
-        self._line = line
+        self._function_cache = function_cache
+        self._queue = queue
         self._deliveries = deliveries
         self._admissions = admissions
-        self._staff = staff
-        self._notes = deliveries.notes
+        self._supervisor = supervisor
+        self._tracer = deliveries.tracer
         self.items_done = 0  # forwards; counted before anybody hears of them
         self.backwards_done = 0
         # nothing but what a frame holds is looked at: what fails, fails because of that
@@ -111,13 +111,13 @@ class Receiver:
         except UnreadableFrame as error:
             self._lose_garbled(worker, error)
         except (EOFError, ConnectionError):
-            self._staff.lose(worker)
+            self._supervisor.lose(worker)
         except MemoryError as error:  # its answer cannot be read, nor what comes behind it
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
             worker.link.kill()
-            self._staff.lose(worker)
+            self._supervisor.lose(worker)
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
@@ -133,7 +133,7 @@ class Receiver:
     ) -> None:
         worker.garbled, error.__cause__ = error, cause or error.__cause__
         worker.link.kill()
-        self._staff.lose(worker)
+        self._supervisor.lose(worker)
 
     def _take(self, worker: WorkerHandle, number: int) -> Chunk:
         chunk = worker.take(number)
@@ -156,8 +156,10 @@ class Receiver:
                     self._answers.collected(
                         worker, self._take(worker, message.chunk), message, frame.payload
                     )
-                case NewSlab() if message.handle is not None and self._memory.crossing is not None:
-                    self._memory.crossing.attach(worker, message, self._memory.lenders)
+                case NewSlab() if (
+                    message.handle is not None and self._memory.device_transfer is not None
+                ):
+                    self._memory.device_transfer.attach(worker, message, self._memory.lenders)
                 case NewSlab():
                     self._memory.lenders.attach(
                         message.number, worker.link.take_descriptor(), message.nbytes
@@ -166,7 +168,7 @@ class Receiver:
                     self._deliveries.unmap(message.numbers)
                 case SlabsMissing():
                     for number in message.numbers:
-                        worker.loans.tell_again(number)
+                        worker.lent_slots.tell_again(number)
                 case Returned():
                     for address, times in message.slots:
                         self._take_back(worker, address, times)
@@ -176,14 +178,14 @@ class Receiver:
                 case Ready():
                     self._ready(worker, message)
                 case Recorded():
-                    self._notes.answered(worker, message)
+                    self._tracer.answered(worker, message)
                 case Printed() | Logged():
                     later(given_again, message)
-                case Tried() if self._memory.crossing is not None:
+                case Tried() if self._memory.device_transfer is not None:
                     others = [
                         each for each in self._deliveries.workers.values() if not each.retiring
                     ]
-                    if told := self._memory.crossing.tried(
+                    if told := self._memory.device_transfer.tried(
                         worker, message, self._memory.lenders, others
                     ):
                         self._deliveries.transmit(worker, told)
@@ -211,17 +213,21 @@ class Receiver:
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
         worker.ready = True
-        self._staff.note_ready()
-        recording = self._notes.recording
-        if recording is not None and recording.is_known:  # else it hears with the others
+        self._supervisor.note_ready()
+        trace = self._tracer.trace
+        if trace is not None and trace.is_known:  # else it hears with the others
             self._deliveries.record(worker)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
-        worker.loans.take_back(address, times)
+        worker.lent_slots.take_back(address, times)
         slab = slab_of(address)
         owner = owner_of(slab)
-        if owner and owner not in self._deliveries.workers and not worker.loans.have_any_of(slab):
-            worker.loans.unmap(slab)  # of a worker that is gone; nobody else would say so
+        if (
+            owner
+            and owner not in self._deliveries.workers
+            and not worker.lent_slots.have_any_of(slab)
+        ):
+            worker.lent_slots.unmap(slab)  # of a worker that is gone; nobody else would say so
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
         """Measured, delivered; calls that were skipped go back to the queue."""
@@ -240,7 +246,9 @@ class Receiver:
                 [call.items for (_, call), each in answered if isinstance(each, Result)]
             ):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
-                self._codes.note_results(operation.options.function, message, measured, share)
+                self._function_cache.note_results(
+                    operation.options.function, message, measured, share
+                )
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload)
         self._reading = False
@@ -248,13 +256,13 @@ class Receiver:
             operation.deliver(index, outcome)
         if left := chunk.calls[done:]:
             # skipped, so not begun after all
-            self._line.put_back(operation, [call for _, call in left])
+            self._queue.put_back(operation, [call for _, call in left])
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
             self._admissions.unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
-            self._staff.retire(worker)
+            self._supervisor.retire(worker)
 
 
 # --- what workers answer, turned into outcomes
@@ -316,7 +324,7 @@ class Answers:
                 graph = self._graph_kept(worker, operation.home, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
-                    worker.graphs.note_missing(number)
+                    worker.graphs.note_lost(number)
                 if not operation.options.eager.apart and operation.home.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
@@ -329,7 +337,7 @@ class Answers:
                 continue
             if graph is not None and outcome.gradients is not None:
                 graph.eager = Arrived(outcome.gradients, payload, memories, worker)
-            if graph is None or graph.recipe is None:
+            if graph is None or graph.lineage is None:
                 call.forget_tensors()
             if graph is None:
                 call.claims = ()  # of what gave it something, no gradient is wanted
@@ -350,7 +358,7 @@ class Answers:
             worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, Missing):
-                worker.graphs.note_missing(backward.call)
+                worker.graphs.note_lost(backward.call)
                 # whoever collects the sum may have been ahead of us
                 backward.apart = backward.captures
                 if not backward.arrived:  # it has where it was cancelled
@@ -405,10 +413,10 @@ class Answers:
         home: OperationHome,
         number: int,
         index: int | range,
-        recipe: PackedCall | Backward,
+        lineage: PackedCall | Backward,
     ) -> RemoteGraph:
         worker.graphs.keep(number)
-        return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
+        return RemoteGraph(home, worker, number, index, lineage if self._recoverable else None)
 
     def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
         self.graphs_dropped += worker.graphs.note_dropped(message.dropped)

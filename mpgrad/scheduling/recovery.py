@@ -27,7 +27,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import kills_for_memory
@@ -56,14 +56,14 @@ class Recovery:
     def __init__(
         self,
         workers: Mapping[int, WorkerHandle],
-        codes: Codes,
+        function_cache: FunctionCache,
         retries: int,
         life: Lifecycle,
         readmit: Callable[[Operation], None],
     ) -> None:
         """`readmit`: the operation has calls for workers again."""
         self._workers = workers
-        self._codes = codes
+        self._function_cache = function_cache
         self._retries = retries
         self._life = life
         self._readmit = readmit
@@ -217,7 +217,7 @@ class Recovery:
             )
             item.settle(error_maker(died))
         else:
-            worker = self._rehome(item.graph)
+            worker = self._move_elsewhere(item.graph)
             if worker is None:
                 return False
             self.reruns += 1
@@ -226,7 +226,7 @@ class Recovery:
             worker.backlog.append(item)
         return True
 
-    def _rehome(self, graph: RemoteGraph) -> WorkerHandle | None:
+    def _move_elsewhere(self, graph: RemoteGraph) -> WorkerHandle | None:
         """The worker of a graph; a new one if that is gone: with the graph that it derives from, or
         where least is to do.
 
@@ -236,19 +236,19 @@ class Recovery:
         assert isinstance(gone, WorkerHandle)
         if gone.gone is None:
             return gone
-        recipe = graph.recipe
-        if isinstance(recipe, Backward):
-            worker = self._rehome(recipe.graph)
+        lineage = graph.lineage
+        if isinstance(lineage, Backward):
+            worker = self._move_elsewhere(lineage.graph)
         else:
-            assert isinstance(recipe, PackedCall)
-            self._codes.number(recipe.options.function)
+            assert isinstance(lineage, PackedCall)
+            self._function_cache.number(lineage.options.function)
             placed = [each for each in self._workers.values() if each.link.has_place]
             there = [each for each in placed if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
             worker = min(active or placed, key=lambda each: each.load, default=None)
         if worker is None:
             return None
-        gone.note_spent()
+        gone.note_consumed()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker
@@ -282,5 +282,5 @@ def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> N
 
 def can_be_made(graph: RemoteGraph) -> bool:
     """Whether there are recipes for it and all that it derives from."""
-    recipe = graph.recipe
-    return can_be_made(recipe.graph) if isinstance(recipe, Backward) else recipe is not None
+    lineage = graph.lineage
+    return can_be_made(lineage.graph) if isinstance(lineage, Backward) else lineage is not None

@@ -15,7 +15,7 @@ Each part owns what it changes, and is called by the scheduling thread, so it ne
 comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread
 of its own, `InlineScheduler` the caller's. Any thread calls `lifecycle`, `gradient_sender`, the
 packers of `caller_memory`, and what the heads of other parts name. After the end there is no such
-thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
+thread: who comes too late does what it asks for by itself (`lifecycle.Settlement`).
 Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a
     value or an error, also when its worker dies or the pool is closed. Values of tasks are not
     touched: but for copies of what lies on devices, no torch operation runs in the scheduling
@@ -43,18 +43,18 @@ from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions, GradientSender
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.cancelling import Cancelling
+from mpgrad.scheduling.cancelling import Canceller
 from mpgrad.scheduling.chunk_writer import FAR, NEAR
-from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.lifecycle import Lifecycle, Phase, Settling
-from mpgrad.scheduling.notes import Notes
-from mpgrad.scheduling.queue import Deliveries, Line
+from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.lifecycle import Lifecycle, Phase, Settlement
+from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.staffing import Staff
+from mpgrad.scheduling.supervisor import WorkerSupervisor
+from mpgrad.scheduling.tracer import Tracer
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
-from mpgrad.timeline import Recording
+from mpgrad.timeline import Trace
 from mpgrad.torch_state.modes import Watch
 from mpgrad.wire.messages import Record
 
@@ -75,8 +75,8 @@ class Scheduler(ABC):
         self.engine = engine
         self.life = Lifecycle()
         self.callbacks = CallbackThread()  # not started if the scheduling thread is the caller's
-        self.notes = Notes()
-        self.watch = Watch(settings.in_caller)
+        self.tracer = Tracer()
+        self.mode_check = Watch(settings.in_caller)
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
@@ -84,30 +84,36 @@ class Scheduler(ABC):
         # there is something that the scheduling thread has not been woken for
         self.has_unheard = False
         self.workers: dict[int, WorkerHandle] = {}
-        by_device = self.memory.crossing is not None
+        by_device = self.memory.device_transfer is not None
         numbers = itertools.count(1)  # of calls
-        self._codes = codes = Codes(self.workers)
-        self._line = line = Line(
-            codes,
+        self._function_cache = function_cache = FunctionCache(self.workers)
+        self._queue = queue = CallQueue(
+            function_cache,
             numbers,
             settings.workers,
             settings.calls,
             by_device,
             FAR if settings.remote else NEAR,
         )
-        self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
+        self.deliveries = deliveries = Deliveries(self.workers, queue, self.memory, self.tracer)
         self.gradients = gradients = GradientSender(
-            self, self.life, codes, self.copying_packer, numbers, settings.since, self.watch
+            self,
+            self.life,
+            function_cache,
+            self.copying_packer,
+            numbers,
+            settings.since,
+            self.mode_check,
         )
         self.uncollected = Uncollected()
         self.admissions = Admissions(
-            self, line, deliveries, gradients, self.copying_packer, self.uncollected
+            self, queue, deliveries, gradients, self.copying_packer, self.uncollected
         )
-        self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
+        self._settling = Settlement(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(
-            self.workers, codes, settings.retries, self.life, self.admissions.admit
+            self.workers, function_cache, settings.retries, self.life, self.admissions.admit
         )
-        self.staff = Staff(
+        self.supervisor = WorkerSupervisor(
             self,
             settings,
             engine,
@@ -116,13 +122,20 @@ class Scheduler(ABC):
             deliveries,
             gradients,
             self.recovery,
-            line,
+            queue,
         )
         self.receiver = Receiver(
-            settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff
+            settings,
+            self.life,
+            self.memory,
+            function_cache,
+            queue,
+            deliveries,
+            self.admissions,
+            self.supervisor,
         )
-        self.cancelling = Cancelling(
-            self, deliveries, self.admissions, line, self.staff, self.receiver, settings
+        self.cancelling = Canceller(
+            self, deliveries, self.admissions, queue, self.supervisor, self.receiver, settings
         )
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
@@ -152,7 +165,7 @@ class Scheduler(ABC):
 
     def feed(self) -> None:
         for worker in self.deliveries.feed():
-            self.staff.retire(worker)
+            self.supervisor.retire(worker)
 
     # --- any thread: operations
 
@@ -178,11 +191,11 @@ class Scheduler(ABC):
 
     def seconds(self, pickled: bytes) -> float | None:
         """What a call of the function takes by itself; None before the first."""
-        return self._codes.own_seconds(pickled)
+        return self._function_cache.own_seconds(pickled)
 
     def predicted(self, pickled: bytes) -> Predicted | None:
-        """See `Codes.predicted`."""
-        return self._codes.predicted(pickled)
+        """See `FunctionCache.predicted`."""
+        return self._function_cache.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of
@@ -263,25 +276,25 @@ class Scheduler(ABC):
 
     # --- any thread: a timeline
 
-    def begin_recording(self, recording: Recording) -> None:
+    def begin_trace(self, trace: Trace) -> None:
         """Raises RuntimeError where there is one already."""
         self.life.check_open()
-        self.notes.begin(recording)
+        self.tracer.begin(trace)
 
         def tell_all() -> None:
             for worker in list(self.workers.values()):
                 if worker.ready:
                     self.deliveries.record(worker)
-            recording.is_known = True
+            trace.is_known = True
 
         self.post(tell_all)
 
-    def end_recording(self) -> None:
+    def end_trace(self) -> None:
         """Nothing is noted any more."""
-        if self.notes.recording is None:
+        if self.tracer.trace is None:
             return
-        self.notes.recording.end()
-        self.notes.recording = None
+        self.tracer.trace.end()
+        self.tracer.trace = None
 
         def tell_all() -> None:
             for worker in list(self.workers.values()):
@@ -304,8 +317,8 @@ class Scheduler(ABC):
 
     def _have(self, workers: int) -> None:
         self.settings = self.settings._replace(workers=workers)
-        self.staff.wanted = self._line.workers = workers
-        self.post(self.staff.fill)
+        self.supervisor.wanted = self._queue.workers = workers
+        self.post(self.supervisor.fill)
 
     def stats(self) -> PoolStats:
         self.life.check_process()
@@ -315,12 +328,12 @@ class Scheduler(ABC):
             workers,
             sum({(worker.node, worker.pid): worker.resident_bytes for worker in workers}.values()),
             self.memory.bytes_in_use,
-            self.staff.deaths,
-            self.staff.kills,
+            self.supervisor.deaths,
+            self.supervisor.kills,
             self.recovery.reruns,
             self.deliveries.recomputed,
             self.receiver.graphs_dropped,
-            self._codes.wrong_predictions,
+            self._function_cache.wrong_predictions,
             sum(not operation.finished for operation in list(self.admissions.unfinished)),
             self.receiver.items_done,
             self._items_left(),
@@ -343,7 +356,9 @@ class Scheduler(ABC):
         return sum(operation.items_left for operation in list(self.admissions.unfinished))
 
     def _backwards_left(self) -> int:
-        return sum(worker.backwards_left for worker in [*self.staff.gone, *self.workers.values()])
+        return sum(
+            worker.backwards_left for worker in [*self.supervisor.gone, *self.workers.values()]
+        )
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -420,12 +435,12 @@ class Scheduler(ABC):
         phase = self.life.phase
         if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:
-                self.staff.send_away()
+                self.supervisor.retire_all()
             else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
         if phase is Phase.LEAVING and not (
-            self.staff.wanted or self.workers or self.staff.has_deaths
+            self.supervisor.wanted or self.workers or self.supervisor.has_deaths
         ):
             # also if there was something to make again: nobody is left who could
             self.life.enter(Phase.STOPPING)
@@ -433,27 +448,29 @@ class Scheduler(ABC):
     def _is_idle(self) -> bool:
         busy = any(
             worker.under_way or worker.backlog
-            for worker in [*self.staff.gone, *self.workers.values()]
+            for worker in [*self.supervisor.gone, *self.workers.values()]
         )
-        return not (busy or self._line.has_calls)
+        return not (busy or self._queue.has_calls)
 
     def wait_for_gradients(self, backward: Backward) -> None:
         self.admissions.look_at_backward(backward)
 
-    def rescue(self, worker: WorkerHandle) -> None:
-        self.staff.rescue(worker)
+    def requeue(self, worker: WorkerHandle) -> None:
+        self.supervisor.requeue(worker)
 
     def look_at_room(self) -> None:
         """An engine that follows the nodes of a cluster has room for more workers, or for less."""
         room = self.engine.room
-        if room is not None and room != self.staff.wanted and self.life.phase is Phase.OPEN:
+        if room is not None and room != self.supervisor.wanted and self.life.phase is Phase.OPEN:
             self._have(room)
 
     def keep_time(self) -> float | None:
         """Do what is due; returns the seconds until it is time to look again, None where nothing is
         to come."""
         now = time.monotonic()
-        soonest = min(self.cancelling.keep_time(now), self.staff.keep_time(now), self._line.look_at)
+        soonest = min(
+            self.cancelling.keep_time(now), self.supervisor.keep_time(now), self._queue.look_at
+        )
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
         return (
@@ -471,26 +488,28 @@ class Scheduler(ABC):
 
     def _end(self) -> None:
         reason = self.life.end()
-        gone = [*self.staff.gone, *self.workers.values()]
+        gone = [*self.supervisor.gone, *self.workers.values()]
         chunks = [chunk for worker in gone for chunk in worker.under_way.chunks.values()]
         try:
-            self.staff.dissolve(reason, gently=self.life.ends_gently and self.life.broken is None)
+            self.supervisor.end_all(
+                reason, gently=self.life.ends_gently and self.life.broken is None
+            )
         finally:
             try:
                 for chunk in chunks:
                     chunk.fail_backwards(error_maker(reason))
                 for worker in gone:
-                    self.staff.rescue(worker)
+                    self.supervisor.requeue(worker)
             finally:
                 try:
                     self._settle()
-                    self.staff.await_exits()
+                    self.supervisor.await_exits()
                 finally:
                     self.memory.close()
 
     def _settle(self) -> None:
         self._settling.settle()
-        self._line.tidy()
+        self._queue.tidy()
         self.tell_waiters()
 
 

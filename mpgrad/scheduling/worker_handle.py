@@ -28,7 +28,7 @@ from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_c
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import Since
 from mpgrad.memory.accelerator import INSTALLED
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LoansToWorker, SumLedger
+from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
 from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.asides import Whereabouts, in_order
@@ -37,14 +37,22 @@ from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, 
 from mpgrad.wire.pipe import UnreadableFrame, last_words_in
 from mpgrad.wire.tensor_refs import Payload
 
-__all__ = ["GRACE_PERIOD", "SEEN", "Doom", "Settings", "UnderWay", "WorkerHandle", "worker_devices"]
+__all__ = [
+    "GRACE_PERIOD",
+    "SEEN",
+    "SentChunks",
+    "Settings",
+    "Termination",
+    "WorkerHandle",
+    "worker_devices",
+]
 
 
-class Doom(NamedTuple):
+class Termination(NamedTuple):
     """A worker has to end by the `moment`, because of the call that it was at."""
 
     moment: float  # on the clock of time.monotonic
-    begun: tuple[int, float]  # see `UnderWay.begun`
+    begun: tuple[int, float]  # see `SentChunks.begun`
 
 
 class WorkerHandle:
@@ -57,7 +65,7 @@ class WorkerHandle:
         self.device = device  # its code
         self.direct = device == 0  # it and we can read each other's slots on its device
         self.ready = False
-        self.retiring = False  # see `send_home`
+        self.retiring = False  # see `begin_retiring`
         self.is_last = False  # when it has ended no other will make again what is missing
         self.pid = -1
         self.ready_at = 0.0  # since when it is, on the clock of time.monotonic
@@ -66,7 +74,7 @@ class WorkerHandle:
         self.gone: BaseException | None = None  # what its graphs answer after its end
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
-        self.doomed: Doom | None = None  # it has been told to end, for that call
+        self.termination: Termination | None = None  # it has been told to end, for that call
         # our end of the pipe that it writes its stack into, should it crash
         self.last_words: Kept | None = None
         self.stack = ""  # what came of it
@@ -76,18 +84,18 @@ class WorkerHandle:
 
         self.graphs = GraphLedger()
         self.sums = SumLedger()
-        self.loans = LoansToWorker(link)
-        self.writer = ChunkWriter(self.graphs, self.sums, self.loans)
+        self.lent_slots = LentSlots(link)
+        self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
         self.backlog: deque[Backward | SumRequest] = deque()
-        self.under_way = UnderWay()
+        self.under_way = SentChunks()
 
         # news, to be sent along with the next message
         self.sent_at = 0.0  # when that was last, on the clock of time.monotonic
         self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
         self.missing_slabs: list[int] = []  # of the worker's, that we could not receive
         self.releases: deque[int] = deque()
-        self.spent: deque[int] = deque()  # calls whose backward was an eager one, and has come
-        self._emptied: list[int] = []  # of these, those that were noted
+        self.consumed: deque[int] = deque()  # calls whose backward was an eager one, and has come
+        self._to_release: list[int] = []  # of these, those that were noted
         # with the bytes of their captures
         self.forgotten_functions: deque[tuple[int, int]] = deque()
         self.forgotten_codes: deque[int] = deque()
@@ -119,7 +127,7 @@ class WorkerHandle:
         seconds = self.under_way.seconds + (max(0.0, now - since) if self.under_way else 0.0)
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
 
-    def send_home(self) -> None:
+    def begin_retiring(self) -> None:
         """It takes no new calls, and ends when it keeps no graph any more; its successor may have
         its place at once."""
         self.retiring = self.link.is_leaving = True
@@ -177,14 +185,14 @@ class WorkerHandle:
     # --- what it is sent
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         of_memory = self.returns or self.missing_slabs
-        of_graphs = self.releases or self.spent or self._emptied
+        of_graphs = self.releases or self.consumed or self._to_release
         return bool(of_memory or of_graphs or self.forgotten_functions or self.forgotten_codes)
 
     @property
     def _has_releases(self) -> bool:
-        return bool(self.releases or self.spent or self._emptied)
+        return bool(self.releases or self.consumed or self._to_release)
 
     def forward(
         self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
@@ -196,7 +204,7 @@ class WorkerHandle:
 
     def backward(self, number: int) -> tuple[list[Message], Payload]:
         """A chunk of what waits in the backlog, likewise."""
-        messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_spent)
+        messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
         self._add(number, chunk)
         return messages, payload
 
@@ -221,56 +229,56 @@ class WorkerHandle:
         """
         # first: one that its owner's death took away may be lent again, for a result that lies
         # there
-        if self.loans.gone_slabs:
-            self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
-        if new_slabs := self.loans.take_new_slabs():
+        if self.lent_slots.gone_slabs:
+            self.link.send([SlabsGone(drained(self.lent_slots.gone_slabs))])
+        if new_slabs := self.lent_slots.take_new_slabs():
             self.link.introduce(new_slabs)
-        news = self._take_news()
-        if news and self.under_way.in_grace:
+        updates = self._take_updates()
+        if updates and self.under_way.in_grace:
             # it may have been spared for the sake of what nobody wants any more
             self.under_way.look_at_grace()
         self.sent_at = time.monotonic()
-        self.link.send(news + messages, payload.parts)
+        self.link.send(updates + messages, payload.parts)
 
-    def _take_news(self) -> list[Message]:
+    def _take_updates(self) -> list[Message]:
         """As messages; what is taken counts as told."""
-        news: list[Message] = []
+        updates: list[Message] = []
         if self.returns:
-            news.append(Returned(drained(self.returns)))
+            updates.append(Returned(drained(self.returns)))
         if self.missing_slabs:
-            news.append(SlabsMissing(self.missing_slabs))
+            updates.append(SlabsMissing(self.missing_slabs))
             self.missing_slabs = []
-        self.note_spent()
-        if self._emptied:
-            news.append(Release(self._emptied))
-            self._emptied = []
+        self.note_consumed()
+        if self._to_release:
+            updates.append(Release(self._to_release))
+            self._to_release = []
         if self.releases:
             released = drained(self.releases)
             self.graphs.forget(released)
-            news.append(Release(released))
+            updates.append(Release(released))
         if self.forgotten_functions or self.forgotten_codes:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.writer.forget(functions)
-            news.append(
+            updates.append(
                 Forget(
                     functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)
                 )
             )
-        return news
+        return updates
 
-    def note_spent(self) -> None:
+    def note_consumed(self) -> None:
         """What other threads have said of eager backwards: their graphs can go."""
-        if self.spent:
-            calls = drained(self.spent)
-            self.graphs.note_spent(calls)
-            self._emptied += calls
+        if self.consumed:
+            calls = drained(self.consumed)
+            self.graphs.note_consumed(calls)
+            self._to_release += calls
 
     # --- its end
 
-    def take_leave(self) -> None:
+    def note_end(self) -> None:
         """It is gone; graphs may refer to it for long."""
-        self.loans.end()
+        self.lent_slots.end()
         self.under_way.end()
         if self.last_words is not None:
             if self.last_words.is_ours:
@@ -292,7 +300,7 @@ GRACE_PERIOD = 0.2
 
 
 # long because: a line for each thing that may be asked of what a worker has
-class UnderWay:
+class SentChunks:
     """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the
     scheduling thread."""
 
@@ -429,7 +437,7 @@ class UnderWay:
         if whereabouts is None:
             return []
         if self.link is not None:
-            return self._skipped_by_site(self.link)
+            return self._skipped_by_agent(self.link)
         for_others = self._for_others()
         now = time.monotonic()
         at = whereabouts[Whereabouts.CHUNK]
@@ -456,7 +464,7 @@ class UnderWay:
                 found.append((number, count))
         return found
 
-    def _skipped_by_site(self, link: WorkerLink) -> list[tuple[int, int]]:
+    def _skipped_by_agent(self, link: WorkerLink) -> list[tuple[int, int]]:
         """Whole chunks behind the first. A worker answers a chunk before it looks whether the next
         one is skipped."""
         if link.has_more():  # it may have answered its first chunk

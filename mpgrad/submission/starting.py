@@ -97,7 +97,7 @@ class Starter:
         pool, scheduler = self._options, self._scheduler
         seconds = pool.seconds(options.timeout)
         scheduler.life.check_open()
-        with scheduler.notes.lap("pickles", name), outside_transforms():
+        with scheduler.tracer.span("pickles", name), outside_transforms():
             request = requested(options.device, pool.device_codes)
             pickled = pickled_function(function, scheduler.packer.kind, like)
             seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
@@ -168,7 +168,7 @@ class Starter:
                 can be in.
         """
         check_untraced()
-        self._scheduler.watch.look()
+        self._scheduler.mode_check.look()
 
     def draw_seed(self) -> int | None:
         """A number of the caller's generator, where workers have generators that it can be given

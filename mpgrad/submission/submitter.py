@@ -52,7 +52,7 @@ from mpgrad.calls.operations import Operation, Submitted
 from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.errors import ONE_CALL
-from mpgrad.scheduling.chunk_writer import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
+from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.stats import Progress, Reporter, Standing, reported
 from mpgrad.submission.options import CallOptions, PoolOptions
@@ -162,7 +162,7 @@ class Submitter:
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.cancel_with_grace(operation)
             raise
-        with collector_held(), self._scheduler.notes.lap("makes results"):
+        with collector_held(), self._scheduler.tracer.span("makes results"):
             results = operation.values()
         is_map = source.at_rest and source.noun != ONE_CALL
         is_fair = (
@@ -459,16 +459,20 @@ class Feeder:
         scheduler = self._scheduler
         is_still = waits and operation.options.at_rest
         packer = scheduler.packer if is_still else scheduler.copying_packer
-        wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
+        window_size, packed, copied = self._first_window(operation), 0, packer.bytes_copied
         try:
-            with scheduler.notes.lap("packs", operation.options.function.names.function):
+            with scheduler.tracer.span("packs", operation.options.function.names.function):
                 for call in self._packed(operation, iter(calls), packer, shared, total):
                     operation.add(call)
                     packed += call.items
-                    if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
+                    if packed >= window_size or packer.bytes_copied - copied > WINDOW_BYTES:
                         scheduler.admit(operation, waits=waits)
                         let_collector_look()
-                        wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
+                        window_size, packed, copied = (
+                            min(2 * window_size, LARGEST_WINDOW),
+                            0,
+                            packer.bytes_copied,
+                        )
                     if (
                         operation.has_failed
                     ):  # what comes behind is not even taken from its source, as in a loop
@@ -497,9 +501,9 @@ class Feeder:
             for index, (args, kwargs) in enumerate(calls)
         )
 
-    def _first_wave(self, operation: Operation) -> int:
+    def _first_window(self, operation: Operation) -> int:
         seconds = self._scheduler.seconds(operation.options.function.pickled)
-        return first_wave(math.inf if seconds is None else seconds)
+        return first_window(math.inf if seconds is None else seconds)
 
     def _packed(
         self,

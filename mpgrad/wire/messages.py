@@ -34,8 +34,8 @@ from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
-    "FAREWELL",
     "SCALARS",
+    "TRACEBACK_SIGNAL",
     "BackwardCall",
     "Backwards",
     "Carried",
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
-FAREWELL = signal.SIGUSR2
+TRACEBACK_SIGNAL = signal.SIGUSR2
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that
 # many tensors in a row (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or
@@ -306,7 +306,7 @@ class Eager(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `consumed`: then
     this one is run through.
 
     `environment`: another one than that of the chunk, see `Follow`.
@@ -316,7 +316,7 @@ class Rerun(NamedTuple):
     modes: Modes
     seed: int | None
     call: ForwardCall
-    spent: bool
+    consumed: bool
     environment: bytes | None = None
 
 

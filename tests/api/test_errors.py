@@ -25,7 +25,7 @@ import torch
 import mpgrad
 from mpgrad.scheduling import cancelling
 from mpgrad.tracebacks import OWN_FOLDER, shown
-from mpgrad.wire.messages import FAREWELL
+from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
 KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
 
@@ -439,7 +439,7 @@ def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: s
 
 def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mpgrad.Pool) -> None:
     def deaf() -> None:
-        signal.signal(FAREWELL, signal.SIG_IGN)
+        signal.signal(TRACEBACK_SIGNAL, signal.SIG_IGN)
         time.sleep(60)
 
     with mpgrad.Pool(1, retries=0) as pool:
@@ -456,7 +456,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
     successor."""
 
     def be_deaf() -> None:
-        signal.signal(FAREWELL, lambda number, frame: None)
+        signal.signal(TRACEBACK_SIGNAL, lambda number, frame: None)
 
     def ends_too_late(k: int) -> int:
         time.sleep(0.3)
@@ -468,7 +468,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
             time.sleep(60)
         return 2
 
-    monkeypatch.setattr(cancelling, "FAREWELL_PATIENCE", 1.0)
+    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", 1.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]

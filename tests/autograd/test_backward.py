@@ -205,7 +205,7 @@ def test_graphs_are_released_with_their_results(pool2: mpgrad.Pool) -> None:
     gc.collect()
     pool2._scheduler.wait_until(lambda: False, timeout=0.2)
     for worker in workers:
-        assert not worker.has_news
+        assert not worker.has_updates
     before = sum(len(worker.graphs) for worker in workers)
     kept = pool2.map(lambda x: x.exp(), leaves(3))
     assert sum(len(worker.graphs) for worker in workers) == before + 3

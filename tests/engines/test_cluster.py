@@ -107,7 +107,7 @@ def grad_of(fn: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("size", [3, 5000], ids=["rides", "carried"])
+@pytest.mark.parametrize("size", [3, 5000], ids=["inline", "carried"])
 def test_a_loop_on_two_nodes(on_two_nodes: tuple[mpgrad.Pool, Any], size: int) -> None:
     weight = torch.linspace(1, 2, size, requires_grad=True)
     xs = [torch.full((size,), float(k), requires_grad=True) for k in range(9)]

@@ -25,7 +25,7 @@ from mpgrad.memory import arena
 from mpgrad.scheduling.chunk_writer import ChunkWriter
 from mpgrad.scheduling.receiving import Answers
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.staffing import Staff
+from mpgrad.scheduling.supervisor import WorkerSupervisor
 
 pytestmark = pytest.mark.quick
 
@@ -537,7 +537,7 @@ def test_close_and_join_of_each_engine(nursery: mpgrad.Pool, engine: str) -> Non
         (ChunkWriter, "forward"),
         (ChunkWriter, "backward"),
         (Recovery, "take_apart"),
-        (Staff, "rescue"),
+        (WorkerSupervisor, "requeue"),
     ],
     ids=lambda place: ".".join([place[0].__name__, place[1]]),
 )
@@ -553,7 +553,7 @@ def test_a_fault_of_our_own_breaks_the_pool(
     with mpgrad.Pool(2) as pool:
         total = sum(pool.map(lambda k: (weight * k).sum(), range(4)))
         monkeypatch.setattr(*place, faulty)
-        if place[0] in (Recovery, Staff):
+        if place[0] in (Recovery, WorkerSupervisor):
             os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
         with pytest.raises(mpgrad.InternalError, match="NameError: a misspelt name"):
             pool.map(abs, [-1])

@@ -257,7 +257,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
         def after_a_death(parts: Any, worker: Any) -> Any:
             graph = sys._getframe(1).f_locals["backward"].graph
-            if not rehomed and isinstance(graph.recipe, PackedCall):
+            if not rehomed and isinstance(graph.lineage, PackedCall):
                 os.kill(worker.pid, signal.SIGKILL)
                 rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
             return place(parts, worker)

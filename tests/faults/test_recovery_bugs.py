@@ -245,7 +245,7 @@ def test_a_pool_without_workers_for_a_moment(
             time.sleep(1e-3)
         no_descriptors()
         os.symlink("/", go)  # takes no descriptor
-        while pool._scheduler.staff._refused_since is None:
+        while pool._scheduler.supervisor._refused_since is None:
             time.sleep(1e-3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert result.get(PATIENCE) == [1, 2]
@@ -467,7 +467,7 @@ def test_the_sizes_of_graphs_that_are_gone() -> None:
     table = GraphTable(1 << 40)
     for call in range(10_000):
         table.keep(call, GraphEdges(cast("Any", None), [], []), 1000)
-        table.spend(call)
+        table.note_emptied(call)
         table.release(call)
     assert table.nbytes == 0 and len(table._largest) < 2000
 
@@ -624,7 +624,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the
     pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
-    from mpgrad.scheduling.worker_handle import UnderWay
+    from mpgrad.scheduling.worker_handle import SentChunks
     from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
@@ -638,7 +638,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
 
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
-    under_way = UnderWay()
+    under_way = SentChunks()
     under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
     under_way.whereabouts[Whereabouts.CHUNK] = 1  # which it runs

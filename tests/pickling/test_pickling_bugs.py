@@ -84,7 +84,7 @@ def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -
     for _ in range(60):
         assert fresh_pool.map(recursive, [2]) == [1.0]
         gc.collect()
-    lent = sum(len(worker.loans) for worker in fresh_pool._scheduler.workers.values())
+    lent = sum(len(worker.lent_slots) for worker in fresh_pool._scheduler.workers.values())
     assert lent < 40  # 64 MiB before a worker collects, 4 MiB a map, two workers
 
 

@@ -27,7 +27,14 @@ from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.chunk_writer import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
+from mpgrad.scheduling.chunk_writer import (
+    FAR,
+    NEAR,
+    bundle_size,
+    chunk_size,
+    guided_size,
+    workers_worth_feeding,
+)
 from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import BUCKETED_BYTES
 
@@ -408,7 +415,7 @@ def test_sizes_of_bundles(seconds: float, total: int, sizes: list[int]) -> None:
 def test_workers_that_a_parent_cannot_feed() -> None:
     """It takes 0.3 ms for each chunk. Where there is little work for many workers, some get
     none."""
-    assert fed(2, calls=64, seconds=20e-6) == 2
+    assert workers_worth_feeding(2, calls=64, seconds=20e-6) == 2
     for seconds, workers in (
         (0.0, 1),
         (1e-9, 1),
@@ -417,8 +424,8 @@ def test_workers_that_a_parent_cannot_feed() -> None:
         (1.0, 64),
         (math.inf, 64),
     ):
-        assert fed(64, 5000, seconds) == workers
-    assert fed(64, calls=0, seconds=math.inf) == 64
+        assert workers_worth_feeding(64, 5000, seconds) == workers
+    assert workers_worth_feeding(64, calls=0, seconds=math.inf) == 64
     assert bundle_size(20e-6, 5000, 5000, workers=64) == 48 > 5000 // (4 * 64)
     assert guided_size(1e-3, 1000, 64, shortest=1e-3, longest=20e-3) == 1000 // (2 * 41)
     assert guided_size(1e-3, 1000, 8, shortest=1e-3, longest=20e-3) == 20  # ms of work
@@ -433,7 +440,7 @@ def test_a_caller_keeps_up_with_many_machines() -> None:
         pytest.approx(45e-3, rel=0.1),
         100e-3,
     ]
-    assert NEAR.least(1000) == NEAR.shortest  # `fed` cares for that
+    assert NEAR.least(1000) == NEAR.shortest  # `workers_worth_feeding` cares for that
     assert chunk_size(1e-3, 1, 64, FAR) >= 40 > chunk_size(1e-3, 1, 2, FAR) == 10
 
 

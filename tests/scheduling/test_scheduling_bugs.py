@@ -28,8 +28,8 @@ import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
 from mpgrad.calls import operations
 from mpgrad.scheduling.chunk_writer import NEAR
-from mpgrad.scheduling.queue import Line
-from mpgrad.scheduling.worker_handle import UnderWay
+from mpgrad.scheduling.queue import CallQueue
+from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.run import Tracker
 
@@ -221,9 +221,9 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         for chunksize in (1, 4):
             pool.map(simulate, [1, 1, 1, 1], chunksize=chunksize, on_error="return")
-        assert not pool._scheduler._codes._measured
+        assert not pool._scheduler._function_cache._measured
         pool.map(simulate, [0, 1, 1, 1] * 4, chunksize=4, on_error="return")
-        (measured,) = pool._scheduler._codes._measured.values()
+        (measured,) = pool._scheduler._function_cache._measured.values()
         assert measured.own_seconds >= 0.002 <= measured.seconds
 
 
@@ -485,7 +485,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
     Tracker.begin(tracker, 7, 3)
     assert did[-5:] == [(0, Whereabouts.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
-    under_way: Any = UnderWay()
+    under_way: Any = SentChunks()
     under_way.whereabouts = tracker._numbers
     did.clear()
     assert under_way.unbegun() == []
@@ -509,8 +509,13 @@ def test_short_calls_are_sent_ahead_even_where_they_are_the_last(
         queue=[call] * waiting, options=options, sealed=True, largest_first=False
     )
     codes: Any = SimpleNamespace(seconds=lambda function, unknown: seconds)
-    line = Line(
-        codes, itertools.count(), workers=2, calls_per_worker=None, by_device=False, grain=NEAR
+    queue = CallQueue(
+        codes,
+        itertools.count(),
+        workers=2,
+        calls_per_worker=None,
+        by_device=False,
+        chunk_seconds=NEAR,
     )
-    line.operations.append(operation)
-    assert line._may_be_sooner_elsewhere(operation) is waits
+    queue.operations.append(operation)
+    assert queue._may_be_sooner_elsewhere(operation) is waits

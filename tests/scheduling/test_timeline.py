@@ -21,7 +21,7 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline import NotedCall, NotedChunk, Recording, WorkerName, events_of
+from mpgrad.timeline import Trace, TracedCall, TracedChunk, WorkerName, events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
@@ -374,25 +374,25 @@ MS = 1_000_000
 def recorded(shift: int = 0, node: str = "") -> Events:
     """WorkerName 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift`
     more than ours."""
-    recording = Recording()
-    start = recording.began
-    recording.workers[1] = WorkerName(1, 4242, "cpu", node)
+    trace = Trace()
+    start = trace.began
+    trace.workers[1] = WorkerName(1, 4242, "cpu", node)
 
-    def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> NotedChunk:
+    def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> TracedChunk:
         theirs = [start + shift + each * MS for each in (began, *span)]
-        noted = NotedChunk(1, phase, [NotedCall(0, "wave")], start + sent * MS)
-        noted.began, noted.ended, noted.spans = (
+        traced = TracedChunk(1, phase, [TracedCall(0, "wave")], start + sent * MS)
+        traced.began, traced.ended, traced.spans = (
             theirs[0],
             theirs[2],
             [(phase, 0, 0, theirs[1], theirs[2])],
         )
-        noted.answered = noted.ended - shift + MS
-        return noted
+        traced.answered = traced.ended - shift + MS
+        return traced
 
-    recording.chunks.append(chunk("forward", 1, 2, (3, 6)))
-    recording.chunks.append(chunk("backward", 2, 7, (7, 9)))
-    recording.ended = start + 10 * MS
-    return events_of(recording)
+    trace.chunks.append(chunk("forward", 1, 2, (3, 6)))
+    trace.chunks.append(chunk("backward", 2, 7, (7, 9)))
+    trace.ended = start + 10 * MS
+    return events_of(trace)
 
 
 @pytest.mark.quick

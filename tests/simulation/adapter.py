@@ -26,14 +26,14 @@ from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, 
 from mpgrad.errors import CallNames
 from mpgrad.memory import arena
 from mpgrad.pickling.exceptions import one_more
-from mpgrad.scheduling import admissions, caller_memory, recovery, staffing
+from mpgrad.scheduling import admissions, caller_memory, recovery, supervisor
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.worker_handle import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, Placed
 
-NEWS_PATIENCE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
+UPDATE_PATIENCE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
 MODES = current_modes()
 
@@ -66,7 +66,7 @@ def simulated(world: World) -> Iterator[None]:
             ),  # children would look where there is nothing
             (caller_memory, "Lenders", lenders),
             (admissions, "current_modes", lambda: MODES),
-            (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
+            (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
             (Settled, "settle", replies.wrapped(Settled.settle)),
         ):
@@ -109,10 +109,10 @@ class SimulatedScheduler(Scheduler):
         self.next_look: float | None = None  # when it has to look at the clock again
         self.drive: Callable[[], bool]  # has something happen; False where nothing can
         self.after_work: Callable[[], None] = lambda: None  # checks
-        self._news_due = float("inf")
+        self._updates_due = float("inf")
 
     def start(self) -> None:
-        self.staff.fill()
+        self.supervisor.fill()
 
     def wake(self) -> None:
         self.is_awake = True
@@ -154,26 +154,28 @@ class SimulatedScheduler(Scheduler):
             if worker not in self.handles:
                 self.handles.append(worker)
         self.after_work()
-        has_news = self.deliveries.has_news()
+        has_updates = self.deliveries.has_updates()
         patience = self.keep_time()
         now = self.world.now
-        self._news_due = min(self._news_due, now + NEWS_PATIENCE) if has_news else float("inf")
-        moments = [self._news_due] if has_news else []
+        self._updates_due = (
+            min(self._updates_due, now + UPDATE_PATIENCE) if has_updates else float("inf")
+        )
+        moments = [self._updates_due] if has_updates else []
         if patience is not None:
             moments.append(now + patience)
         self.next_look = min(moments, default=None)
         links = self.engine.wait(0)
         self.look_at_room()
-        if has_news and now >= self._news_due:
-            self._news_due = float("inf")
-            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
+        if has_updates and now >= self._updates_due:
+            self._updates_due = float("inf")
+            self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE)
         for link in links:
             served = self.workers.get(link.number)
             if served is not None:
                 self.receiver.serve(served)
                 self.is_awake = True
             elif link.exit is not None:
-                self.staff.bury(link.number)
+                self.supervisor.remove(link.number)
                 self.is_awake = True
 
 
@@ -312,7 +314,7 @@ def places_of_calls(scheduler: SimulatedScheduler) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
     for operation in scheduler.admissions.unfinished:
         found.update((id(operation), call.index) for call in operation.queue)
-    for worker in [*scheduler.staff.gone, *scheduler.workers.values()]:
+    for worker in [*scheduler.supervisor.gone, *scheduler.workers.values()]:
         for chunk in worker.under_way.chunks.values():
             if chunk.operation is not None:
                 found.update((id(chunk.operation), call.index) for _, call in chunk.calls)
@@ -322,7 +324,7 @@ def places_of_calls(scheduler: SimulatedScheduler) -> Counter[tuple[int, int]]:
 def places_of_backwards(scheduler: SimulatedScheduler) -> Counter[int]:
     """How often each reply that has not arrived is in a backlog or under way."""
     found: Counter[int] = Counter()
-    for worker in [*scheduler.staff.gone, *scheduler.workers.values()]:
+    for worker in [*scheduler.supervisor.gone, *scheduler.workers.values()]:
         items = [each for each in worker.backlog if isinstance(each, Backward)]
         for chunk in worker.under_way.chunks.values():
             items += chunk.backwards
@@ -363,7 +365,7 @@ def kept_of_worker(worker: Any) -> dict[str, int]:
         "backlog": len(worker.backlog),
         "chunks under way": len(worker.under_way.chunks),
         "chunks in grace": len(worker.under_way.in_grace) if worker.gone is None else 0,
-        "loans": len(worker.loans),
+        "loans": len(worker.lent_slots),
         "graphs": len(worker.graphs) if worker.gone is None else 0,
         "sums": len(worker.sums._sums) if worker.gone is None else 0,
         "functions": len(worker.writer.functions) if worker.gone is None else 0,
@@ -376,7 +378,7 @@ def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
         "inbox": len(scheduler.inbox),
         "unfinished operations": len(scheduler.admissions.unfinished),
         "backlogs of stranded workers": sum(
-            len(worker.backlog) for worker in scheduler.staff.stranded
+            len(worker.backlog) for worker in scheduler.supervisor.unplaced
         ),
         "queued calls": has_queued_calls(scheduler),
     }

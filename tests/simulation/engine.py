@@ -34,7 +34,7 @@ from mpgrad.memory.arena import Lenders
 from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
-    FAREWELL,
+    TRACEBACK_SIGNAL,
     BackwardCall,
     Backwards,
     Collect,
@@ -639,13 +639,13 @@ class SimulatedWorker:
             task.number,
         )
         held = self._lent_to_us(call.tensors)
-        if step.spent and call.call in self.graphs:
+        if step.consumed and call.call in self.graphs:
             self._returns.update(held)
             return
         self._release(call.call)
         self.dropped.discard(call.call)
         graph = self.graphs[call.call] = WorkerGraph(task, held)
-        if step.spent:
+        if step.consumed:
             graph.empty()
 
     def _differentiate(self, call: BackwardCall, payload: bytearray) -> Any:
@@ -801,10 +801,10 @@ class SimulatedLink:
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         worker = self.worker
-        if by == FAREWELL:
+        if by == TRACEBACK_SIGNAL:
             self._had_farewell = tuple(self.numbers[:2])
             if not (worker.is_hung and worker.is_stubborn):
-                worker.die(-FAREWELL)
+                worker.die(-TRACEBACK_SIGNAL)
         else:
             if self._had_farewell is not None:
                 self._tell_truth()

@@ -41,7 +41,7 @@ from mpgrad.errors import (
 )
 
 IDLE_DEATHS = 2  # as in `recovery`
-STAFF_PATIENCE = 2.0  # as in `staffing`
+START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
 # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
 MOST_LOOKS = 50
@@ -619,7 +619,7 @@ class History:
         broken = self.scheduler.life.broken
         if any(worker.ready and not worker.retiring for worker in self.scheduler.workers.values()):
             self._staffed_at = self.world.now
-        elif isinstance(broken, OSError) and self.world.now - self._staffed_at < STAFF_PATIENCE:
+        elif isinstance(broken, OSError) and self.world.now - self._staffed_at < START_PATIENCE:
             raise CheckFailed("a pool breaks without patience", repr(broken))
 
     def check_states(self) -> None:

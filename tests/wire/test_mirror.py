@@ -36,9 +36,9 @@ def test_what_is_carried_comes_after_its_slab() -> None:
     assert ours.enclose([], ()) == ([], ())
     slab = slot.slab
     for sent in ([SlabsGone([slab.number])], [NewSlab(slab.number, slab.nbytes)]):
-        messages, payload = ours.enclose(sent, (b"rides",))
+        messages, payload = ours.enclose(sent, (b"inline",))
         received, rest, descriptors = theirs.open(messages, memoryview(b"".join(payload)))
-        assert received == sent and rest == b"rides"
+        assert received == sent and rest == b"inline"
         for descriptor in descriptors:
             os.close(descriptor)
     offset = slot.address & OFFSET_MASK

@@ -137,7 +137,7 @@ PAST_THE_END: list[Callable[[Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("run", [bundled, alone])
-@pytest.mark.parametrize("size", [1, 30, LARGE], ids=["one", "rides", "lies in a slab"])
+@pytest.mark.parametrize("size", [1, 30, LARGE], ids=["one", "inline", "lies in a slab"])
 def test_past_the_end_of_an_argument_pytorch_raises(
     pool2: mpgrad.Pool, run: Callable[..., Any], size: int
 ) -> None:
@@ -148,7 +148,7 @@ def test_past_the_end_of_an_argument_pytorch_raises(
             run(pool2, fn, rows)
 
 
-@pytest.mark.parametrize("size", [30, LARGE], ids=["rides", "lies in a slab"])
+@pytest.mark.parametrize("size", [30, LARGE], ids=["inline", "lies in a slab"])
 def test_past_the_end_of_others_pytorch_raises(pool2: mpgrad.Pool, size: int) -> None:
     """Captures, results that are passed on, several tensors of an item, and results in the
     caller."""
@@ -172,7 +172,7 @@ def test_past_the_end_of_a_view_with_gaps_pytorch_raises(pool2: mpgrad.Pool) -> 
             alone(pool2, lambda x: x.as_strided((2, *x.shape), (1, *x.stride())), [VIEWS[name]()])
 
 
-@pytest.mark.parametrize("size", [30, LARGE], ids=["rides", "lies in a slab"])
+@pytest.mark.parametrize("size", [30, LARGE], ids=["inline", "lies in a slab"])
 def test_past_the_end_in_a_backward_pytorch_raises(pool2: mpgrad.Pool, size: int) -> None:
     rows = base(300, size).requires_grad_() if size < 100 else base(9, size).requires_grad_()
     for options in ({}, {"chunksize": 1}):

@@ -71,7 +71,7 @@ def test_inputs_of_calls_that_were_left_out_are_given_back(pool2: mpgrad.Pool) -
         with pytest.raises(LookupError):
             pool2.map(fails, [torch.ones(10_000) for _ in range(20)], 10)
         pool2.map(abs, range(8), 1)
-        slots.append(sum(len(worker.loans) for worker in pool2._scheduler.workers.values()))
+        slots.append(sum(len(worker.lent_slots) for worker in pool2._scheduler.workers.values()))
     assert max(slots[10:]) <= 40
 
 

@@ -62,7 +62,7 @@ def pretend() -> Iterator[Pretend]:
 
 
 @pytest.fixture(params=["direct", "not exported"])
-def crossing(request: pytest.FixtureRequest) -> str:
+def device_transfer(request: pytest.FixtureRequest) -> str:
     """How tensors cross: by slots on the device, or through the CPU."""
     if request.param != "direct":
         assert LIBRARY is not None
@@ -71,13 +71,13 @@ def crossing(request: pytest.FixtureRequest) -> str:
 
 
 def is_direct(pool: mpgrad.Pool) -> bool:
-    crossing: Any = pool._scheduler.memory.crossing
+    device_transfer: Any = pool._scheduler.memory.device_transfer
     while not (
-        crossing._is_direct or crossing._is_refused
+        device_transfer._is_direct or device_transfer._is_refused
     ):  # one worker may have answered all calls, and the other none
         for device in {worker.device for worker in pool.stats().workers} - {"cpu"}:
             pool.map(abs, [1] * 8, device=device)  # who answers has told before how the trial went
-    return bool(crossing._is_direct)
+    return bool(device_transfer._is_direct)
 
 
 def settled(pool: mpgrad.Pool) -> mpgrad.Pool:
@@ -97,15 +97,15 @@ def ragged(device: str, count: int = 5, **options: Any) -> list[Tensor]:
 
 
 FOR_EITHER_REASON = pytest.mark.parametrize(
-    "crossing", ["direct", "not exported", "not opened"], indirect=True
+    "device_transfer", ["direct", "not exported", "not opened"], indirect=True
 )
 
 
 @FOR_EITHER_REASON
-def test_the_same_as_the_serial_loop(crossing: str) -> None:
+def test_the_same_as_the_serial_loop(device_transfer: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(devices=[ZERO, ZERO]) as pool:
-        assert is_direct(settled(pool)) == (crossing == "direct")
+        assert is_direct(settled(pool)) == (device_transfer == "direct")
         assert_same_as_serial(
             lambda x: (x * weight).exp().sum(0), ragged(ZERO, dtype=torch.float64), pool, order=2
         )
@@ -118,7 +118,7 @@ def test_the_same_as_the_serial_loop(crossing: str) -> None:
         assert_same_as_serial(linear, ragged(ZERO), pool)
 
 
-def test_tensors_of_every_form(crossing: str) -> None:
+def test_tensors_of_every_form(device_transfer: str) -> None:
     base = torch.arange(24.0).view(4, 6).to(ZERO)
     forms = {
         "contiguous": base,
@@ -155,7 +155,7 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().to_dense().cpu().resolve_conj()
 
 
-def test_backwards_of_all_kinds(crossing: str) -> None:
+def test_backwards_of_all_kinds(device_transfer: str) -> None:
     items = ragged(ZERO)
     # always the same: some make sums of second derivatives ill-conditioned
     weight = torch.randn(4).to(ZERO).requires_grad_()
@@ -181,7 +181,7 @@ def test_backwards_of_all_kinds(crossing: str) -> None:
             torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
-def test_a_task_may_write_into_what_it_gets(crossing: str) -> None:
+def test_a_task_may_write_into_what_it_gets(device_transfer: str) -> None:
     x, captured = torch.ones(5000, device=ZERO), torch.ones(5000, device=ZERO)
 
     def fn(x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def test_a_call_follows_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("workers", [["cpu", ONE], [ONE], "pretend"])
-def test_device_moves_all_there_and_back(workers: Any, crossing: str) -> None:
+def test_device_moves_all_there_and_back(workers: Any, device_transfer: str) -> None:
     captured = torch.full((3,), 3.0, requires_grad=True)
     on_zero = torch.full((3,), 5.0, device=ZERO, requires_grad=True)
 
@@ -256,7 +256,7 @@ def test_device_moves_all_there_and_back(workers: Any, crossing: str) -> None:
             assert not y.requires_grad or (y.grad is not None and y.grad.device == y.device)
 
 
-def test_device_cpu_moves_to_the_cpu_and_back(crossing: str) -> None:
+def test_device_cpu_moves_to_the_cpu_and_back(device_transfer: str) -> None:
     x, weight = (
         torch.ones(9000, device=ONE, requires_grad=True),
         torch.full((1,), 3.0, device=ZERO, requires_grad=True),
@@ -277,7 +277,9 @@ def test_device_cpu_moves_to_the_cpu_and_back(crossing: str) -> None:
         assert second[1] == ["cpu"] and str(first.result().device) == ONE
 
 
-def test_a_tensor_of_a_device_without_workers_goes_to_another_and_back(crossing: str) -> None:
+def test_a_tensor_of_a_device_without_workers_goes_to_another_and_back(
+    device_transfer: str,
+) -> None:
     x, weight = (
         torch.ones(9000, device=ONE, requires_grad=True),
         torch.full((1,), 3.0, device=ONE, requires_grad=True),
@@ -304,7 +306,7 @@ def test_what_a_function_makes_on_a_device_of_its_own_accord_is_on_the_callers()
         assert seen == ONE and str(value.device) == ZERO
 
 
-def test_graphs_of_calls_go_from_device_to_device(crossing: str) -> None:
+def test_graphs_of_calls_go_from_device_to_device(device_transfer: str) -> None:
     x = torch.linspace(-1, 1, 4000, requires_grad=True)
     with mpgrad.Pool(devices=["cpu", ZERO, ONE]) as pool:
         settled(pool)
@@ -430,7 +432,7 @@ def test_calls_that_no_worker_fits(pool2: mpgrad.Pool) -> None:
 
 
 @FOR_EITHER_REASON
-def test_staging_is_said_once(crossing: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_staging_is_said_once(device_transfer: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mpgrad"), mpgrad.Pool(devices=[ZERO, ONE]) as pool:
         settled(pool)
         pool.map(torch.sin, ragged(ZERO))
@@ -439,7 +441,7 @@ def test_staging_is_said_once(crossing: str, caplog: pytest.LogCaptureFixture) -
         for record in caplog.records
         if "through the CPU's memory" in record.getMessage()
     ]
-    assert len(said) == (crossing != "direct")
+    assert len(said) == (device_transfer != "direct")
 
 
 # --- deaths
@@ -460,7 +462,9 @@ class Fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_dead_worker_is_replaced_by_one_on_the_same_device(crossing: str, tmp_path: Any) -> None:
+def test_a_dead_worker_is_replaced_by_one_on_the_same_device(
+    device_transfer: str, tmp_path: Any
+) -> None:
     fatal = Fatal(tmp_path, 2)
     weight = torch.full((4,), 2.0, device=ONE, requires_grad=True)
     items = ragged(ONE)
@@ -569,7 +573,7 @@ def test_the_stream_engine_is_threads_of_this_process() -> None:
         )
 
 
-def test_random_numbers_do_not_depend_on_the_workers(crossing: str) -> None:
+def test_random_numbers_do_not_depend_on_the_workers(device_transfer: str) -> None:
     def draws(devices: Any) -> Tensor:
         torch.manual_seed(5)
         with mpgrad.Pool(devices=devices) as pool:
@@ -612,7 +616,7 @@ def test_a_pool_without_devices_asks_nothing_of_them(
     assert {worker.device for worker in call().workers} == {"cpu"}
 
 
-def test_eager_backwards(crossing: str) -> None:
+def test_eager_backwards(device_transfer: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     items = ragged(ZERO, dtype=torch.float64)
     with every_loss_gets(1.0), mpgrad.Pool(devices=["cpu", ZERO]) as pool:
@@ -637,7 +641,7 @@ def test_autocast_for_the_device_goes_along() -> None:
         assert not pool.apply(torch.is_autocast_enabled, ("pretend",))
 
 
-def test_arrays_stay_on_the_cpu(crossing: str) -> None:
+def test_arrays_stay_on_the_cpu(device_transfer: str) -> None:
     numpy = pytest.importorskip("numpy")
     with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
         settled(pool)
@@ -647,7 +651,7 @@ def test_arrays_stay_on_the_cpu(crossing: str) -> None:
         assert array.sum() == 10_000 and seen == [ZERO]
 
 
-def test_derivatives_by_other_ways(crossing: str) -> None:
+def test_derivatives_by_other_ways(device_transfer: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     x = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
 

@@ -31,23 +31,23 @@ from mpgrad.scheduling.admissions import GradientSender
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
-from mpgrad.scheduling.queue import Deliveries, Line
+from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import Start, Stop
 
-__all__ = ["Staff"]
+__all__ = ["WorkerSupervisor"]
 
 log = logging.getLogger("mpgrad")
 
 FAILED_STARTS = 3  # in a row, before the pool breaks
-STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
+START_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
 TELL_EVERY = 60.0  # seconds between two warnings that it refuses
-STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker breaks
+START_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker breaks
 EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
 
 
-class Leave(NamedTuple):
+class EndingWorker(NamedTuple):
     """A worker is on its way out."""
 
     worker: WorkerHandle
@@ -56,7 +56,7 @@ class Leave(NamedTuple):
     death: Callable[[], None] | None
 
 
-class Staff:
+class WorkerSupervisor:
     """Guarantees: there are as many active workers as there should be, or the system refuses;
     nothing that waited for a worker that is gone is forgotten.
     """
@@ -72,7 +72,7 @@ class Staff:
         deliveries: Deliveries,
         gradients: GradientSender,
         recovery: Recovery,
-        line: Line,
+        queue: CallQueue,
     ) -> None:
         self._driver = driver
         self._settings = settings
@@ -83,15 +83,15 @@ class Staff:
         self._deliveries = deliveries
         self._gradients = gradients
         self._recovery = recovery
-        self._line = line
+        self._queue = queue
         self.wanted = settings.workers  # active ones
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
         # that are gone, and nobody has a place who could take over what waits for them
-        self.stranded: list[WorkerHandle] = []
+        self.unplaced: list[WorkerHandle] = []
         # workers by number that are gone, and may not have ended yet
-        self._leaves: dict[int, Leave] = {}
+        self._ending: dict[int, EndingWorker] = {}
         self._newest = 0  # number of a worker
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
@@ -113,27 +113,27 @@ class Staff:
         active.sort(key=lambda each: not each.link.has_place)
         try:
             for _ in range(self.wanted - len(active)):
-                self.hire()
+                self.start_worker()
         except OSError as error:
-            self._bear(error)
+            self._note_refusal(error)
         except RuntimeError as error:  # workers would not be what they should be
             self._life.break_off(error)
         too_many = active[self.wanted :]
         for worker in too_many:
-            worker.send_home()
+            worker.begin_retiring()
         for worker in too_many:
             if not worker.link.has_place:  # else it is told when it has done what it was given
                 self.retire(worker)
-        self._rescue_stranded()
+        self._requeue_unplaced()
 
-    def _bear(self, error: OSError) -> None:
+    def _note_refusal(self, error: OSError) -> None:
         """No further worker can be started: try again soon.
 
         Where none is left that takes calls, one that has but graphs makes room; or else the pool
         breaks after a while.
         """
         now = time.monotonic()
-        self.again_at = now + STAFF_GAP
+        self.again_at = now + START_GAP
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
@@ -143,17 +143,17 @@ class Staff:
             if worker.retiring and not (worker.under_way or worker.backlog)
         ]
         others = [worker for worker in self._workers.values() if worker not in keepers]
-        is_wanted = self._line.has_calls or self.stranded
+        is_wanted = self._queue.has_calls or self.unplaced
         if any(worker.ready for worker in others) or (keepers and not is_wanted):
             self._refused_since = None  # what follows is another lack
             return
         if self._refused_since is None:
             self._refused_since = now
-        if self._leaves or others:
+        if self._ending or others:
             pass  # a place will be free, or somebody is starting
         elif keepers and self._settings.recoverable:
             self._drop_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
-        elif now - self._refused_since > STAFF_PATIENCE:
+        elif now - self._refused_since > START_PATIENCE:
             self._life.break_off(with_limit(error))
 
     def _drop_graphs(self, worker: WorkerHandle) -> None:
@@ -167,10 +167,10 @@ class Staff:
         # its descriptors are free at once, the rest when it has ended
         self.again_at = time.monotonic()
 
-    def hire(self) -> None:
+    def start_worker(self) -> None:
         """Start a worker, and tell it what it is to be. Raises OSError where the system refuses,
         RuntimeError where it will."""
-        settings, crossing = self._settings, self._memory.crossing
+        settings, device_transfer = self._settings, self._memory.device_transfer
         device = 0
         if settings.devices is not None:
             device = missing_device(
@@ -189,39 +189,43 @@ class Staff:
             log_levels(),
             current_environment() if settings.since is None else settings.since.begin,
             None if settings.remote else preparation(),
-            b"" if crossing is None else crossing.post(device),
+            b"" if device_transfer is None else device_transfer.post(device),
             settings.remote,
         )
         self._deliveries.transmit(worker, [start])
-        if crossing is not None and device and (offered := crossing.offer(device)) is not None:
+        if (
+            device_transfer is not None
+            and device
+            and (offered := device_transfer.offer(device)) is not None
+        ):
             slot, trial = offered
-            worker.loans.lend(slot.address, slot)
+            worker.lent_slots.lend(slot.address, slot)
             self._deliveries.transmit(worker, [trial])
 
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
         self._refused_since = None
-        self._rescue_stranded()
+        self._requeue_unplaced()
 
     def retire(self, worker: WorkerHandle) -> None:
         """It takes no new calls; it stays while it keeps graphs."""
         if worker.gone is not None:  # `fill` has seen to it
             return
         if not worker.retiring:
-            worker.send_home()
+            worker.begin_retiring()
             self.fill()  # which may send it off at once, if no other can be started beside it
-        if worker.gone is None and (worker.is_done or self._is_forsaken(worker)):
+        if worker.gone is None and (worker.is_done or self._is_unneeded(worker)):
             self._send_off(worker, f"has ended after {worker.calls_done} calls")
             self.fill()  # should it have failed before, for want of what this one had
 
     def _send_off(self, worker: WorkerHandle, why: str) -> None:
         self._deliveries.transmit(worker, [Stop()])
-        self._leave(worker, PoolClosedError(f"worker {worker.number} {why}"))
-        self.rescue(worker)
+        self._remove_at_once(worker, PoolClosedError(f"worker {worker.number} {why}"))
+        self.requeue(worker)
         self._driver.tell_waiters()
 
-    def _is_forsaken(self, worker: WorkerHandle) -> bool:
+    def _is_unneeded(self, worker: WorkerHandle) -> bool:
         """It has but sums of a backward that failed, it seems, as there are later ones; one that is
         wanted is made again."""
         is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
@@ -230,14 +234,14 @@ class Staff:
             is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
         )
 
-    def send_away(self) -> None:
+    def retire_all(self) -> None:
         """All of them, each as soon as nobody needs it."""
         self.wanted = 0
         for worker in list(self._workers.values()):
             worker.is_last = True
             self.retire(worker)
 
-    def _leave(
+    def _remove_at_once(
         self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
     ) -> None:
         """It is no worker of the pool any more. What it has, and the memory that it may still look
@@ -245,25 +249,25 @@ class Staff:
         worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
-        self._leaves[worker.number] = Leave(worker, time.monotonic() + EXIT_PATIENCE, death)
+        self._ending[worker.number] = EndingWorker(worker, time.monotonic() + EXIT_PATIENCE, death)
         if worker.link.exit is not None:
-            self.bury(worker.number)
+            self.remove(worker.number)
 
-    def bury(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """A worker has ended, or has had time enough for it. Its memory stays while it is
         viewed."""
-        leave = self._leaves.pop(number, None)
-        if leave is None:  # it ended after that time
+        ending = self._ending.pop(number, None)
+        if ending is None:  # it ended after that time
             return
-        worker = leave.worker
+        worker = ending.worker
         if worker.link.exit is None:
             worker.link.kill()
         else:
             worker.exit_code = worker.link.exit.code
         self._deliveries.unmap(self._memory.slabs_of(number))
-        worker.take_leave()
-        if leave.death is not None:
-            leave.death()
+        worker.note_end()
+        if ending.death is not None:
+            ending.death()
         elif self.again_at < math.inf:  # for want of what this one had, perhaps
             self.fill()
 
@@ -271,24 +275,24 @@ class Staff:
     def gone(self) -> list[WorkerHandle]:
         """Workers that are gone, and for which something may still wait."""
         return [
-            *dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])
+            *dict.fromkeys([*self.unplaced, *(ending.worker for ending in self._ending.values())])
         ]
 
     @property
     def has_deaths(self) -> bool:
         """Some have died, and it is not known yet how."""
-        return any(leave.death is not None for leave in self._leaves.values())
+        return any(ending.death is not None for ending in self._ending.values())
 
     def keep_time(self, now: float) -> float:
         """Do what is due; returns when something next is, on the clock of time.monotonic."""
-        if not self._leaves and self.again_at == math.inf:
+        if not self._ending and self.again_at == math.inf:
             return math.inf
-        for number, leave in list(self._leaves.items()):
-            if leave.until <= now:
-                self.bury(number)
+        for number, ending in list(self._ending.items()):
+            if ending.until <= now:
+                self.remove(number)
         if now >= self.again_at:
             self.fill()
-        return min([self.again_at, *(leave.until for leave in self._leaves.values())])
+        return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
     def kill(self, worker: WorkerHandle) -> None:
         """For what it is at, which nobody wants any more, and is no fault of the call's."""
@@ -298,34 +302,34 @@ class Staff:
     def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
         """It died. All that it had been given goes to others, but for a call that kills too
         often."""
-        is_ours = not blames or worker.doomed is not None
+        is_ours = not blames or worker.termination is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
             worker.overdue = None  # it has not ended for that
         elif (
-            worker.doomed is not None and worker.doomed.begun != begun
+            worker.termination is not None and worker.termination.begun != begun
         ):  # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
-        if self._driver.notes.recording is not None:
-            self._driver.notes.died(worker)
+        if self._driver.tracer.trace is not None:
+            self._driver.tracer.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
 
         def has_exited() -> None:
             died.exit_code = worker.exit_code
             if worker.link.exit is not None and worker.link.exit.refusal is not None:
-                self._bear(worker.link.exit.refusal)
+                self._note_refusal(worker.link.exit.refusal)
             else:
                 self._look_into(worker, chunks, begun[0], offset, blames)
-            self.rescue(worker)
+            self.requeue(worker)
             # others have something to do now; the scheduling thread may be about to sleep
             self._driver.wake()
 
         self.deaths += worker.ready
         self.kills += is_ours
-        self._leave(worker, died, has_exited)
+        self._remove_at_once(worker, died, has_exited)
         if (
-            worker.number in self._leaves
+            worker.number in self._ending
         ):  # whatever it died of, it was nothing behind its first chunk
             behind = chunks[1:]
             del chunks[1:]
@@ -366,9 +370,9 @@ class Staff:
             self._started_before_failure = self._newest
         return self._failed_starts == FAILED_STARTS
 
-    def rescue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle) -> None:
         """What waited for a worker that is gone; of one that died, as soon as it is known how."""
-        if worker.number in self._leaves and self._leaves[worker.number].death is not None:
+        if worker.number in self._ending and self._ending[worker.number].death is not None:
             return
         waiting = []
         while worker.backlog:
@@ -380,16 +384,16 @@ class Staff:
                 waiting.append(item)
         if waiting:
             worker.backlog.extendleft(reversed(waiting))
-            if worker not in self.stranded:
-                self.stranded.append(worker)
+            if worker not in self.unplaced:
+                self.unplaced.append(worker)
         self._driver.tell_waiters()
 
-    def _rescue_stranded(self) -> None:
-        stranded, self.stranded = self.stranded, []
-        for gone in stranded:
-            self.rescue(gone)
+    def _requeue_unplaced(self) -> None:
+        unplaced, self.unplaced = self.unplaced, []
+        for gone in unplaced:
+            self.requeue(gone)
 
-    def dissolve(self, reason: BaseException, gently: bool) -> None:
+    def end_all(self, reason: BaseException, gently: bool) -> None:
         """The last of them end; those with nothing to do run their exit handlers, as all do if it
         is done `gently`."""
         for worker in list(self._workers.values()):
@@ -398,22 +402,22 @@ class Staff:
             else:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
-            self._leave(worker, reason)
+            self._remove_at_once(worker, reason)
         for (
             number,
-            leave,
-        ) in self._leaves.items():  # what waited for these is answered now, however they died
-            self._leaves[number] = leave._replace(death=None)
+            ending,
+        ) in self._ending.items():  # what waited for these is answered now, however they died
+            self._ending[number] = ending._replace(death=None)
 
     def await_exits(self) -> None:
         """Of all, and in this thread: nobody waits for anything else any more."""
-        until = max((leave.until for leave in self._leaves.values()), default=0.0)
-        while self._leaves and (left := until - time.monotonic()) > 0:
+        until = max((ending.until for ending in self._ending.values()), default=0.0)
+        while self._ending and (left := until - time.monotonic()) > 0:
             for link in self._engine.wait(left):
                 if link.exit is not None:
-                    self.bury(link.number)
-        for number in list(self._leaves):
-            self.bury(number)
+                    self.remove(link.number)
+        for number in list(self._ending):
+            self.remove(number)
 
 
 LIMITS = {  # what refuses, by what it says
