@@ -59,7 +59,7 @@ log = logging.getLogger("mpgrad")
 PATIENCE = 0.2  # seconds that a caller who has its result waits for one callback, handler or stream
 
 
-class Behind(NamedTuple):
+class CallbackWaiter(NamedTuple):
     """A caller's thread that waits until so many acts are done."""
 
     wanted: int
@@ -78,7 +78,7 @@ class CallbackThread(threading.Thread):
         self.added = 0
         self.done = 0
         self._stuck_at = -1
-        self._behind: list[Behind] = []
+        self._behind: list[CallbackWaiter] = []
 
     def catch_up(self, patience: float = PATIENCE) -> None:
         """Wait until all that is queued by now is done.
@@ -91,7 +91,7 @@ class CallbackThread(threading.Thread):
         """
         if threading.current_thread() is self or (self._stuck_at == self.done and patience >= 0):
             return
-        waiter = Behind(self.added, threading.Lock())
+        waiter = CallbackWaiter(self.added, threading.Lock())
         waiter.lock.acquire()
         self._behind.append(waiter)
         try:
@@ -133,7 +133,7 @@ class CallbackThread(threading.Thread):
                         waiter.lock.release()
 
 
-class OfThread(threading.local):
+class ThreadState(threading.local):
     """What a scheduling thread has set for itself; None in all others."""
 
     callbacks: CallbackThread | None = None
@@ -144,7 +144,7 @@ class OfThread(threading.local):
         self.callbacks = None
 
 
-OF_THREAD = OfThread()
+OF_THREAD = ThreadState()
 os.register_at_fork(after_in_child=OF_THREAD.after_fork)
 
 
@@ -209,8 +209,8 @@ def logged_again(logged: Logged) -> None:
 
 def loads_record(pickled: bytes) -> logging.LogRecord:
     """As if it had been logged here: with the exception, and with the level's name."""
-    attributes, exception = NoImports(io.BytesIO(pickled)).load()
-    record = logging.makeLogRecord(NoImports(io.BytesIO(attributes)).load())
+    attributes, exception = RecordUnpickler(io.BytesIO(pickled)).load()
+    record = logging.makeLogRecord(RecordUnpickler(io.BytesIO(attributes)).load())
     if (name := logging.getLevelName(record.levelno)) != f"Level {record.levelno}":
         record.levelname = name
     if exception is not None:
@@ -223,13 +223,13 @@ def loads_record(pickled: bytes) -> logging.LogRecord:
 
 def exception_again(pickled: bytes, text: str) -> BaseException:
     try:
-        error = NoImports(io.BytesIO(pickled)).load()
+        error = RecordUnpickler(io.BytesIO(pickled)).load()
     except Exception:  # its class is not here, or its own code failed; there is the text
         error = None
     return error if isinstance(error, BaseException) else RemoteError(text.rpartition("\n")[2])
 
 
-class NoImports(ClassUnpickler):
+class RecordUnpickler(ClassUnpickler):
     """The thread that gives records may not wait for an import, as the importing thread may wait
     for the pool's end."""
 

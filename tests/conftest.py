@@ -30,7 +30,7 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.calls.homes import Predicted
+from mpgrad.calls.backwards import Prediction
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 
@@ -234,7 +234,7 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
     So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not
     confirmed.
     """
-    predicted = None if gradient is None else Predicted(gradient, is_confirmed)
+    predicted = None if gradient is None else Prediction(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FunctionCache, "predicted", lambda self, pickled: predicted)
         yield

@@ -359,28 +359,33 @@ def arguments(
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results
     last."""
     shape = structure_of(call, offset)
-    own, claimed = len(tensors), list[Any]()
-    if call.claimed:
-        own -= sum([count for _, count in call.claimed])
-        claimed = [
-            structure.loads_result(each, some) for each, some in split(call.claimed, tensors[own:])
+    own, dependency_results = len(tensors), list[Any]()
+    if call.dependency_results:
+        own -= sum([count for _, count in call.dependency_results])
+        dependency_results = [
+            structure.loads_result(each, some)
+            for each, some in split(call.dependency_results, tensors[own:])
         ]
     if isinstance(shape, tuple):
         positional, by_name = shape
         rest = iter(tensors[:own])
-        args = with_tensors(positional, rest, claimed)
-        return args, dict(zip(by_name, with_tensors(by_name.values(), rest, claimed), strict=True))
+        args = with_tensors(positional, rest, dependency_results)
+        return args, dict(
+            zip(by_name, with_tensors(by_name.values(), rest, dependency_results), strict=True)
+        )
     if not isinstance(shape, bytes):
         return tensors, {}
     streams = Streams()
-    args, kwargs = loads_whole(shape, tensors[:own], claimed, modules, streams)
+    args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
     streams.begin(call.item + offset)  # of generators that code captures which comes with the item
     return args, kwargs
 
 
 def has_objects(call: ForwardCall, shape: Structure) -> bool:
     """Whether there may be tensors in what a call is given, besides those that it is given."""
-    return isinstance(shape, bytes) or any(isinstance(each, bytes) for each, _ in call.claimed)
+    return isinstance(shape, bytes) or any(
+        isinstance(each, bytes) for each, _ in call.dependency_results
+    )
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:

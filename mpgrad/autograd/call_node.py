@@ -4,7 +4,7 @@ Caller only.
     attach: outputs ──► Call ──► gates of inputs, token of captures
     Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► home.send
                   └─► placeholders ──► gates
-    gradients that are to be differentiated again ──► FurtherCall: a `Call` of their own
+    gradients that are to be differentiated again ──► HigherOrderCall: a `Call` of their own
 Results of a bundle share a node; `OwnHooks` keeps their hooks apart.
 """
 
@@ -26,14 +26,14 @@ from mpgrad.autograd.gates import (
     ROOT_EDGE,
     edges_behind_capture_gate,
     edges_of_leaves,
-    further_token,
     gate,
+    higher_order_token,
 )
 from mpgrad.autograd.remote_graph import (
     SEND,
     WAIT,
     Backward,
-    Member,
+    BundleItem,
     Promise,
     RemoteGraph,
     forget_at_end_of_backward,
@@ -123,7 +123,7 @@ class Call(torch.autograd.Function):
             try:
                 for _, promise in promises:
                     # nobody else would hear what it raises
-                    promise.backward.home.wait(promise.backward)
+                    promise.backward.owner.wait(promise.backward)
             except BaseException as error:
                 hide_own_frames(error)
                 raise
@@ -150,7 +150,7 @@ class Call(torch.autograd.Function):
             if wanted:
                 ctx.graph.expect(backward)
             if captures:
-                ctx.graph.home.add_to_sum(backward)
+                ctx.graph.owner.add_to_sum(backward)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders
@@ -172,7 +172,7 @@ def check_strays(
     }
     reached = [words for output, words in (graph.strays or {}).items() if output in given]
     if reached and leaf_will_run(ROOT_EDGE.node):
-        name = graph.home.names.words(graph.given(grads))
+        name = graph.owner.names.words(graph.given(grads))
         error = LostGradientError(
             f"a gradient of {name} would be lost: its result depends on {reached[0]}"
         )
@@ -288,11 +288,11 @@ def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
     return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
 
 
-def item_of(node: Any, output: int) -> Member:
+def item_of(node: Any, output: int) -> BundleItem:
     """What belongs to the item of a `Call` that gave this output."""
     graph: RemoteGraph = node.graph
     if graph.members is None:
-        return Member(range(node.output_count), range(len(edges_of(node)[0])))
+        return BundleItem(range(node.output_count), range(len(edges_of(node)[0])))
     return graph.members.of(graph.members.of_output[output])
 
 
@@ -354,20 +354,20 @@ def send_to_worker(
 ) -> None:
     """Plain tensors, outside of all transforms."""
     graph: RemoteGraph = node.graph
-    if backward.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled():
+    if backward.create or graph.owner.deterministic or torch.are_deterministic_algorithms_enabled():
         backward.apart = backward.captures
     if backward.create:
         if graph.family is None:
             graph.family = [weakref.ref(node)]
         given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-        backward.further = FurtherCall(weakref.ref(node), given, backward.wanted).attach
+        backward.further = HigherOrderCall(weakref.ref(node), given, backward.wanted).attach
         graph.has_further = True
     parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
     for output, promise in promises:
         parts[output].append(promise)
     graph.check_inputs()
     backward.give(parts, levels, bool(promises))
-    graph.home.send(backward)
+    graph.owner.send(backward)
 
 
 def attach(
@@ -410,7 +410,7 @@ def attach(
     return attached
 
 
-class FurtherCall(NamedTuple):
+class HigherOrderCall(NamedTuple):
     """Of the gradients of a call: they are the outputs of another one."""
 
     node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
@@ -427,8 +427,10 @@ class FurtherCall(NamedTuple):
         graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
         if strays := node.graph.strays:
             graph.strays = dict.fromkeys(range(len(outputs)), next(iter(strays.values())))
-        home = node.graph.home
-        token = node.token if home.reach is None else further_token(home, node.token, reached)
+        owner = node.graph.owner
+        token = (
+            node.token if owner.reach is None else higher_order_token(owner, node.token, reached)
+        )
         attached = attach(graph, outputs, token, [*self.grads, *gates_again(node, self.wanted)])
         family[:] = [ref for ref in family if ref() is not None]
         family.append(weakref.ref(attached[0].grad_fn))

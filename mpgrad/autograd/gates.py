@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad.autograd.remote_graph import WAIT_LAST, Reach, RemoteGraph
+from mpgrad.autograd.remote_graph import WAIT_LAST, CaptureReach, RemoteGraph
 from mpgrad.torch_state.private import (
     apply,
     current_graph_task,
@@ -27,7 +27,7 @@ from mpgrad.torch_state.private import (
 from mpgrad.tracebacks import hide_own_frames
 
 if TYPE_CHECKING:
-    from mpgrad.calls.homes import OperationHome
+    from mpgrad.calls.backwards import GraphOwner
 
 __all__ = [
     "ALONE_NODE",
@@ -37,9 +37,9 @@ __all__ = [
     "Captures",
     "edges_behind_capture_gate",
     "edges_of_leaves",
-    "further_token",
     "gate",
     "gate_behind",
+    "higher_order_token",
     "leaf_gate",
 ]
 
@@ -170,13 +170,13 @@ class CaptureGate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        home: OperationHome,
+        owner: GraphOwner,
         led_to: Set[int],
         before: torch.Tensor | None,
         *captures: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home = home
+        ctx.owner = owner
         ctx.led_to = led_to  # of those that have more behind them
         ctx.has_before = before is not None
         return torch.zeros((), device="cpu")
@@ -184,11 +184,11 @@ class CaptureGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """For each capture its gradient, over all calls of the backward; waits for the workers."""
-        home, graph_task = ctx.home, current_graph_task()
+        owner, graph_task = ctx.owner, current_graph_task()
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
         total: list[torch.Tensor | None] = [None] * len(edges)
         try:
-            for grads in home.capture_gradients(graph_task):
+            for grads in owner.capture_gradients(graph_task):
                 total = added(total, grads)
         except BaseException as error:
             hide_own_frames(error)
@@ -197,8 +197,8 @@ class CaptureGate(torch.autograd.Function):
             grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)
         ]
         if any(grad is not None for grad in for_others):
-            home.put_aside(graph_task, for_others)
-            when_backward_ends(lambda: home.forget_sum(graph_task))  # the others may not be in it
+            owner.put_aside(graph_task, for_others)
+            when_backward_ends(lambda: owner.forget_sum(graph_task))  # the others may not be in it
         wait_for_devices(total)
         return None, None, None, *total
 
@@ -230,8 +230,8 @@ def added(
     ]
 
 
-def further_token(
-    home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]
+def higher_order_token(
+    owner: GraphOwner, token: torch.Tensor | None, reached: Sequence[int]
 ) -> torch.Tensor | None:
     """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the
     result did not depend on.
@@ -239,7 +239,7 @@ def further_token(
     Raises:
         RuntimeError: such a capture is not what it was.
     """
-    reach = home.reach
+    reach = owner.reach
     assert reach is not None
     gate: Any = (
         None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
@@ -255,7 +255,7 @@ def further_token(
         for number in numbers
     ]
     further: torch.Tensor = apply(
-        CaptureGate, home, led_to | missing, None if gate is None else token, *captures
+        CaptureGate, owner, led_to | missing, None if gate is None else token, *captures
     )
     set_priority(further.grad_fn, WAIT_LAST)
     return further
@@ -272,12 +272,12 @@ class Captures:
 
     def __init__(
         self,
-        home: OperationHome,
+        owner: GraphOwner,
         captures: Sequence[torch.Tensor],
         more_behind: Set[int] = frozenset(),
     ) -> None:
-        self._home = home
-        self._reach = home.reach = Reach(captures, more_behind)
+        self._owner = owner
+        self._reach = owner.reach = CaptureReach(captures, more_behind)
         with torch.enable_grad():  # the function may turn them on
             # as they are now: the caller may write to them, or freeze them, before the token is
             # made
@@ -303,7 +303,7 @@ class Captures:
             ]
             token: torch.Tensor | None = None
             if len(left_out) < len(captures):
-                token = apply(CaptureGate, self._home, led_to, None, *captures)
+                token = apply(CaptureGate, self._owner, led_to, None, *captures)
                 set_priority(token.grad_fn, WAIT_LAST)
             made = self._made = led_to, token
         return made[1]

@@ -32,20 +32,20 @@ from mpgrad.torch_state.private import (
 )
 
 if TYPE_CHECKING:
-    from mpgrad.calls.homes import OperationHome
+    from mpgrad.calls.backwards import GraphOwner
 
 __all__ = [
     "SEND",
     "WAIT",
     "WAIT_LAST",
     "Backward",
+    "BundleItem",
+    "BundleItems",
+    "CaptureReach",
     "Grads",
-    "Member",
-    "Members",
+    "PendingOutcome",
     "Promise",
-    "Reach",
     "RemoteGraph",
-    "Settled",
     "backward_without_engine",
     "cancel_if_interrupted",
     "forget_at_end_of_backward",
@@ -73,7 +73,7 @@ class Promise(NamedTuple):
 Grads = Sequence[Sequence[torch.Tensor | Promise]]
 
 
-class Settled:
+class PendingOutcome:
     """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for
     whoever asks.
 
@@ -104,14 +104,14 @@ class Settled:
             tell()
 
 
-class Member(NamedTuple):
+class BundleItem(NamedTuple):
     """One item of a bundle: which of the outputs and inputs of the bundle's graph are its own."""
 
     outputs: range
     inputs: range
 
 
-class Members:
+class BundleItems:
     """The items of a bundle, as numbers: an object for each of them would be more than all else
     that is kept of it."""
 
@@ -120,8 +120,8 @@ class Members:
         self.of_output = of_output
         self.of_input = of_input
 
-    def of(self, item: int) -> Member:
-        return Member(
+    def of(self, item: int) -> BundleItem:
+        return BundleItem(
             *(
                 range(bisect_left(each, item), bisect_right(each, item))
                 for each in (self.of_output, self.of_input)
@@ -135,7 +135,7 @@ class Members:
         )
 
 
-class Reach:
+class CaptureReach:
     """What the tokens of an operation have in common, as long as there is a result. Of the captures
     it keeps none alive."""
 
@@ -183,12 +183,12 @@ class RemoteGraph:
         "gates_behind",
         "has_further",
         "hidden",
-        "home",
         "index",
         "inputs_lent",
         "lineage",
         "members",
         "number",
+        "owner",
         "placeholders",
         "promises",
         "strays",
@@ -197,13 +197,13 @@ class RemoteGraph:
 
     def __init__(
         self,
-        home: OperationHome,
+        owner: GraphOwner,
         worker: object,
         call: int,
         index: int | range,
         lineage: object = None,
     ) -> None:
-        self.home = home
+        self.owner = owner
         self.worker = worker
         # from which the graph can be made again, by another worker; None where it cannot
         self.lineage = lineage
@@ -211,7 +211,7 @@ class RemoteGraph:
         self.eager: Any = None
         self.call = call
         self.index = index  # of its item, or of those of a bundle
-        self.members: Members | None = None  # of a bundle
+        self.members: BundleItems | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
         # by output: a leaf of the worker's own that it depends on, in words
         self.strays: dict[int, str] | None = None
@@ -273,7 +273,7 @@ class RemoteGraph:
         backward = None if self._backwards is None else self._backwards.pop(graph_task, None)
         if backward is not None:
             backward.forget()
-        self.home.forget_sum(graph_task)
+        self.owner.forget_sum(graph_task)
 
     def _expected(self, graph_task: int) -> Backward:
         assert self._backwards is not None
@@ -312,7 +312,7 @@ class RemoteGraph:
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
-            self.home.release(self)
+            self.owner.release(self)
 
 
 # gives gradients (`outputs`), which are to be differentiated again, their history: a graph that
@@ -321,7 +321,7 @@ Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch
 
 
 # long because: all that is known of a backward is here, and nowhere else
-class Backward(Settled):
+class Backward(PendingOutcome):
     """What it has to compute, how far it has come, and what came of it.
 
     It holds the graph until it is settled, and longer only as the recipe of the graph of its
@@ -390,7 +390,7 @@ class Backward(Settled):
         super().__init__()
         self.graph_task = graph_task
         self.call = graph.call
-        self.names = graph.home.names
+        self.names = graph.owner.names
         self._index = graph.index
         self.number = graph.number
         self._graph: RemoteGraph | None = graph
@@ -446,9 +446,9 @@ class Backward(Settled):
         return graph
 
     @property
-    def home(self) -> OperationHome:
+    def owner(self) -> GraphOwner:
         """Not kept: it may have this in its sums."""
-        return self.graph.home
+        return self.graph.owner
 
     @property
     def items(self) -> int | range:
@@ -535,7 +535,7 @@ class Backward(Settled):
             if transforms_are_active():  # they would wrap all that is made here
                 with outside_transforms():
                     return self._results()
-            arrived = self.home.wait(self)
+            arrived = self.owner.wait(self)
             found = arrived.tensors()
             derived, self.derived = self.derived, None
             if derived is not None and self.further is not None:
@@ -577,7 +577,7 @@ def forget_oldest(by_task: dict[Any, Any]) -> None:
 CancelBackward = Callable[[int], None]
 
 
-class Running:
+class RunningBackward:
     """A backward of the engine that runs: the engine holds this as long, and no longer, also if it
     fails or is interrupted.
 
@@ -608,14 +608,14 @@ class Running:
                 cancel(self.graph_task)
 
 
-RUNNING: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
+RUNNING: weakref.WeakValueDictionary[int, RunningBackward] = weakref.WeakValueDictionary()
 
 
-def running(graph_task: int) -> Running:
+def running(graph_task: int) -> RunningBackward:
     """The backward with this number, which runs in this thread."""
     backward = RUNNING.get(graph_task)
     if backward is None:
-        backward = RUNNING[graph_task] = Running(graph_task)
+        backward = RUNNING[graph_task] = RunningBackward(graph_task)
         when_backward_ends(backward)
     return backward
 
@@ -636,7 +636,7 @@ def cancel_if_interrupted(graph_task: int, cancel: CancelBackward) -> None:
 @contextmanager
 def backward_without_engine(graph_task: int) -> Iterator[None]:
     """What is sent within it, with this number, is cancelled if it is interrupted."""
-    backward = RUNNING[graph_task] = Running(graph_task)
+    backward = RUNNING[graph_task] = RunningBackward(graph_task)
     try:
         yield
         backward()

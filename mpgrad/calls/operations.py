@@ -3,8 +3,8 @@ gradients. Caller only.
 
     caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
         ──► caller's thread: `value`
-`submit` is an operation of one call (`Submitted`), whose result other calls may be given before it
-is there: a `Claim` is the place of that result among their arguments, and has gates to it.
+`submit` is an operation of one call (`SubmittedOperation`), whose result other calls may be given before it
+is there: a `Dependency` is the place of that result among their arguments, and has gates to it.
 
 What came of a call is a result that is still bytes and memory, or an exception that is still to be
 made (`Outcome`): who asks makes it, in a thread of the caller.
@@ -32,7 +32,7 @@ import torch
 
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.gates import Captures, gate, gate_behind, leaf_gate
-from mpgrad.autograd.remote_graph import Members, RemoteGraph, modified_in_place
+from mpgrad.autograd.remote_graph import BundleItems, RemoteGraph, modified_in_place
 from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import ancestor_failed, contextmanager
@@ -55,17 +55,17 @@ from mpgrad.wire.tensor_refs import (
 )
 
 if TYPE_CHECKING:
-    from mpgrad.calls.homes import OperationHome
+    from mpgrad.calls.backwards import GraphOwner
 
 __all__ = [
     "NOBODY",
-    "Claim",
-    "Delivered",
-    "Failed",
+    "DeliveredResult",
+    "Dependency",
+    "FailedResult",
     "Listener",
     "Operation",
     "Outcome",
-    "Submitted",
+    "SubmittedOperation",
     "gates_to",
     "let_go",
 ]
@@ -105,14 +105,14 @@ class Operation:
     def __init__(
         self,
         options: OperationOptions,
-        home: OperationHome,
+        owner: GraphOwner,
         captures: Captures | None = None,
         streams: ItemStreams | None = None,
         listener: Listener = NOBODY,
     ) -> None:
         self.options = options
         self.names = options.function.names
-        self.home = home
+        self.owner = owner
         self.captures = captures  # that need gradients
         self.streams = streams or ItemStreams(None)  # of the generators that its items hold
         self._listener = weakref.ref(listener)
@@ -133,7 +133,7 @@ class Operation:
         # results of the first outcomes: by the caller, call by call
         self._made: list[list[Any]] = []
         # the outcome at the limit; here also when outcomes have been taken
-        self._failed: Failed | None = None
+        self._failed: FailedResult | None = None
         self.delivered = 0  # outcomes of calls before the limit
         # calls from here on do not matter: an earlier one failed, or nobody waits
         self.limit: float = math.inf
@@ -147,8 +147,9 @@ class Operation:
         """Hand a call to the scheduling thread, once it is told; ValueError: one has a future of
         another pool."""
         call.options = self.options
-        if call.claims and any(
-            claim.source.home.sender is not self.home.sender for claim in call.claims
+        if call.dependencies and any(
+            dependency.source.owner.sender is not self.owner.sender
+            for dependency in call.dependencies
         ):
             raise ValueError(
                 f"{self.names.words(call.item)} has a future of another pool; pass its value "
@@ -181,7 +182,7 @@ class Operation:
         left = min(self.added, self.limit) - self.delivered
         return round(left * self.items / self.added) if left > 0 else 0
 
-    def first_failure(self) -> Failed | None:
+    def first_failure(self) -> FailedResult | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing
         item."""
         return None if self.options.return_errors else self._failed
@@ -194,7 +195,7 @@ class Operation:
         """
         self._warn()
         outcome = self.outcomes[index]
-        if isinstance(outcome, Failed) and not self.options.return_errors:
+        if isinstance(outcome, FailedResult) and not self.options.return_errors:
             error = outcome.error()
             del self.outcomes[index]
             try:
@@ -256,7 +257,7 @@ class Operation:
 
     def _build(self, outcome: Outcome) -> list[Any]:
         """The result of a call; those of all items of a bundle."""
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, FailedResult):
             return [outcome.error()]
         tensors: list[torch.Tensor] = []
         if outcome.result.tensors:
@@ -269,7 +270,7 @@ class Operation:
             return tensors  # each item gave one
         return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
-    def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
+    def _give_history(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the
         leaves they were.
 
@@ -290,12 +291,14 @@ class Operation:
             graph.inputs_lent = call.inputs_lent
             if not self.options.modes.grad:
                 self._let_in(call)
-            gated = [*call.gated, *gates_to(call.claims)] if call.claims else [*call.gated]
+            gated = (
+                [*call.gated, *gates_to(call.dependencies)] if call.dependencies else [*call.gated]
+            )
             for number in outcome.result.unused:
                 gated[number] = gated[number].detach()
             if call.bundle:
                 items = owners(outcome.result.bundle)
-                graph.members = Members([items[number] for number in inner], call.leaf_items)
+                graph.members = BundleItems([items[number] for number in inner], call.leaf_items)
             if strays := dict(outcome.result.strays):
                 graph.strays = {
                     output: strays[number]
@@ -333,11 +336,11 @@ class Operation:
         that is written last.
         """
         if isinstance(outcome, BaseException):
-            outcome = Failed.with_error(outcome)
+            outcome = FailedResult.with_error(outcome)
         if index >= self.limit:
             return
         self.outcomes[index] = outcome
-        if self.options.stop_at_failure and isinstance(outcome, Failed):
+        if self.options.stop_at_failure and isinstance(outcome, FailedResult):
             self._failed = outcome
             self.unsorted = self.largest_first
             # no more than before, so it comes first
@@ -350,7 +353,7 @@ class Operation:
         self.tell_if_finished()
 
     @property
-    def is_claimed(self) -> bool:
+    def has_dependents(self) -> bool:
         """Other calls are to be given what it gives."""
         return False
 
@@ -379,7 +382,7 @@ class Operation:
 
     def fail(self, error: BaseException) -> None:
         """Give every call that is still to come the same error."""
-        failed = Failed.with_copies(error)
+        failed = FailedResult.with_copies(error)
         self.queue.clear()
         self.packed.clear()
         for index in range(self.added):
@@ -408,21 +411,21 @@ def under_others(grad: bool, inference: bool) -> Iterator[None]:
 def let_go(outcome: Outcome) -> None:
     """The result has been put down. What leads from its call to its graph would keep both, as the
     graph may keep the call."""
-    if isinstance(outcome, Delivered) and outcome.graph is not None:
+    if isinstance(outcome, DeliveredResult) and outcome.graph is not None:
         call = outcome.call
         call.leaves = call.leaf_items = ()
-        call.gated = call.ungated = call.claims = ()
+        call.gated = call.ungated = call.dependencies = ()
 
 
 # --- results that other calls have still to give
 
 
-class Claim:
+class Dependency:
     """To the result of a submitted call, which stands among the arguments of another one."""
 
     __slots__ = ("__weakref__", "_gates", "_outcome", "is_settled", "source")
 
-    def __init__(self, source: Submitted) -> None:
+    def __init__(self, source: SubmittedOperation) -> None:
         self.source = source
         self.is_settled = False  # the gates are there
         self._gates: list[torch.Tensor] = []
@@ -433,7 +436,7 @@ class Claim:
         # in this order: when the value is taken, the second is set first
         return self.source.outcome or self._outcome
 
-    def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
+    def settle(self, outcome: DeliveredResult, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors have their history, which the caller cannot have changed yet."""
         self._outcome = outcome
         with torch.enable_grad():
@@ -448,20 +451,20 @@ class Claim:
         return self._gates
 
 
-def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
+def gates_to(dependencies: Sequence[Any]) -> list[torch.Tensor]:
     """Gates to the results that a call was given; the calls that gave them get their nodes first,
     the oldest first of all."""
-    stack = [claim.source for claim in claims if not claim.is_settled]
+    stack = [dependency.source for dependency in dependencies if not dependency.is_settled]
     while stack:  # no recursion: a chain may be long
         earlier = stack[-1].unconnected()
         if earlier:
             stack += earlier
         else:
             stack.pop().connect()
-    return [each for claim in claims for each in claim.gates()]
+    return [each for dependency in dependencies for each in dependency.gates()]
 
 
-class Submitted(Operation):
+class SubmittedOperation(Operation):
     """A chain of calls that may be under way, or done, before anybody asks for a value.
 
         a = submit(f, x); b = submit(g, a)    the scheduler puts a's outcome into g's call
@@ -475,8 +478,8 @@ class Submitted(Operation):
         super().__init__(*args, **kwargs)
         # classes of the caller's are unpickled meanwhile, and signals handled
         self._making = threading.RLock()
-        self._is_claimed = False
-        self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
+        self._had_dependents = False
+        self._dependencies: list[weakref.ref[Dependency]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
         self._taken = False
         self._value: Any = None
@@ -486,22 +489,26 @@ class Submitted(Operation):
     @property
     def outcome(self) -> Outcome | None:
         found = self.outcomes.get(0)
-        return Failed.with_error(CancelledError()) if found is None and self.limit == 0 else found
+        return (
+            FailedResult.with_error(CancelledError())
+            if found is None and self.limit == 0
+            else found
+        )
 
     @property
-    def is_claimed(self) -> bool:
-        return any(ref() is not None for ref in self._claims)
+    def has_dependents(self) -> bool:
+        return any(ref() is not None for ref in self._dependencies)
 
-    def claim(self) -> Claim | None:
+    def dependency(self) -> Dependency | None:
         """To the result as it comes from the worker; None where the caller has it, and may have
         changed it."""
         with self._making:
             if self._taken:
                 return None
-            claim = Claim(self)
-            self._is_claimed = True
-            self._claims.append(weakref.ref(claim))
-            return claim
+            dependency = Dependency(self)
+            self._had_dependents = True
+            self._dependencies.append(weakref.ref(dependency))
+            return dependency
 
     def take(self) -> Any:
         """The value, which has come, as tensors with gradients; the same object at every call."""
@@ -509,9 +516,9 @@ class Submitted(Operation):
             if not self._taken:
                 self._warn()
                 outcome = self.outcomes[0]
-                assert isinstance(outcome, Delivered)
+                assert isinstance(outcome, DeliveredResult)
                 with self.modes_of_caller():
-                    tensors = outcome.views(private=self._is_claimed)
+                    tensors = outcome.views(private=self._had_dependents)
                     if self._tensors is None:
                         self._give_history(outcome, tensors)
                         self._tensors = tensors
@@ -526,7 +533,7 @@ class Submitted(Operation):
                 if not self._taken:
                     if outcome.graph is not None:
                         outcome.graph.reveal()
-                    self._settle_claims(outcome, tensors)
+                    self._settle_dependencies(outcome, tensors)
                     self._value, self._taken = value, True
                     self._tensors = None
                     self.outcomes.clear()
@@ -538,7 +545,7 @@ class Submitted(Operation):
             if self._taken:
                 return
             outcome = self.outcomes[0]
-            assert isinstance(outcome, Delivered)
+            assert isinstance(outcome, DeliveredResult)
             if self._tensors is None:
                 with self.modes_of_caller():
                     tensors = outcome.stand_ins()
@@ -546,23 +553,27 @@ class Submitted(Operation):
                 if outcome.graph is not None:
                     outcome.graph.hidden = True
                 self._tensors = tensors
-            self._settle_claims(outcome, self._tensors)
+            self._settle_dependencies(outcome, self._tensors)
 
-    def unconnected(self) -> list[Submitted]:
+    def unconnected(self) -> list[SubmittedOperation]:
         """Those that gave its call something, and have no node yet."""
         outcome = self.outcomes.get(0)
-        if self._tensors is not None or not isinstance(outcome, Delivered):
+        if self._tensors is not None or not isinstance(outcome, DeliveredResult):
             return []
-        return [claim.source for claim in outcome.call.claims if not claim.is_settled]
+        return [
+            dependency.source
+            for dependency in outcome.call.dependencies
+            if not dependency.is_settled
+        ]
 
-    def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
+    def _settle_dependencies(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
         # a future that is kept need not keep what its result does not depend on
         self.captures = None
-        for ref in self._claims:
-            if (claim := ref()) is not None and not claim.is_settled:
-                claim.settle(outcome, tensors)
-        self._claims = []
+        for ref in self._dependencies:
+            if (dependency := ref()) is not None and not dependency.is_settled:
+                dependency.settle(outcome, tensors)
+        self._dependencies = []
 
     def starts(self) -> bool:
         listener = self._listener()
@@ -587,7 +598,7 @@ class Submitted(Operation):
 # --- what came of a call
 
 
-class Delivered(NamedTuple):
+class DeliveredResult(NamedTuple):
     """A result as it came: not yet tensors, because those are made in the thread, and under the
     modes, of the caller."""
 
@@ -629,7 +640,7 @@ class Delivered(NamedTuple):
         ]
 
 
-class Failed:
+class FailedResult:
     """An exception in the place of a result, made by who asks for it: its class is the caller's
     code, which may import more.
 
@@ -639,7 +650,10 @@ class Failed:
     """
 
     def __init__(
-        self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False
+        self,
+        make: Callable[[], BaseException],
+        origin: FailedResult | None = None,
+        anew: bool = False,
     ) -> None:
         self._make = make
         self._anew = anew
@@ -648,21 +662,21 @@ class Failed:
         self.is_cancelled = False
 
     @classmethod
-    def with_error(cls, error: BaseException) -> Failed:
+    def with_error(cls, error: BaseException) -> FailedResult:
         """That of one call."""
         failed = cls(lambda: error)
         failed.is_cancelled = isinstance(error, CancelledError)
         return failed
 
     @classmethod
-    def with_copies(cls, error: BaseException) -> Failed:
+    def with_copies(cls, error: BaseException) -> FailedResult:
         """That of many calls."""
         failed = cls(functools.partial(one_more, error), anew=True)
         failed.is_cancelled = isinstance(error, CancelledError)
         return failed
 
     @classmethod
-    def because_of(cls, other: Failed, call: str) -> Failed:
+    def because_of(cls, other: FailedResult, call: str) -> FailedResult:
         origin = other.origin
         return cls(lambda: ancestor_failed(origin.error(), call), origin, origin._anew)
 
@@ -675,7 +689,7 @@ class Failed:
         return BaseException.with_traceback(self._error, None)
 
 
-Outcome = Delivered | Failed
+Outcome = DeliveredResult | FailedResult
 
 
 def own(memory: Any) -> Any:

@@ -58,7 +58,7 @@ __all__ = [
     "Device",
     "OperationOptions",
     "PackedCall",
-    "Packing",
+    "PackingOptions",
     "PickledFunction",
     "Request",
     "Shared",
@@ -180,9 +180,9 @@ class PackedCall:
 
     __slots__ = (
         "bundle",
-        "claimed",
-        "claims",
         "deaths",
+        "dependencies",
+        "dependency_results",
         "gated",
         "idle_deaths",
         "index",
@@ -206,7 +206,7 @@ class PackedCall:
         index: int,
         shape: Structure,
         placed: list[Placed] | Together,
-        claims: Sequence[Any] = (),
+        dependencies: Sequence[Any] = (),
     ) -> None:
         self.index = index
         self.item = index  # the number of its item, or of its first one, in the operation
@@ -217,9 +217,9 @@ class PackedCall:
         self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
-        # `operations.Claim`s: until the call has its node, or turns out to need none
-        self.claims = claims
-        self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
+        # `operations.Dependency`s: until the call has its node, or turns out to need none
+        self.dependencies = dependencies
+        self.dependency_results: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
         # with their versions: gradients were off, but `fn` may want them
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
@@ -249,7 +249,7 @@ class PackedCall:
             total = self.placed.message_bytes
         else:
             total = sum([len(each.body) for each in self.placed if each.body is not None])
-        others = (*self.claimed, *self.bundle)
+        others = (*self.dependency_results, *self.bundle)
         for shape in (
             (self.structure, *[shape for shape, _ in others]) if others else (self.structure,)
         ):
@@ -258,7 +258,7 @@ class PackedCall:
         return total
 
 
-class Packing(NamedTuple):
+class PackingOptions(NamedTuple):
     """How the calls of an operation are packed.
 
     `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared`
@@ -275,7 +275,7 @@ class Packing(NamedTuple):
 
 
 def pack_call(
-    packing: Packing,
+    packing: PackingOptions,
     index: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -297,7 +297,7 @@ def pack_call(
             return pack_call(packing, index, args, kwargs, item)
     packer, grad, streams, request, known, shared = packing
     item = index if item is None else item
-    shape, tensors, claims = arguments_structure(item, args, kwargs, known, streams)
+    shape, tensors, dependencies = arguments_structure(item, args, kwargs, known, streams)
     with without_subclasses():
         placed = []
         staged = request is not None and request.staged
@@ -307,7 +307,7 @@ def pack_call(
                 placed.append(packer.place(tensor, flags_of(tensor), None, staged))
             else:
                 placed.append(place_once(packer, tensor, shared, staged))
-        call = PackedCall(index, shape, placed, claims)
+        call = PackedCall(index, shape, placed, dependencies)
         if request is not None:
             call.route, call.origin = request.of(tensors)
         lent = [
@@ -328,7 +328,7 @@ def pack_call(
 
 
 def pack_bundle(
-    packing: Packing, index: int, calls: Sequence[Arguments], item: int
+    packing: PackingOptions, index: int, calls: Sequence[Arguments], item: int
 ) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the
     first, for errors.
@@ -404,7 +404,7 @@ def each_item(
     `pack_bundle`."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
-        shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
+        shape, tensors, dependencies = arguments_structure(number, args, kwargs, known, streams)
         with without_subclasses():
             for tensor in tensors:
                 check_carriable(tensor, "item", number, packer.kind)
@@ -415,7 +415,7 @@ def each_item(
                 ):
                     return None
             items.flags.extend(map(flags_of, tensors))
-        if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
+        if dependencies or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None
         items.tensors.extend(tensors)
         items.parts.append((shape, len(tensors)))
@@ -442,7 +442,7 @@ class Futures:
     """Those among the arguments of a call."""
 
     def __init__(self) -> None:
-        self.claims: list[object] = []
+        self.dependencies: list[object] = []
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
@@ -451,11 +451,11 @@ class Futures:
         if not issubclass(type(value), structure.Deferred):
             return None
         if id(value) not in self._marks:
-            claim = value._claim()  # type: ignore[attr-defined]
-            if claim is None:
+            dependency = value._dependency()  # type: ignore[attr-defined]
+            if dependency is None:
                 return None
-            self._marks[id(value)] = (len(self.claims),)
-            self.claims.append(claim)
+            self._marks[id(value)] = (len(self.dependencies),)
+            self.dependencies.append(dependency)
         return self._marks[id(value)]
 
 
@@ -479,13 +479,13 @@ def arguments_structure(
         return (
             (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))),
             tensors,
-            futures.claims,
+            futures.dependencies,
         )
     try:
-        pickled, tensors, claims = state.dumps_arguments(
+        pickled, tensors, dependencies = state.dumps_arguments(
             (tuple(args), kwargs), known, streams.of(index)
         )
-        return pickled, streams.drawn(tensors), claims
+        return pickled, streams.drawn(tensors), dependencies
     except Exception as error:
         item_not_carried(error, index, args, kwargs)
 

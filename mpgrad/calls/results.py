@@ -26,7 +26,13 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mpgrad.callbacks import later, report
-from mpgrad.calls.operations import Claim, Failed, Listener, Operation, Submitted
+from mpgrad.calls.operations import (
+    Dependency,
+    FailedResult,
+    Listener,
+    Operation,
+    SubmittedOperation,
+)
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
@@ -38,7 +44,7 @@ __all__ = [
     "DifferentiableFuture",
     "LateError",
     "ResultIterator",
-    "Uncollected",
+    "UncollectedFailures",
     "seconds_given",
     "seconds_or_none",
 ]
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class Uncollected:
+class UncollectedFailures:
     """Failures of asynchronous calls that nobody has asked for."""
 
     MOST = 1000
@@ -57,14 +63,14 @@ class Uncollected:
     def __init__(self) -> None:
         # The scheduling thread notes while any other may look. Each step is one of the
         # dictionary's, so it needs no lock.
-        self._numbers_of: dict[Failed, int] = {}
+        self._numbers_of: dict[FailedResult, int] = {}
         self.numbers = itertools.count()  # for results that may become failures
 
-    def note(self, number: int, error: Failed) -> None:
+    def note(self, number: int, error: FailedResult) -> None:
         if len(self._numbers_of) < self.MOST:
             self._numbers_of[error] = number
 
-    def collected(self, error: Failed) -> None:
+    def collected(self, error: FailedResult) -> None:
         self._numbers_of.pop(error, None)
 
     def surface(self) -> None:
@@ -198,7 +204,7 @@ def call_back(callback: Callable[[Any], object], make: Callable[[], object]) -> 
         report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
 
 
-class ExceptionOfTask(Exception):
+class TaskException(Exception):
     """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture`
     gives what it really was."""
 
@@ -220,12 +226,14 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         (True, tensor([3., 3.], grad_fn=<CallBackward>), tensor([3., 3.]))
     """
 
-    def __init__(self, scheduler: Scheduler, begin: Callable[[Listener], Submitted]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, begin: Callable[[Listener], SubmittedOperation]
+    ) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._number = next(scheduler.uncollected.numbers)
         self._told = False  # that it was cancelled
-        self._failed: Failed | None = None
+        self._failed: FailedResult | None = None
         self._operation = begin(self)
 
     @not_compiled
@@ -259,7 +267,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         error = self.exception()
         return True, False, self.result() if error is None else None, error
 
-    def _await_failure(self, timeout: float | None) -> Failed | None:
+    def _await_failure(self, timeout: float | None) -> FailedResult | None:
         """Wait until it is done; what it failed with, or None.
 
         Raises:
@@ -356,8 +364,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         self._tells = True
         super().add_done_callback(functools.partial(later, fn))
 
-    def _claim(self) -> Claim | None:
-        return self._operation.claim()
+    def _dependency(self) -> Dependency | None:
+        return self._operation.dependency()
 
     def _taken(self) -> Any:
         return self._operation.take()
@@ -376,12 +384,12 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
         if not self._starts():
             return  # cancelled
         try:
-            self._failed = failed = outcome if isinstance(outcome, Failed) else None
+            self._failed = failed = outcome if isinstance(outcome, FailedResult) else None
             if failed is None or failed.is_cancelled:
                 self.set_result(cast(R, None))  # the value is made by who asks for it
             else:
                 self._scheduler.uncollected.note(self._number, failed)
-                self.set_exception(ExceptionOfTask())  # and so is the exception
+                self.set_exception(TaskException())  # and so is the exception
         except (
             BaseException
         ):  # a callback of the caller, of which concurrent.futures itself takes only an Exception

@@ -682,7 +682,7 @@ def dumps_function(
             keep_pickle(function, sight, pickler, pickled)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
-        others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
+        others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
         with contextlib.suppress(
             Exception
         ):  # whoever packs the call will find it again, and name the item
@@ -712,19 +712,19 @@ def dumps_arguments(
 
     What the state `known` has is left to it.
     """
-    claims: list[Any] = []
-    return *dumps_whole(value, travel, known, claims), claims
+    dependencies: list[Any] = []
+    return *dumps_whole(value, travel, known, dependencies), dependencies
 
 
 def dumps_whole(
     value: object,
     travel: Travel = captured,
     known: State | None = None,
-    claims: list[Any] | None = None,
+    dependencies: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes of `value` with all that it uses of the user's modules, and the tensors in both.
     `loads_whole` reads them."""
-    pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
+    pickler = CallerPickler(buffer := io.BytesIO(), dependencies, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
     if known is not None and known.covers(pickler.wanted):
@@ -740,7 +740,7 @@ def dumps_whole(
 def loads_whole(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
-    claimed: Sequence[Any] = (),
+    dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
@@ -750,12 +750,19 @@ def loads_whole(
     `streams`: gets those of the generators that it captures.
     """
     if not pickled.startswith(WHOLE):
-        return loads_with_state(pickled, tensors, 0, b"", 0, claimed, names, streams)[0]
+        return loads_with_state(pickled, tensors, 0, b"", 0, dependency_results, names, streams)[0]
     number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
     start = len(WHOLE) + HEADER.size
     state = pickled[start : start + size]
     return loads_with_state(
-        pickled[start + size :], tensors, number, state, in_state, claimed, names, streams
+        pickled[start + size :],
+        tensors,
+        number,
+        state,
+        in_state,
+        dependency_results,
+        names,
+        streams,
     )[0]
 
 
@@ -765,7 +772,7 @@ def loads_with_state(
     number: int,
     state: bytes,
     tensors: int,
-    claimed: Sequence[Any] = (),
+    dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> tuple[Any, Namespaces, Streams]:
@@ -785,7 +792,7 @@ def loads_with_state(
 
     def load() -> tuple[Any, Namespaces, Streams]:
         modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
-        return loads(pickled, captures[:own], claimed, modules, found), modules, found
+        return loads(pickled, captures[:own], dependency_results, modules, found), modules, found
 
     return load() if placement is None else placement.load(load)
 
@@ -911,7 +918,9 @@ class ItemStreams:
         for number, item in enumerate(self._items or ()):
             # whoever packs an item that fails will find it again, and name the item
             with contextlib.suppress(Exception):
-                Trial(io.BytesIO(), claims=[], travel=functools.partial(note, number)).dump(item)
+                Trial(io.BytesIO(), dependencies=[], travel=functools.partial(note, number)).dump(
+                    item
+                )
         return found
 
 

@@ -113,13 +113,13 @@ class Deferred:
     """A value that may still be to come. (No ABC: every object that is pickled is asked whether it
     is one.)"""
 
-    def _claim(self) -> object | None:
+    def _dependency(self) -> object | None:
         """What will lead to the value; None where it has been taken, so that it is here, and may
         have been changed since."""
         raise NotImplementedError
 
     def _taken(self) -> Any:
-        """The value, where `_claim` gave None."""
+        """The value, where `_dependency` gave None."""
         raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
 def loads(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
-    claimed: Sequence[Any] = (),
+    dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
@@ -154,7 +154,7 @@ def loads(
     `names`: the modules of the user's own that it refers to. `streams`: gets those of the
     generators that it captures.
     """
-    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
+    return TensorUnpickler(io.BytesIO(pickled), tensors, dependency_results, names, streams).load()
 
 
 def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
@@ -171,7 +171,7 @@ class TensorPickler(ClassPickler):
     """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was
     taken out."""
 
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+    def __init__(self, buffer: io.BytesIO, dependencies: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them,
@@ -179,7 +179,7 @@ class TensorPickler(ClassPickler):
         super().__init__(
             buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
         )
-        self.claims = claims
+        self.dependencies = dependencies
         self.runs_code = False  # see `RUNS_CODE`
         self._number: dict[int, int] = {}
 
@@ -196,7 +196,7 @@ class TensorPickler(ClassPickler):
         if kind is Bare:
             value = value.tensor
         elif not isinstance(value, torch.Tensor):
-            return self._number_of_claim(value) if isinstance(value, Deferred) else None
+            return self._number_of_dependency(value) if isinstance(value, Deferred) else None
         elif kind is not Root and have_attributes((value,)):
             return None
         number = self._number.setdefault(id(value), len(self.tensors))
@@ -204,20 +204,20 @@ class TensorPickler(ClassPickler):
             self.tensors.append(value)
         return number
 
-    def _number_of_claim(self, value: Deferred) -> int | None:
+    def _number_of_dependency(self, value: Deferred) -> int | None:
         """Below 0; None where the caller has the result already, and it is pickled as it is."""
-        if self.claims is None:
+        if self.dependencies is None:
             raise TypeError(
                 "a future can be an argument of a call, but neither part of a function or result, "
                 "nor within a torch.func "
                 "transform; pass it as an argument, or pass its result()"
             )
         if id(value) not in self._number:
-            claim = value._claim()
-            if claim is None:
+            dependency = value._dependency()
+            if dependency is None:
                 return None
-            self.claims.append(claim)
-            self._number[id(value)] = -len(self.claims)
+            self.dependencies.append(dependency)
+            self._number[id(value)] = -len(self.dependencies)
         return self._number[id(value)]
 
     @property
@@ -330,10 +330,10 @@ class CallerPickler(TensorPickler):
     follows_lookups = True  # gives functions the names that they may find at run time
 
     def __init__(
-        self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured
+        self, buffer: io.BytesIO, dependencies: list[Any] | None = None, travel: Travel = captured
     ) -> None:
         """`travel`: of generators of random numbers."""
-        super().__init__(buffer, claims)
+        super().__init__(buffer, dependencies)
         learn()
         self._travel = travel
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
@@ -445,7 +445,11 @@ class Trial(CallerPickler):
     """Shows what is in a value, and whether it can be carried; asks nothing of futures."""
 
     def persistent_id(self, value: Any) -> Any:
-        if self.claims is not None and type(value) not in PROXIES and isinstance(value, Deferred):
+        if (
+            self.dependencies is not None
+            and type(value) not in PROXIES
+            and isinstance(value, Deferred)
+        ):
             return 0
         return super().persistent_id(value)
 
@@ -563,7 +567,7 @@ class TensorUnpickler(ClassUnpickler):
         self,
         buffer: io.BytesIO,
         tensors: Sequence[torch.Tensor],
-        claimed: Sequence[Any],
+        dependency_results: Sequence[Any],
         names: Namespaces | None,
         streams: Streams | None = None,
     ) -> None:
@@ -574,7 +578,7 @@ class TensorUnpickler(ClassUnpickler):
             copies=None if names is None else names.classes,
         )
         self._tensors = tensors
-        self._claimed = claimed
+        self._claimed = dependency_results
         self._names = names
         self._streams = Streams() if streams is None else streams
 

@@ -26,16 +26,16 @@ import torch
 
 from mpgrad.autograd.remote_graph import (
     Backward,
+    PendingOutcome,
     Promise,
     RemoteGraph,
-    Settled,
     cancel_if_interrupted,
 )
 from mpgrad.callbacks import taken
-from mpgrad.calls.homes import Predictor, SumRequest
-from mpgrad.calls.operations import Delivered, Failed, Operation
+from mpgrad.calls.backwards import Predictor, SumRequest
+from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
-from mpgrad.calls.results import Uncollected
+from mpgrad.calls.results import UncollectedFailures
 from mpgrad.environment import Since
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
@@ -66,7 +66,7 @@ class Admissions:
         deliveries: Deliveries,
         gradients: GradientSender,
         packer: Packer,
-        uncollected: Uncollected,
+        uncollected: UncollectedFailures,
     ) -> None:
         self.unfinished: dict[Operation, None] = {}
         self._driver = driver
@@ -86,7 +86,7 @@ class Admissions:
         self.unfinished[operation] = None
         while operation.packed:
             call = operation.packed.popleft()
-            if call.claims:
+            if call.dependencies:
                 self._look_at_call(operation, call)
             else:
                 operation.queue.append(call)
@@ -110,24 +110,27 @@ class Admissions:
         come."""
         if call.index in operation.outcomes or call.index >= operation.limit:
             return
-        for claim in call.claims:
-            if claim.outcome is None:
+        for dependency in call.dependencies:
+            if dependency.outcome is None:
                 again = functools.partial(self._look_at_call, operation, call)
-                claim.source.dependents.append(functools.partial(self._driver.inbox.append, again))
+                dependency.source.dependents.append(
+                    functools.partial(self._driver.inbox.append, again)
+                )
                 return
-            if isinstance(claim.outcome, Failed):
-                self._uncollected.collected(claim.outcome)  # it is this operation's now
+            if isinstance(dependency.outcome, FailedResult):
+                self._uncollected.collected(dependency.outcome)  # it is this operation's now
                 operation.deliver(
-                    call.index, Failed.because_of(claim.outcome, operation.names.words(call.item))
+                    call.index,
+                    FailedResult.because_of(dependency.outcome, operation.names.words(call.item)),
                 )
                 self.cancel_rest(operation)
                 return
-        outcomes = [claim.outcome for claim in call.claims]
+        outcomes = [dependency.outcome for dependency in call.dependencies]
         request = operation.options.request
-        for claim, outcome in zip(call.claims, outcomes, strict=True):
+        for dependency, outcome in zip(call.dependencies, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
             # perhaps nobody ever asks for the value itself
-            operation.warned.extend(taken(claim.source.warned))
+            operation.warned.extend(taken(dependency.source.warned))
         if request is not None:
             try:
                 request.look_again(call)
@@ -174,7 +177,7 @@ class Admissions:
         self._gradients.leave(backward.worker, backward)
 
 
-def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
+def put_in(call: PackedCall, outcome: DeliveredResult, packer: Packer | None) -> None:
     """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come
     there."""
     refs = outcome.result.tensors
@@ -190,7 +193,7 @@ def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
         call.placed += [
             staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs
         ]
-    call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
+    call.dependency_results = (*call.dependency_results, (outcome.result.structure, len(refs)))
 
 
 def kept_promises(
@@ -273,7 +276,7 @@ class GradientSender:
             cancel_if_interrupted(backward.graph_task, self._driver.cancel_backward)
             self.last_backward = backward.graph_task
 
-    def wait_for(self, settled: Settled) -> None:
+    def wait_for(self, settled: PendingOutcome) -> None:
         self._driver.wait_until(lambda: settled.arrived)
 
     def surroundings(self, graph_task: int) -> BackwardContext:

@@ -92,7 +92,7 @@ class Canceller:
                     self._supervisor.kill(worker)
 
     def cancel_with_grace(self, operation: Operation) -> None:
-        if operation.is_claimed:
+        if operation.has_dependents:
             return
         self.cancel(operation)
         for worker in self._workers.values():

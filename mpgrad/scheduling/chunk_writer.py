@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
-from mpgrad.calls.homes import SumRequest
+from mpgrad.calls.backwards import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.memory import slab_of
@@ -162,11 +162,11 @@ class ChunkWriter:
             collect = Collect(number, first.function, first.graph_task, first.levels)
             return [collect], payload, Chunk(None, [], [], first, first.timeout)
         sent: list[Backward] = []
-        modes, environment, timeout = first.modes, first.environment, first.home.timeout
+        modes, environment, timeout = first.modes, first.environment, first.owner.timeout
         calls: list[BackwardCall] = []
         while backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
             item = backlog[0]
-            if isinstance(item, SumRequest) or item.home.timeout != timeout:
+            if isinstance(item, SumRequest) or item.owner.timeout != timeout:
                 break
             if (item.modes, item.environment) != (modes, environment):
                 break
@@ -174,7 +174,7 @@ class ChunkWriter:
             note_consumed()
             sent.append(item)
             if item.captures and not item.apart:
-                self._sums.note(item.home.function, item.graph_task, item.levels)
+                self._sums.note(item.owner.function, item.graph_task, item.levels)
             before = self._before(item.graph, payload, messages, item.again, environment)
             item.again = True  # should it be lost with the worker
             call = self._backward_call(item, payload, before)
@@ -225,7 +225,13 @@ class ChunkWriter:
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = self._pack(call.placed, payload)
         return ForwardCall(
-            number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle
+            number,
+            call.item,
+            call.structure,
+            tensors,
+            call.dependency_results,
+            call.origin,
+            call.bundle,
         )
 
     def _backward_call(

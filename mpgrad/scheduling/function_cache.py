@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from mpgrad.calls.homes import Predicted, Predictor
+from mpgrad.calls.backwards import Prediction, Predictor
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
@@ -74,7 +74,7 @@ class FunctionCache:
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.own_seconds
 
-    def predicted(self, pickled: bytes) -> Predicted | None:
+    def predicted(self, pickled: bytes) -> Prediction | None:
         """The gradient that the losses of a map that begins will get, if it can be predicted. Any
         thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))

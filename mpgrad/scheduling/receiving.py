@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from mpgrad.autograd.remote_graph import Backward, RemoteGraph, Settled
+from mpgrad.autograd.remote_graph import Backward, PendingOutcome, RemoteGraph
 from mpgrad.callbacks import given_again, later
-from mpgrad.calls.homes import Arrived, OperationHome, error_maker, raised_from
-from mpgrad.calls.operations import Delivered, Failed, Operation, Outcome
+from mpgrad.calls.backwards import GraphOwner, ReceivedGradients, error_maker, raised_from
+from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
@@ -291,8 +291,8 @@ class Answers:
         if message.mutated:
             operation.mutated = True
         operation.warned.extend(message.warned)
-        if message.reached and operation.home.reach is not None:
-            operation.home.reach.found.update(message.reached)
+        if message.reached and operation.owner.reach is not None:
+            operation.owner.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(
                 f"worker {worker.number} ran a call that it was told in time to skip; please "
@@ -321,11 +321,11 @@ class Answers:
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.has_graph:
-                graph = self._graph_kept(worker, operation.home, number, item, call)
+                graph = self._graph_kept(worker, operation.owner, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
                     worker.graphs.note_lost(number)
-                if not operation.options.eager.apart and operation.home.reach is not None:
+                if not operation.options.eager.apart and operation.owner.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
                 memories = (
@@ -336,12 +336,12 @@ class Answers:
                 yield call.index, error.with_traceback(None)
                 continue
             if graph is not None and outcome.gradients is not None:
-                graph.eager = Arrived(outcome.gradients, payload, memories, worker)
+                graph.eager = ReceivedGradients(outcome.gradients, payload, memories, worker)
             if graph is None or graph.lineage is None:
                 call.forget_tensors()
             if graph is None:
-                call.claims = ()  # of what gave it something, no gradient is wanted
-            yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
+                call.dependencies = ()  # of what gave it something, no gradient is wanted
+            yield call.index, DeliveredResult(outcome, payload, memories, graph, call, worker)
 
     def gradients(
         self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
@@ -383,7 +383,7 @@ class Answers:
         if not backward.arrived:
             if number is not None:
                 backward.derived = self._graph_kept(
-                    worker, backward.home, number, backward.graph.index, backward
+                    worker, backward.owner, number, backward.graph.index, backward
                 )
             self._arrive(backward, worker, found, payload)
             return
@@ -410,13 +410,13 @@ class Answers:
     def _graph_kept(
         self,
         worker: WorkerHandle,
-        home: OperationHome,
+        owner: GraphOwner,
         number: int,
         index: int | range,
         lineage: PackedCall | Backward,
     ) -> RemoteGraph:
         worker.graphs.keep(number)
-        return RemoteGraph(home, worker, number, index, lineage if self._recoverable else None)
+        return RemoteGraph(owner, worker, number, index, lineage if self._recoverable else None)
 
     def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
         self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
@@ -424,13 +424,13 @@ class Answers:
 
     def _arrive(
         self,
-        settled: Settled,
+        settled: PendingOutcome,
         worker: WorkerHandle,
         found: Sequence[TensorRef | None],
         payload: memoryview,
     ) -> None:
         try:
-            settled.settle(Arrived(found, payload, self._borrow(found), worker))
+            settled.settle(ReceivedGradients(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
             # its frames would keep what waits for it
             settled.settle(error_maker(error.with_traceback(None)))
@@ -464,5 +464,5 @@ def any_connected(found: Sequence[TensorRef | None]) -> bool:
     return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
 
 
-def failed_again(failure: Failure, call: str, worker: WorkerHandle) -> Failed:
-    return Failed(functools.partial(raised_from, failure, call, worker.name))
+def failed_again(failure: Failure, call: str, worker: WorkerHandle) -> FailedResult:
+    return FailedResult(functools.partial(raised_from, failure, call, worker.name))

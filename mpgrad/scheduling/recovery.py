@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph
 from mpgrad.callbacks import report
-from mpgrad.calls.homes import SumRequest, error_maker
+from mpgrad.calls.backwards import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError

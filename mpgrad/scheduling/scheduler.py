@@ -35,9 +35,9 @@ from collections.abc import Callable
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
-from mpgrad.calls.homes import Predicted, error_maker
+from mpgrad.calls.backwards import Prediction, error_maker
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import Uncollected
+from mpgrad.calls.results import UncollectedFailures
 from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
@@ -105,7 +105,7 @@ class Scheduler(ABC):
             settings.since,
             self.mode_check,
         )
-        self.uncollected = Uncollected()
+        self.uncollected = UncollectedFailures()
         self.admissions = Admissions(
             self, queue, deliveries, gradients, self.copying_packer, self.uncollected
         )
@@ -193,7 +193,7 @@ class Scheduler(ABC):
         """What a call of the function takes by itself; None before the first."""
         return self._function_cache.own_seconds(pickled)
 
-    def predicted(self, pickled: bytes) -> Predicted | None:
+    def predicted(self, pickled: bytes) -> Prediction | None:
         """See `FunctionCache.predicted`."""
         return self._function_cache.predicted(pickled)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from mpgrad.autograd.remote_graph import Backward
-from mpgrad.calls.homes import SumRequest, error_maker
+from mpgrad.calls.backwards import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of

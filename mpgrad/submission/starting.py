@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad.autograd.gates import Captures
-from mpgrad.calls.homes import OperationHome
+from mpgrad.calls.backwards import GraphOwner
 from mpgrad.calls.operations import NOBODY, Listener, Operation
 from mpgrad.calls.packing import (
     Arguments,
@@ -113,7 +113,7 @@ class Starter:
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
-            home = OperationHome(
+            owner = GraphOwner(
                 scheduler.gradients,
                 shared,
                 modes,
@@ -126,7 +126,7 @@ class Starter:
             with without_subclasses():
                 needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
                 captures = (
-                    Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+                    Captures(owner, needing, with_more_behind(shared.refs)) if needing else None
                 )
         how = OperationOptions(
             shared,
@@ -141,7 +141,7 @@ class Starter:
             eager=eager,
             at_rest=at_rest,
         )
-        return kind(how, home, captures, streams, listener)
+        return kind(how, owner, captures, streams, listener)
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
         """How backwards of losses are run with their calls; None where nobody knows what gradient

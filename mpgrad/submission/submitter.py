@@ -48,8 +48,15 @@ from typing import Any
 import torch
 
 from mpgrad.callbacks import report
-from mpgrad.calls.operations import Operation, Submitted
-from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
+from mpgrad.calls.operations import Operation, SubmittedOperation
+from mpgrad.calls.packing import (
+    Arguments,
+    PackedCall,
+    PackingOptions,
+    Shared,
+    pack_bundle,
+    pack_call,
+)
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.errors import ONE_CALL
 from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
@@ -281,7 +288,7 @@ class Submitter:
             modes=modes,
             noun=ONE_CALL,
             one_by_one=True,
-            kind=Submitted,
+            kind=SubmittedOperation,
         )
         return DifferentiableFuture(self._scheduler, begin)
 
@@ -488,7 +495,7 @@ class Feeder:
     ) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
         grad, state = operation.options.modes.grad, operation.options.function.state
-        packing = Packing(
+        packing = PackingOptions(
             self._scheduler.copying_packer,
             grad,
             operation.streams,
@@ -515,7 +522,9 @@ class Feeder:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, state = operation.options.modes.grad, operation.options.function.state
-        packing = Packing(packer, grad, operation.streams, operation.options.request, state, shared)
+        packing = PackingOptions(
+            packer, grad, operation.streams, operation.options.request, state, shared
+        )
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):

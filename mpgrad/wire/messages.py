@@ -266,7 +266,7 @@ class Forget(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """`claimed`: results of other calls among the arguments, whose tensors come last.
+    """`dependency_results`: results of other calls among the arguments, whose tensors come last.
 
     `bundle`: the arguments of each item, where many travel as one call.
     """
@@ -275,7 +275,7 @@ class ForwardCall(NamedTuple):
     item: int  # its index; in a bundle that of the first
     structure: Structure
     tensors: Sequence[TensorRef]
-    claimed: Parts = ()
+    dependency_results: Parts = ()
     origin: int = 0  # the device it comes from: where results go that lie on the worker's device
     bundle: Parts = ()
 

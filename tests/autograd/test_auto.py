@@ -15,7 +15,7 @@ import torch
 from conftest import first_are_quick, passes_with
 
 import mpgrad
-from mpgrad.calls.homes import CONFIRMED, LEAST
+from mpgrad.calls.backwards import CONFIRMED, LEAST
 from mpgrad.scheduling.admissions import GradientSender
 from mpgrad.workers import memory
 

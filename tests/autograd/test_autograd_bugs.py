@@ -342,7 +342,7 @@ def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
     c = torch.ones(3, requires_grad=True)
     xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
     results = pool.map(lambda x: x * c, xs)
-    home = results[0].grad_fn.graph.home
+    owner = results[0].grad_fn.graph.owner
 
     def fails(grad: torch.Tensor) -> None:
         raise ValueError("by hook")
@@ -351,7 +351,7 @@ def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
     for _ in range(300):
         with pytest.raises(ValueError, match="by hook"):
             sum(y.sum() for y in results).backward(retain_graph=True)
-    assert len(home._sums) <= 257
+    assert len(owner._sums) <= 257
     handle.remove()
     c.grad = None
     sum(y.sum() for y in results).backward()

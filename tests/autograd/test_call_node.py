@@ -18,7 +18,7 @@ from mpgrad.errors import CallNames
 pytestmark = pytest.mark.quick
 
 
-class FakeHome:
+class FakeOwner:
     """Answers a backward with the gradient times 10, and records the order of events."""
 
     deterministic = False
@@ -32,7 +32,7 @@ class FakeHome:
     def send(self, backward: Backward) -> None:
         self.events.append(("send", backward.graph.index))
 
-    def wait(self, backward: Backward) -> FakeHome.Gradients:
+    def wait(self, backward: Backward) -> FakeOwner.Gradients:
         self.events.append(("wait", backward.graph.index))
         return self.Gradients([grad * 10 for (grad,) in backward.grads for _ in backward.wanted])
 
@@ -55,21 +55,21 @@ class FakeHome:
 
 
 def test_everything_is_sent_before_anything_is_waited_for() -> None:
-    home = FakeHome()
+    owner = FakeOwner()
     xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
     capture = torch.ones(2, requires_grad=True)
-    token = Captures(home, [capture]).token()
+    token = Captures(owner, [capture]).token()
     results = [
-        attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0]
+        attach(RemoteGraph(owner, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0]
         for index, x in enumerate(xs)
     ]
     sum(result.sum() for result in results).backward()
-    names = [name for name, _ in home.events]
+    names = [name for name, _ in owner.events]
     assert names == ["send"] * 4 + ["wait"] * 4 + ["captures"]
-    assert [index for name, index in home.events if name == "wait"] == [3, 2, 1, 0]
+    assert [index for name, index in owner.events if name == "wait"] == [3, 2, 1, 0]
     assert all(torch.equal(x.grad, torch.full((3,), 20.0)) for x in xs)
     assert torch.equal(capture.grad, torch.full((2,), 7.0))
-    home.events.clear()
+    owner.events.clear()
     del results
     gc.collect()
-    assert sorted(home.events) == [("release", index) for index in range(4)]
+    assert sorted(owner.events) == [("release", index) for index in range(4)]

@@ -364,7 +364,7 @@ def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
         (grad,) = torch.autograd.grad(result, x, create_graph=True)
         for _ in range(3):
             torch.autograd.grad(grad.sum(), other, retain_graph=True)
-        assert operation.home._sums == {} and operation.captures is None
+        assert operation.owner._sums == {} and operation.captures is None
         same(torch.autograd.grad(grad.sum(), [source]), [(2 * x * seen * hooked).detach()])
 
 

@@ -21,7 +21,7 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.calls.homes import CONFIRMED, LEAST
+from mpgrad.calls.backwards import CONFIRMED, LEAST
 from mpgrad.environment import Since
 
 NAME = "MPGRAD_TEST_VARIABLE"

@@ -18,7 +18,7 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad import PoolStats
-from mpgrad.calls.homes import LEAST
+from mpgrad.calls.backwards import LEAST
 from mpgrad.calls.operations import Operation
 
 pytestmark = pytest.mark.quick

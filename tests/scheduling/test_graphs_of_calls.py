@@ -363,18 +363,18 @@ def test_gradients_go_from_worker_to_worker(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of hidden calls the caller makes neither values nor gradients."""
-    from mpgrad.calls.homes import Arrived
-    from mpgrad.calls.operations import Delivered
+    from mpgrad.calls.backwards import ReceivedGradients
+    from mpgrad.calls.operations import DeliveredResult
 
     looked: list[str] = []
-    views, gradients = Delivered.views, Arrived.tensors
+    views, gradients = DeliveredResult.views, ReceivedGradients.tensors
     monkeypatch.setattr(
-        Delivered,
+        DeliveredResult,
         "views",
         lambda self, private=False: looked.append("value") or views(self, private),
     )
     monkeypatch.setattr(
-        Arrived, "tensors", lambda self: looked.append("gradient") or gradients(self)
+        ReceivedGradients, "tensors", lambda self: looked.append("gradient") or gradients(self)
     )
     x = torch.ones(3000, requires_grad=True)
     last = x

@@ -19,9 +19,16 @@ from unittest import mock
 import torch
 from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
-from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
-from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Delivered, Failed, Listener, Operation, Submitted, let_go
+from mpgrad.autograd.remote_graph import Backward, PendingOutcome, Promise, RemoteGraph
+from mpgrad.calls.backwards import GraphOwner
+from mpgrad.calls.operations import (
+    DeliveredResult,
+    FailedResult,
+    Listener,
+    Operation,
+    SubmittedOperation,
+    let_go,
+)
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
 from mpgrad.memory import arena
@@ -68,7 +75,7 @@ def simulated(world: World) -> Iterator[None]:
             (admissions, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
-            (Settled, "settle", replies.wrapped(Settled.settle)),
+            (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         before = logging.root.manager.disable
@@ -86,8 +93,10 @@ def here_alone(simulated: Callable[..., Any], real: Callable[..., Any]) -> Calla
 class CountedReplies:
     """Each backward gets one reply; but those that are cancelled may be answered all the same."""
 
-    def wrapped(self, settle: Callable[[Settled, Any], None]) -> Callable[[Settled, Any], None]:
-        def checked(reply: Settled, outcome: Any) -> None:
+    def wrapped(
+        self, settle: Callable[[PendingOutcome, Any], None]
+    ) -> Callable[[PendingOutcome, Any], None]:
+        def checked(reply: PendingOutcome, outcome: Any) -> None:
             if reply.arrived and not (
                 reply.has_failed and "interrupted" in str(error_of_reply(reply))
             ):
@@ -215,36 +224,38 @@ def new_operation(
     listener: Listener,
     **options: Any,
 ) -> Operation:
-    kind = Submitted if is_submitted else Operation
-    home = OperationHome(
+    kind = SubmittedOperation if is_submitted else Operation
+    owner = GraphOwner(
         scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False
     )
     return kind(
-        OperationOptions(function, MODES, None, environment, **options), home, listener=listener
+        OperationOptions(function, MODES, None, environment, **options), owner, listener=listener
     )
 
 
 def add_call(
-    operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]
+    operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[SubmittedOperation]
 ) -> None:
     """A call that is sent as the number of its task, with memory of the caller's if there is a
     `slot`."""
     placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
-    call = PackedCall(operation.added, task.number, placed, [source.claim() for source in sources])
+    call = PackedCall(
+        operation.added, task.number, placed, [source.dependency() for source in sources]
+    )
     if items > 1:
         call.bundle, call.items = [(None, 1)] * items, items
     operation.add(call)
 
 
-def taken(operation: Operation) -> dict[int, Delivered | Failed]:
+def taken(operation: Operation) -> dict[int, DeliveredResult | FailedResult]:
     """Its outcomes, as when somebody asks for all values: they are gone from it then."""
     found = dict(operation.outcomes)
     for outcome in found.values():
-        if isinstance(operation, Submitted) and isinstance(outcome, Delivered):
-            for ref in operation._claims:
-                if (claim := ref()) is not None:
-                    claim.settle(outcome, [])
-            operation._claims = []
+        if isinstance(operation, SubmittedOperation) and isinstance(outcome, DeliveredResult):
+            for ref in operation._dependencies:
+                if (dependency := ref()) is not None:
+                    dependency.settle(outcome, [])
+            operation._dependencies = []
             operation._taken = True
             operation.outcomes.clear()
         let_go(outcome)
@@ -277,9 +288,9 @@ def send_backward(
     )
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward.give([[part]], (), promise is not None)
-    graph.home.send(backward)
+    graph.owner.send(backward)
     if captures and not apart:
-        graph.home.add_to_sum(backward)
+        graph.owner.add_to_sum(backward)
     return backward
 
 

@@ -536,7 +536,7 @@ class SimulatedWorker:
             task.function == function, "a call runs with the function of another", task.number
         )
         self.check(
-            len(call.claimed) == len(task.sources),
+            len(call.dependency_results) == len(task.sources),
             "a call runs without the results that it needs",
             task.number,
         )

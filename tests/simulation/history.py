@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
-from mpgrad.calls.operations import Failed, Listener
+from mpgrad.calls.operations import FailedResult, Listener
 from mpgrad.errors import (
     AncestorFailedError,
     CallTimeoutError,
@@ -465,10 +465,10 @@ class History:
         if graph_task is None:
             return
         mine = [each for each in self.sent if each.graph_task == graph_task and each.in_sum]
-        for home in {
-            id(each.graph.home): each.graph.home for each in mine if each.graph is not None
+        for owner in {
+            id(each.graph.owner): each.graph.owner for each in mine if each.graph is not None
         }.values():
-            parts = [each for each in mine if each.asked.operation.home is home]
+            parts = [each for each in mine if each.asked.operation.owner is owner]
             if any(each.graph is None for each in parts):
                 continue  # the engine would hold them
             self.note(f"the sum of backward {graph_task} is asked for")
@@ -476,7 +476,7 @@ class History:
             self.world.environments[graph_task].add(self.environment.now)
             expected = sum(each.task.number for each in parts)
             try:
-                found = adapter.sum_of_captures(home, graph_task)
+                found = adapter.sum_of_captures(owner, graph_task)
             except CheckFailed:
                 raise
             except Exception as error:
@@ -668,7 +668,7 @@ class History:
 
     def _check_outcome(self, asked: Asked, index: int, outcome: Any) -> None:
         task = asked.tasks[index]
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, FailedResult):
             error = outcome.error()
             if not self._is_explained(task, error):
                 raise CheckFailed("a call fails without a reason", f"call {task.number}: {error!r}")

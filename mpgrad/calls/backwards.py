@@ -27,9 +27,9 @@ import torch
 
 from mpgrad.autograd.remote_graph import (
     Backward,
-    Reach,
+    CaptureReach,
+    PendingOutcome,
     RemoteGraph,
-    Settled,
     forget_oldest,
     note_failure,
 )
@@ -61,10 +61,10 @@ __all__ = [
     "CONFIRMED",
     "LEAST",
     "PRICE",
-    "Arrived",
-    "OperationHome",
-    "Predicted",
+    "GraphOwner",
+    "Prediction",
     "Predictor",
+    "ReceivedGradients",
     "SumRequest",
     "error_maker",
     "raised_from",
@@ -73,7 +73,7 @@ __all__ = [
 EXAMINED = 4  # backwards of a map, for what gradient its losses get
 
 
-class Arrived(NamedTuple):
+class ReceivedGradients(NamedTuple):
     """Gradients as they came: references, and the memory that these name."""
 
     refs: Sequence[TensorRef | None]
@@ -111,7 +111,7 @@ class Arrived(NamedTuple):
         return staged_again(staged_by, ref, self.payload, memories)
 
 
-class SumRequest(Settled):
+class SumRequest(PendingOutcome):
     """A request for the captures' gradients that a worker has added up."""
 
     __slots__ = ("calls", "function", "graph_task", "levels", "timeout")
@@ -143,7 +143,7 @@ def error_maker(error: BaseException) -> Callable[[], BaseException]:
     return functools.partial(one_more, error)
 
 
-class OperationHome:
+class GraphOwner:
     """Where the graphs of one operation live; keeps the function that they share."""
 
     def __init__(
@@ -165,7 +165,7 @@ class OperationHome:
         # captures' gradients are added in the order of the items
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
-        self.reach: Reach | None = None  # of its captures that need gradients
+        self.reach: CaptureReach | None = None  # of its captures that need gradients
         self._eager = eager
         # of two backwards in two threads one gets what came with the result
         self._serving = threading.Lock()
@@ -222,7 +222,7 @@ class OperationHome:
             self.sender.consume(graph)
         return True
 
-    def wait(self, settled: Settled) -> Arrived:
+    def wait(self, settled: PendingOutcome) -> ReceivedGradients:
         """What came of a backward, or of a request for a sum; raises what it raised."""
         # also if it has come: what tasks printed until then comes before it
         self.sender.wait_for(settled)
@@ -232,7 +232,7 @@ class OperationHome:
             if isinstance(settled, Backward):
                 note_failure(settled.graph_task)
             raise settled.outcome()
-        arrived: Arrived = settled.outcome
+        arrived: ReceivedGradients = settled.outcome
         return arrived
 
     # --- what gradient losses get
@@ -385,7 +385,7 @@ PRICE = 25  # maps seen for each that may be predicted wrongly
 MOST_CREDIT = 40 * PRICE
 
 
-class Predicted(NamedTuple):
+class Prediction(NamedTuple):
     gradient: float
     is_confirmed: bool
 
@@ -402,13 +402,13 @@ class Predictor:
         # what each prediction that is under way may cost has been taken from it
         self._credit = PRICE
 
-    def predict(self) -> Predicted | None:
+    def predict(self) -> Prediction | None:
         """The gradient that the losses of a map will get, which begins; None where nobody can
         say."""
         if self._gradient is None or self._in_a_row < LEAST or self._credit < PRICE:
             return None
         self._credit -= PRICE
-        return Predicted(self._gradient, self._right >= CONFIRMED)
+        return Prediction(self._gradient, self._right >= CONFIRMED)
 
     def note_gradient(self, gradient: float, predicted: float | None) -> None:
         """The losses of a map got this one."""
