@@ -51,7 +51,7 @@ PATIENCE = 20.0  # seconds for the system to take away what has been ended
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[mpgrad.Pool]:
+def fork_server() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
     # once for the session, where a context of multiprocessing is used
     multiprocessing.resource_tracker.ensure_running()
@@ -61,7 +61,7 @@ def nursery() -> Iterator[mpgrad.Pool]:
 
 
 @pytest.fixture(scope="session")
-def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.Pool]]:
+def shared_pools(fork_server: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.Pool]]:
     """Pools by engine and number of workers, each made once."""
     with contextlib.ExitStack() as stack:
         made: dict[tuple[str, int], mpgrad.Pool] = {}
@@ -102,7 +102,7 @@ def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
 
 
 @pytest.fixture
-def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def fresh_pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
     with mpgrad.Pool(processes=2) as pool:
         yield pool

@@ -62,8 +62,8 @@ def main(descriptor: int) -> None:
     # a worker's collector then leaves the inherited objects, and so their shared pages, alone
     gc.freeze()
     gc.enable()
-    nursery = Nursery(socket.socket(fileno=descriptor), parent)
-    nursery.run()
+    fork_server = Nursery(socket.socket(fileno=descriptor), parent)
+    fork_server.run()
     os._exit(0)  # nothing to tidy up, and the workers end when this process does
 
 
@@ -124,20 +124,20 @@ class Nursery:
     def _fork(
         self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]
     ) -> None:
-        nursery_pid = os.getpid()
+        fork_server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             self._report(name, None, error.errno or errno.EAGAIN)
         else:
             if pid == 0:
-                self._become_worker(ends, number, changes, nursery_pid)
+                self._become_worker(ends, number, changes, fork_server_pid)
             self._children[pid] = name
         for end in ends:
             end.close()
 
     def _become_worker(
-        self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int
+        self, ends: list[socket.socket], number: int, changes: dict[str, Any], fork_server_pid: int
     ) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -150,7 +150,7 @@ class Nursery:
             take_over(changes)
         except (OSError, RuntimeError) as error:
             refuse_and_exit(end, error)
-        serve_and_exit(end, number, nursery_pid, tracker)
+        serve_and_exit(end, number, fork_server_pid, tracker)
 
     def _reap(self) -> None:
         while self._children:

@@ -1,7 +1,7 @@
 """Workers on other machines: an engine whose frames and memory travel through sites, one on each
 node.
 
-Caller only, but for `site`, and for the carriers' other ends. A site is a process on a node: it
+Caller only, but for `agent`, and for the carriers' other ends. A site is a process on a node: it
 starts workers as this machine would, mirrors the memory that the caller lends them, and passes
 frames on as they are. What carries all that there and back is a carrier.
 

@@ -1,10 +1,10 @@
 """The engine of workers on other machines: places them on sites, one for each node, and notices
 which are gone. Caller's side.
 
-    start ──► a site with room, or a new one ──► SiteLink
+    start ──► a site with room, or a new one ──► AgentLink
     carrier's threads ──► inbox ──► wait ──► links with news
-    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══╗
-                              frames of a SiteLink ◄── take ◄── reply ◄═╝
+    AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
+                              frames of a AgentLink ◄── take ◄── reply ◄═╝
 Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
 that join or leave change it. Two threads of its own ask for the nodes, and keep the sites from
 taking us for dead.
@@ -34,8 +34,8 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from mpgrad.callbacks import report
-from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
-from mpgrad.cluster.site import Arriving, Hello, Record, hello, packed
+from mpgrad.cluster.agent import Hello, Record, RecordReceiver, hello, packed
+from mpgrad.cluster.transport import AgentOptions, Node, Transport
 from mpgrad.engines.launch import Exit
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
@@ -46,9 +46,9 @@ from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, St
 from mpgrad.wire.pipe import Traffic, framed, parts_of
 
 __all__ = [
+    "AgentHandle",
+    "AgentLink",
     "ClusterEngine",
-    "SiteHandle",
-    "SiteLink",
 ]
 
 log = logging.getLogger("mpgrad")
@@ -69,7 +69,7 @@ class ClusterEngine:
 
     copies_caller = False
 
-    def __init__(self, carrier: Carrier, workers: int | None, patience: float) -> None:
+    def __init__(self, transport: Transport, workers: int | None, patience: float) -> None:
         """`workers`: None for as many as there is room for.
 
         Raises:
@@ -78,17 +78,17 @@ class ClusterEngine:
         """
         self.traffic = Traffic()
         self.room: int | None = None
-        self.carrier = carrier
+        self.transport = transport
         self.patience = patience
-        self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
-        self._sites: list[SiteHandle] = []
+        self.inbox: queue.SimpleQueue[tuple[AgentHandle | None, Any]] = queue.SimpleQueue()
+        self._agents: list[AgentHandle] = []
         self._ours = hello()
         # nodes by id, until when on the clock of time.monotonic
         self._avoided: dict[str, float] = {}
         self._closing = threading.Event()
         self._ask_now = threading.Event()  # for the nodes
         try:
-            self._nodes = list(carrier.nodes())
+            self._nodes = list(transport.nodes())
             if not any(node.slots for node in self._free_nodes(avoiding=True)):
                 # others hold all of it: wait for them
                 self._nodes = [node._replace(free=None) for node in self._nodes]
@@ -108,24 +108,24 @@ class ClusterEngine:
 
     # --- workers
 
-    def start(self, number: int) -> SiteLink:
+    def start(self, number: int) -> AgentLink:
         """
         Raises:
             OSError: nodes are followed, and those that are there have no room; or one could start
                 no worker a moment ago.
         """
-        sites = [site for site in self._sites if site.free > 0]
-        if not sites:
-            sites = [self._new_site()]
-        return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
+        agents = [agent for agent in self._agents if agent.free > 0]
+        if not agents:
+            agents = [self._new_agent()]
+        return AgentLink(number, max(agents, key=lambda agent: agent.free / agent.slots))
 
-    def _new_site(self) -> SiteHandle:
+    def _new_agent(self) -> AgentHandle:
         """For a worker for which there is no room.
 
         Where nodes are followed, a site has the whole of one. Elsewhere one that is still to be
         started gets a place more, on the node that has the fewest of ours.
         """
-        alive = any(not site.lost for site in self._sites)
+        alive = any(not agent.lost for agent in self._agents)
         nodes = [
             node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots
         ]
@@ -137,25 +137,27 @@ class ClusterEngine:
             return self._new_handle(node, node.slots)
         taken = self._taken()
         chosen = min(nodes, key=lambda node: taken[node.id], default=None)
-        may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
+        may_have_room_soon = any(
+            agent.is_refusing and agent.refusals == 1 for agent in self._agents
+        )
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
         # Nobody says how large the nodes will be that an autoscaler adds. Where those that are
         # there have no room for any worker, each site asks for that of one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
-        for site in self._sites:
-            has_space = chosen is not None or site.slots < largest
-            if site.is_planned and site.on(chosen) and has_space:
-                site.slots += 1
-                return site
+        for agent in self._agents:
+            has_space = chosen is not None or agent.slots < largest
+            if agent.is_planned and agent.on(chosen) and has_space:
+                agent.slots += 1
+                return agent
         return self._new_handle(chosen, 1)
 
     def _taken(self) -> Counter[str]:
         """Places on nodes, by their ids, that our sites have."""
         taken: Counter[str] = Counter()
-        for site in self._sites:
-            if site.node is not None and not site.lost:
-                taken[site.node.id] += site.slots
+        for agent in self._agents:
+            if agent.node is not None and not agent.lost:
+                taken[agent.node.id] += agent.slots
         return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
@@ -175,55 +177,59 @@ class ClusterEngine:
             found.append(node._replace(slots=max(0, left)))
         return found
 
-    def _new_handle(self, node: Node | None, slots: int) -> SiteHandle:
+    def _new_handle(self, node: Node | None, slots: int) -> AgentHandle:
         """A site that the next `wait` starts."""
-        site = SiteHandle(self, node, slots)
-        self._sites.append(site)
-        return site
+        agent = AgentHandle(self, node, slots)
+        self._agents.append(agent)
+        return agent
 
     # --- what comes
 
-    def wait(self, seconds: float | None) -> Sequence[SiteLink]:
-        for site in self._sites:
-            if site.is_planned:
+    def wait(self, seconds: float | None) -> Sequence[AgentLink]:
+        for agent in self._agents:
+            if agent.is_planned:
                 try:
-                    site.open()
+                    agent.open()
                 except OSError as error:
-                    self.lose(site, str(error))
-            site.flush()
+                    self.lose(agent, str(error))
+            agent.flush()
         self.traffic.system_calls += 1
         patience = self.patience / 4 if seconds is None else min(seconds, self.patience / 4)
         if patience > 0 and not any(
-            link.frames for site in self._sites for link in site.links.values()
+            link.frames for agent in self._agents for link in agent.links.values()
         ):
             with contextlib.suppress(queue.Empty):
                 self._take(*self.inbox.get(timeout=patience))
         self.look()
-        for site in self._sites:
-            if not site.lost and site.hello is not None and (why := site.is_silent(self.patience)):
-                self.lose(site, why)
-            self._look_after(site)
-            site.flush()
+        for agent in self._agents:
+            if (
+                not agent.lost
+                and agent.hello is not None
+                and (why := agent.is_silent(self.patience))
+            ):
+                self.lose(agent, why)
+            self._look_after(agent)
+            agent.flush()
         links = [
             link
-            for site in self._sites
-            for link in site.links.values()
+            for agent in self._agents
+            for link in agent.links.values()
             if link.frames or link.ended
         ]
-        self._sites = [site for site in self._sites if not site.lost or site.links]
+        self._agents = [agent for agent in self._agents if not agent.lost or agent.links]
         return links
 
-    def _look_after(self, site: SiteHandle) -> None:
+    def _look_after(self, agent: AgentHandle) -> None:
         now = time.monotonic()
-        if self.room is None and now - site.idle_since > IDLE:  # others may need its room
-            site.close()
+        if self.room is None and now - agent.idle_since > IDLE:  # others may need its room
+            agent.close()
         elif (
-            site.hello is None
-            and not site.lost
-            and not site.is_missed
-            and now - site.opened_at > WAITING
+            agent.hello is None
+            and not agent.lost
+            and not agent.is_missed
+            and now - agent.opened_at > WAITING
         ):
-            site.is_missed = True
+            agent.is_missed = True
             report(
                 logging.WARNING,
                 "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
@@ -231,8 +237,8 @@ class ClusterEngine:
                 "autoscaler has yet to add a node: end them, wait, or ask for less (processes; "
                 "workers_per_node or "
                 "cpus_per_worker of mpgrad.Ray)",
-                site.slots,
-                f"on node {site.name}" if site.name else "wherever there is room",
+                agent.slots,
+                f"on node {agent.name}" if agent.name else "wherever there is room",
                 WAITING,
             )
 
@@ -242,37 +248,37 @@ class ClusterEngine:
             while True:
                 self._take(*self.inbox.get_nowait())
 
-    def _take(self, site: SiteHandle | None, news: Any) -> None:
-        if site is not None:
-            site.take(*news)
-        elif news is not None:
-            self._nodes = news
-            there = {node.id for node in news}
-            for each in self._sites:
+    def _take(self, agent: AgentHandle | None, updates: Any) -> None:
+        if agent is not None:
+            agent.take(*updates)
+        elif updates is not None:
+            self._nodes = updates
+            there = {node.id for node in updates}
+            for each in self._agents:
                 if each.node is not None and each.node.id not in there and not each.lost:
                     self.lose(each, "its node has left the cluster")
             if self.room is not None and not self._closing.is_set():
                 self._follow()
                 self.room = self._room()
 
-    def lose(self, site: SiteHandle, why: str) -> None:
-        site.lose(why)
+    def lose(self, agent: AgentHandle, why: str) -> None:
+        agent.lose(why)
         first_line, _, _ = why.partition("\n")
         report(
             logging.WARNING,
             "a site is gone (%s: %s)",
-            site.name or "on a node that was to come",
+            agent.name or "on a node that was to come",
             first_line,
         )
-        if site.node is not None:
-            self._avoided[site.node.id] = time.monotonic() + (
-                AFTER_FAILURE if site.hello is None else AFTER_LOSS
+        if agent.node is not None:
+            self._avoided[agent.node.id] = time.monotonic() + (
+                AFTER_FAILURE if agent.hello is None else AFTER_LOSS
             )
         if self.room is not None:  # else the number is the user's by now
             self.room = self._room()
         self._ask_now.set()
 
-    def check(self, site: SiteHandle, theirs: Hello) -> None:
+    def check(self, agent: AgentHandle, theirs: Hello) -> None:
         """A node where something else is installed would read other things than were sent."""
         here, there = self._ours.versions, theirs.versions
         name = next((each for each in SAME if here[each] != there[each]), None)
@@ -283,15 +289,15 @@ class ClusterEngine:
             same = f"pip install {name}=={here[name]}, or the runtime_env of mpgrad.Ray"
             remedy = f"install the same there ({same})"
         differ = f"{name} {there[name]}, and the caller {here[name]}"
-        site.refusal = f"node {theirs.host} has {differ}; {remedy}"
-        if not any(each.hello and not each.refusal and not each.lost for each in self._sites):
-            for link in site.links.values():
-                link.refuse(site.refusal)
+        agent.refusal = f"node {theirs.host} has {differ}; {remedy}"
+        if not any(each.hello and not each.refusal and not each.lost for each in self._agents):
+            for link in agent.links.values():
+                link.refuse(agent.refusal)
             return
         # the others can be used
-        self.lose(site, site.refusal)
-        if site.node is not None:
-            self._avoided[site.node.id] = math.inf
+        self.lose(agent, agent.refusal)
+        if agent.node is not None:
+            self._avoided[agent.node.id] = math.inf
 
     def _follow(self) -> None:
         """Nodes have joined or left: have a site on each, and as many workers as they have room
@@ -301,22 +307,22 @@ class ClusterEngine:
                 self._new_handle(node, node.slots)
 
     def _room(self) -> int:
-        return max(1, sum(site.slots for site in self._sites if not site.lost))
+        return max(1, sum(agent.slots for agent in self._agents if not agent.lost))
 
     def _ask_for_nodes(self) -> None:
         while not self._closing.is_set():
             self._ask_now.wait(NODES_EVERY)
             self._ask_now.clear()
             try:
-                self.inbox.put((None, list(self.carrier.nodes())))
+                self.inbox.put((None, list(self.transport.nodes())))
             except ConnectionError as error:  # its sites will be missed, if they are gone, too
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
         """Sites must hear of us also while the other thread is busy."""
         while not self._closing.wait(self.patience / 4):
-            for site in list(self._sites):
-                site.beat()
+            for agent in list(self._agents):
+                agent.beat()
 
     def wake(self) -> None:
         self.inbox.put((None, None))
@@ -324,19 +330,19 @@ class ClusterEngine:
     def close(self) -> None:
         self._closing.set()
         self._ask_now.set()
-        for site in self._sites:
-            site.ask_to_close()
+        for agent in self._agents:
+            agent.ask_to_close()
         deadline = time.monotonic() + CLOSE_PATIENCE
         while (left := deadline - time.monotonic()) > 0 and any(
-            site.is_closing and not site.lost for site in self._sites
+            agent.is_closing and not agent.lost for agent in self._agents
         ):
-            for site in self._sites:
-                site.flush()
+            for agent in self._agents:
+                agent.flush()
             with contextlib.suppress(queue.Empty):
                 self._take(*self.inbox.get(timeout=left))
-        for site in self._sites:
-            site.close()
-        self.carrier.close()
+        for agent in self._agents:
+            agent.close()
+        self.transport.close()
 
 
 POLLS = 2  # exchanges that wait at the site for news
@@ -345,7 +351,7 @@ MOST_PENDING = 8  # of them, if a site does not answer
 AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0
 
 
-class SiteHandle:
+class AgentHandle:
     """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its
     workers."""
 
@@ -353,23 +359,23 @@ class SiteHandle:
         self.engine = engine
         self.node = node
         self.slots = slots
-        self.links: dict[int, SiteLink] = {}
+        self.links: dict[int, AgentLink] = {}
         self.lost = ""  # why; else it is there, or will be
         self.hello: Hello | None = None
-        self._site: Any = None  # what the carrier knows it by
+        self._agent: Any = None  # what the carrier knows it by
         self.opened_at = math.inf  # on the clock of time.monotonic, as the next
         self.idle_since = math.inf  # its last worker is gone
         self.is_missed = False  # it was said that it does not come
         self._records: list[Record] = []
         self._next_number = 0
-        self._arriving = Arriving()
+        self._arriving = RecordReceiver()
         self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
         self.refusals = 0  # in a row
         self.full_until = 0.0  # no worker could be started, on the clock of time.monotonic
         self.is_closing = False  # its workers have been asked to end, and not all have
         self.refusal = ""  # why what is installed there cannot be used
-        self._slabs: dict[int, SlabThere] = {}  # by number
+        self._slabs: dict[int, ReplicatedSlab] = {}  # by number
 
     @property
     def free(self) -> int:
@@ -405,8 +411,8 @@ class SiteHandle:
         Raises:
             OSError: it cannot be started now.
         """
-        options = SiteOptions(self.node, self.slots, self.engine.patience)
-        self._site = self.engine.carrier.start_site(options)
+        options = AgentOptions(self.node, self.slots, self.engine.patience)
+        self._agent = self.engine.transport.start_agent(options)
         self.opened_at = time.monotonic()
 
     # --- what is told
@@ -439,7 +445,7 @@ class SiteHandle:
             self._pending.add(number)
         try:
             reply = partial(self._put_reply, number)
-            self.engine.carrier.exchange(self._site, number, content, reply)
+            self.engine.transport.exchange(self._agent, number, content, reply)
         except Exception as error:  # of the carrier's kinds
             self._put_reply(number, error)
 
@@ -496,7 +502,7 @@ class SiteHandle:
         for link in self.links.values():
             link.ended = True
         if not was_planned:
-            self.engine.carrier.kill_site(self._site)
+            self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
         """After its workers were told to end."""
@@ -511,9 +517,9 @@ class SiteHandle:
 
     # --- memory that is mirrored there
 
-    def mirror(self, slab: Any) -> SlabThere:
+    def mirror(self, slab: Any) -> ReplicatedSlab:
         if slab.number not in self._slabs:
-            self._slabs[slab.number] = SlabThere(set(), Counter())
+            self._slabs[slab.number] = ReplicatedSlab(set(), Counter())
             self.tell("slab", slab.number, slab.nbytes)
         return self._slabs[slab.number]
 
@@ -550,7 +556,7 @@ class SiteHandle:
             self.tell("forget", slab)
 
 
-class SlabThere(NamedTuple):
+class ReplicatedSlab(NamedTuple):
     """A slab of the caller's that is mirrored at a site, which can forget it when both are
     empty."""
 
@@ -558,15 +564,15 @@ class SlabThere(NamedTuple):
     lent: Counter[int]  # address -> how often it is lent to workers of the site
 
 
-class SiteLink:
+class AgentLink:
     """The caller's end of the link to a worker at a site, a `WorkerLink`."""
 
     shares_memory = False
     keeps_time = True
 
-    def __init__(self, number: int, site: SiteHandle) -> None:
+    def __init__(self, number: int, agent: AgentHandle) -> None:
         self.number = number
-        self.site = site
+        self.agent = agent
         self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
         self.is_leaving = False
@@ -580,27 +586,27 @@ class SiteLink:
         self.skipped: dict[int, int] = {}
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
-        site.links[number] = self
-        site.idle_since = math.inf
-        site.tell("start", number)
-        if site.refusal:
-            self.refuse(site.refusal)
+        agent.links[number] = self
+        agent.idle_since = math.inf
+        agent.tell("start", number)
+        if agent.refusal:
+            self.refuse(agent.refusal)
 
     @property
     def node(self) -> str:
-        return self.site.name
+        return self.agent.name
 
     @property
     def has_place(self) -> bool:
-        return self.site.hello is not None and not self.ended
+        return self.agent.hello is not None and not self.ended
 
     @property
     def lost(self) -> str:
-        return f"its site was lost: {self.site.lost}" if self.site.lost else self._refused
+        return f"its site was lost: {self.agent.lost}" if self.agent.lost else self._refused
 
     @property
     def could_start(self) -> bool:
-        return bool(self.site.lost) and self.site.hello is not None
+        return bool(self.agent.lost) and self.agent.hello is not None
 
     def obey(self, kind: str, *rest: Any) -> None:
         """What the site has said of this worker."""
@@ -623,9 +629,9 @@ class SiteLink:
             case "refused":
                 self._refused = f"no process can be started there: {rest[0]}"
                 self.ended = True
-                self.site.refusals += 1
-                pause = AFTER_REFUSAL if self.site.refusals == 1 else AFTER_REFUSALS
-                self.site.full_until = time.monotonic() + pause
+                self.agent.refusals += 1
+                pause = AFTER_REFUSAL if self.agent.refusals == 1 else AFTER_REFUSALS
+                self.agent.full_until = time.monotonic() + pause
 
     def send(
         self,
@@ -634,26 +640,28 @@ class SiteLink:
         descriptors: Sequence[int] = (),
     ) -> None:
         if self.ended:
-            raise ConnectionError(self.site.lost or "the worker is gone")
+            raise ConnectionError(self.agent.lost or "the worker is gone")
         new = [message.number for message in messages if isinstance(message, NewSlab)]
-        self.site.introduce(self.number, new)
-        self.site.engine.traffic.frames_sent += 1
-        self.site.tell("frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new)
+        self.agent.introduce(self.number, new)
+        self.agent.engine.traffic.frames_sent += 1
+        self.agent.tell(
+            "frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new
+        )
         for message in messages:
             if isinstance(message, SlabsGone):
-                self.site.part(self.number, message.numbers)
+                self.agent.part(self.number, message.numbers)
 
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
-            self.site.mirror(slab)
+            self.agent.mirror(slab)
             # alone in its frame, which may have to wait at the site
             self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | Borrowed) -> None:
-        self.site.carry(holder)
+        self.agent.carry(holder)
 
     def drop(self, holder: Slot | Borrowed, times: int) -> None:
-        self.site.drop(holder, times)
+        self.agent.drop(holder, times)
 
     def receive(self) -> Frame | None:
         if not self.frames:
@@ -661,36 +669,36 @@ class SiteLink:
                 raise EOFError
             return None
         header, body = self.frames.popleft()
-        self.site.engine.traffic.frames_received += 1
+        self.agent.engine.traffic.frames_received += 1
         body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
         messages, payload, mirrors = self._mirror.open(*unframed(header, body))
         self._descriptors.extend(mirrors)
         for message in messages:
             if isinstance(message, Ready):
-                self.site.refusals = 0
-                self.site.tell("watch", self.number, message.pid)
+                self.agent.refusals = 0
+                self.agent.tell("watch", self.number, message.pid)
         return Frame(messages, payload)
 
     def take_descriptor(self) -> int | None:
         return self._descriptors.popleft()
 
     def has_more(self) -> bool:
-        self.site.engine.look()
+        self.agent.engine.look()
         return bool(self.frames) or self.ended
 
     def skip(self, place: int, chunk: int) -> None:
-        self.site.tell("skip", self.number, place, chunk)
+        self.agent.tell("skip", self.number, place, chunk)
 
     def follow(self, seconds: float) -> None:
-        self.site.tell("follow", self.number, seconds)
+        self.agent.tell("follow", self.number, seconds)
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        self.site.tell("limit", self.number, chunk, seconds)
+        self.agent.tell("limit", self.number, chunk, seconds)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        self.site.tell("kill", self.number, by)
+        self.agent.tell("kill", self.number, by)
         self._exit_code = -by
-        self.site.flush()
+        self.agent.flush()
 
     def resident_bytes(self, pid: int) -> int:
         """As the site said last, which it does every second."""
@@ -703,12 +711,12 @@ class SiteLink:
         """The site says of a worker that it is gone when it knows how it has ended, and sees to the
         end of others."""
         if not self.ended:
-            self.site.tell("end", self.number)
+            self.agent.tell("end", self.number)
             self.ended = True
-        self.site.part(self.number)
-        del self.site.links[self.number]
-        if not self.site.links:
-            self.site.idle_since = time.monotonic()
+        self.agent.part(self.number)
+        del self.agent.links[self.number]
+        if not self.agent.links:
+            self.agent.idle_since = time.monotonic()
         self.close()
         self.exit = Exit(self._exit_code)
 

@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpgrad.cluster.carrier import Node, Reply, SiteOptions
+from mpgrad.cluster.agent import NodeAgent
 from mpgrad.cluster.engine import ClusterEngine
-from mpgrad.cluster.site import Site
+from mpgrad.cluster.transport import AgentOptions, Node, Reply
 
-__all__ = ["Ray", "RayCarrier", "ray_engine"]
+__all__ = ["Ray", "RayTransport", "ray_engine"]
 
 PIECE = 90 << 10  # bytes that Ray sends within a call
 WITHIN_CALL = 2 << 20
@@ -170,7 +170,7 @@ class OwnCluster:
         self.pools = 0
 
 
-class RayCarrier:
+class RayTransport:
     def __init__(self, options: Ray) -> None:
         """Joins the cluster, or starts one; uses the one that the program has joined already.
 
@@ -263,7 +263,7 @@ class RayCarrier:
         room = min(int(has.get(name, 0) / each) for name, each in needs.items() if each)
         return room if options.workers_per_node is None else min(room, options.workers_per_node)
 
-    def start_site(self, options: SiteOptions) -> Any:
+    def start_agent(self, options: AgentOptions) -> Any:
         ours, ray = self._options, self._ray
         placement: Any = "SPREAD"
         if options.node is not None:
@@ -282,12 +282,12 @@ class RayCarrier:
         if ours.memory_per_worker is not None:
             how["memory"] = ours.memory_per_worker * options.slots
         try:
-            return ray.remote(SiteActor).options(**how).remote(options.patience)
+            return ray.remote(AgentActor).options(**how).remote(options.patience)
         except Exception as error:  # of many kinds
             raise OSError(f"Ray can start no site now ({type(error).__name__}: {error})") from error
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        asked = site.exchange.remote(number, *in_pieces(content, self._ray.put))
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
+        asked = agent.exchange.remote(number, *in_pieces(content, self._ray.put))
         asked.future().add_done_callback(lambda future: self._take(future, reply))
 
     def _take(self, future: Any, reply: Reply) -> None:
@@ -299,9 +299,9 @@ class RayCarrier:
         else:
             reply(replied(future, self._ray.get))
 
-    def kill_site(self, site: Any) -> None:
+    def kill_agent(self, agent: Any) -> None:
         with contextlib.suppress(Exception):  # it has ended, or the cluster has
-            self._ray.kill(site)
+            self._ray.kill(agent)
 
     def close(self) -> None:
         self._fetching.shutdown(wait=False)
@@ -336,26 +336,26 @@ def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseE
         return error
 
 
-class SiteActor:
-    """On the node: a `Site` in an actor's event loop."""
+class AgentActor:
+    """On the node: a `NodeAgent` in an actor's event loop."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._site: Site | None = None
+        self._agent: NodeAgent | None = None
 
     async def exchange(self, number: int, *pieces: Any) -> tuple[Any, ...]:
-        if self._site is None:
-            self._site = Site(self._patience)
+        if self._agent is None:
+            self._agent = NodeAgent(self._patience)
         if is_large(pieces):
-            self._site.arriving.expect(number)
+            self._agent.arriving.expect(number)
             content = bytes(await pieces[0][0])
         else:
             content = b"".join(pieces)
-        answer, said = await self._site.exchange(number, content)
+        answer, said = await self._agent.exchange(number, content)
         return answer, *in_pieces(said, ray_module().put)
 
 
 def ray_engine(options: Ray | None, workers: int | None) -> ClusterEngine:
     options = Ray() if options is None else options
     patience = min(options.node_timeout, threading.TIMEOUT_MAX)
-    return ClusterEngine(RayCarrier(options), workers, patience)
+    return ClusterEngine(RayTransport(options), workers, patience)

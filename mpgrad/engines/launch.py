@@ -1,6 +1,6 @@
 """How worker processes and threads come to be, and how one learns that they are gone.
 
-A launcher gives a worker its end of a socket pair and later tells its exit code. `NurseryLauncher`
+A launcher gives a worker its end of a socket pair and later tells its exit code. `ForkServerLauncher`
 is the default on Linux: workers are forked from a process that has imported torch and nothing of
 the user's. `SpawnLauncher` is the default elsewhere: each worker is a program of its own.
 `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the same loop in
@@ -57,9 +57,9 @@ from mpgrad.wire.pipe import OPEN
 __all__ = [
     "ContextLauncher",
     "Exit",
+    "ForkServerLauncher",
     "Launcher",
-    "Life",
-    "NurseryLauncher",
+    "LifeSocket",
     "SharedTracker",
     "SpawnLauncher",
     "ThreadLauncher",
@@ -165,7 +165,7 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
     enter(module, function, *arguments)
 
 
-class NurseryProcess:
+class ForkServerProcess:
     """The parent's end of a nursery, shared by all pools of this process for which it is right; it
     ends with the last."""
 
@@ -250,7 +250,7 @@ class NurseryProcess:
             self._process.wait()
 
 
-class NurseryLauncher(Launcher):
+class ForkServerLauncher(Launcher):
     """Workers forked from a nursery, which are what this process is now, and not what it was when
     the nursery began.
 
@@ -260,7 +260,7 @@ class NurseryLauncher(Launcher):
 
     tracker: SharedTracker
     _lock = threading.Lock()
-    _open: ClassVar[list[NurseryProcess]] = []
+    _open: ClassVar[list[ForkServerProcess]] = []
     _owner_pid = 0
     _new_names = itertools.count(1)
 
@@ -269,16 +269,16 @@ class NurseryLauncher(Launcher):
         self._variables = variables
         # number of a worker in its pool -> the nursery that forked it, and its name there, unique
         # among pools
-        self._born: dict[int, tuple[NurseryProcess, int]] = {}
+        self._born: dict[int, tuple[ForkServerProcess, int]] = {}
         self.tracker = SharedTracker()
         try:
-            self._nursery = self._join(inherited(variables), variables)
+            self._fork_server = self._join(inherited(variables), variables)
         except BaseException:
             self.tracker.close()
             raise
 
     @classmethod
-    def _join(cls, now: Inherited, variables: Mapping[str, str]) -> NurseryProcess:
+    def _join(cls, now: Inherited, variables: Mapping[str, str]) -> ForkServerProcess:
         """A nursery whose forks can be what this process is `now`, a new one where there is none;
         counts one more user."""
         with cls._lock:
@@ -291,71 +291,74 @@ class NurseryLauncher(Launcher):
                 (each for each in cls._open if each.begun_as.changes(now) is not None), None
             )
             if found is None:
-                found = NurseryProcess(now, variables)
+                found = ForkServerProcess(now, variables)
                 cls._open.append(found)
             found.users += 1
             return found
 
     @classmethod
-    def _leave(cls, nursery: NurseryProcess) -> None:
+    def _leave(cls, fork_server: ForkServerProcess) -> None:
         """End it where nobody uses it any more."""
         with cls._lock:
-            nursery.users -= 1
-            if nursery.users:
+            fork_server.users -= 1
+            if fork_server.users:
                 return
-            cls._open = [each for each in cls._open if each is not nursery]
-        nursery.close()
+            cls._open = [each for each in cls._open if each is not fork_server]
+        fork_server.close()
 
     def launch(self, number: int, end: socket.socket) -> None:
         name = next(self._new_names)
         with end:
             now = inherited(self._variables)
-            changes = self._nursery.begun_as.changes(now)
+            changes = self._fork_server.begun_as.changes(now)
             ends = end, self.tracker.theirs
             if changes is None or not (
-                self._nursery.alive and self._nursery.fork(name, number, changes, *ends)
+                self._fork_server.alive and self._fork_server.fork(name, number, changes, *ends)
             ):
-                before = self._nursery
+                before = self._fork_server
                 if (
                     changes is not None
                 ):  # else its forks cannot become what we are, but others may still want it
                     before.close()  # it was killed from outside, and its workers with it
-                self._nursery = self._join(now, self._variables)
+                self._fork_server = self._join(now, self._variables)
                 self._leave(before)
                 # should this one be gone too, so is the other end of the worker's pipe
-                changes = self._nursery.begun_as.changes(now)
+                changes = self._fork_server.begun_as.changes(now)
                 assert changes is not None
-                self._nursery.fork(name, number, changes, *ends)
+                self._fork_server.fork(name, number, changes, *ends)
         with self._lock:
-            self._nursery.users += 1
-        self._born[number] = self._nursery, name
+            self._fork_server.users += 1
+        self._born[number] = self._fork_server, name
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
-        nursery, name = self._born[number]
-        nursery.kill(name, by)
+        fork_server, name = self._born[number]
+        fork_server.kill(name, by)
 
     def exited(self, number: int) -> Exit | None:
-        nursery, name = self._born[number]
-        found = nursery.exited(name)
+        fork_server, name = self._born[number]
+        found = fork_server.exited(name)
         if found is not None:
             del self._born[number]
-            self._leave(nursery)
+            self._leave(fork_server)
         return found
 
     def close(self) -> None:
         """Ends nurseries that no other pool uses."""
         self.tracker.close()
-        for nursery, name in self._born.values():
-            nursery.kill(name, signal.SIGKILL)
-            nursery.forget(name)
-        for nursery in (self._nursery, *(nursery for nursery, _ in self._born.values())):
-            self._leave(nursery)
+        for fork_server, name in self._born.values():
+            fork_server.kill(name, signal.SIGKILL)
+            fork_server.forget(name)
+        for fork_server in (
+            self._fork_server,
+            *(fork_server for fork_server, _ in self._born.values()),
+        ):
+            self._leave(fork_server)
 
 
 P = TypeVar("P")
 
 
-class OwnChildren(Launcher, Generic[P]):
+class ChildLauncher(Launcher, Generic[P]):
     """Workers that are children of this process."""
 
     tracker: SharedTracker
@@ -375,7 +378,7 @@ class OwnChildren(Launcher, Generic[P]):
             self.exited(number, timeout=5)
 
 
-class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
+class SpawnLauncher(ChildLauncher[subprocess.Popen[bytes]]):
     """Workers that are programs of their own.
 
     multiprocessing's "spawn" would have each import the parent's main module, lets none have
@@ -406,7 +409,7 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
         return Exit(code)
 
 
-class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
+class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
     A fork has half of a module that some thread imports in that moment; and while the main module
@@ -419,7 +422,7 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
         super().__init__()
         self._context = context
         self._method = context.get_start_method()
-        self._life = Life() if self._method == "forkserver" else None
+        self._life = LifeSocket() if self._method == "forkserver" else None
 
     def launch(self, number: int, end: socket.socket) -> None:
         entry = "mpgrad.workers.main", "serve_in_process"
@@ -522,7 +525,7 @@ class ThreadLauncher(Launcher):
 def unlock_in_child() -> None:
     """Another thread may have held them as this process was forked."""
     global MAIN_MODULE
-    NurseryLauncher._lock, MAIN_MODULE = threading.Lock(), threading.Lock()
+    ForkServerLauncher._lock, MAIN_MODULE = threading.Lock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=unlock_in_child)
@@ -544,7 +547,7 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
         return (
             SpawnLauncher(variables)
             if PORTABLE or not has_calls_of_linux()
-            else NurseryLauncher(variables)
+            else ForkServerLauncher(variables)
         )
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
@@ -645,7 +648,7 @@ def program(
     )
 
 
-class Life:
+class LifeSocket:
     """A pair of sockets, whose other end the workers have.
 
     When the caller ends, this end closes and the workers of a fork server end too. Their parent,
@@ -679,7 +682,7 @@ def check_fork_server() -> None:
         )
 
 
-class SharedTracker(Life):
+class SharedTracker(LifeSocket):
     """Gives workers the caller's resource tracker, as multiprocessing gives it to its children, but
     only when one asks for it.
 

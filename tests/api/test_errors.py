@@ -108,7 +108,7 @@ class Refuses(torch.nn.Module):
         raise ValueError("fails")
 
 
-def test_tracebacks_of_an_executor(nursery: mpgrad.Pool) -> None:
+def test_tracebacks_of_an_executor(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Executor(max_workers=1) as executor:
         for ask in (
             lambda: list(executor.map(fails, [1])),
@@ -371,7 +371,7 @@ def test_the_stack_of_a_worker_that_crashes(fresh_pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"])
-def test_every_fatal_signal_leaves_a_stack(name: str, nursery: mpgrad.Pool) -> None:
+def test_every_fatal_signal_leaves_a_stack(name: str, fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match=f"was killed by {name} ") as caught:
             pool.apply(crash_by, (name,))
@@ -380,7 +380,7 @@ def test_every_fatal_signal_leaves_a_stack(name: str, nursery: mpgrad.Pool) -> N
 
 
 @pytest.mark.parametrize("in_c", [False, True])
-def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.Pool) -> None:
+def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, fork_server: mpgrad.Pool) -> None:
     def stuck(k: int) -> None:
         time.sleep(60)
 
@@ -414,7 +414,7 @@ class LoadedBy:
     def __call__(self, k: int) -> None: ...
 
 
-def test_how_often_a_function_was_loaded_in_vain(nursery: mpgrad.Pool) -> None:
+def test_how_often_a_function_was_loaded_in_vain(fork_server: mpgrad.Pool) -> None:
     # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken
     # for a worker that had died for another reason before the call began; and such deaths were
     # counted as tries.
@@ -437,7 +437,9 @@ def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: s
     assert (str(again), again.stack, again.__notes__) == (str(error), error.stack, error.__notes__)
 
 
-def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mpgrad.Pool) -> None:
+def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(
+    fork_server: mpgrad.Pool,
+) -> None:
     def deaf() -> None:
         signal.signal(TRACEBACK_SIGNAL, signal.SIG_IGN)
         time.sleep(60)
@@ -450,7 +452,7 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mp
 
 
 def test_a_call_that_ends_just_in_time_is_not_blamed(
-    nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker answers after it was told to end; what it has been given meanwhile is done by its
     successor."""
@@ -476,7 +478,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
         assert pool.stats().deaths == 1
 
 
-def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
+def test_a_process_that_a_task_forks_keeps_quiet(fork_server: mpgrad.Pool) -> None:
     def fork_and_die() -> None:
         pid = os.fork()
         if pid == 0:
@@ -513,7 +515,7 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_the_stack_of_an_initializer_that_crashes(nursery: mpgrad.Pool) -> None:
+def test_the_stack_of_an_initializer_that_crashes(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, initializer=crash_in_c) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="phase: start") as caught:
             pool.apply(abs, (1,))
@@ -578,7 +580,7 @@ def test_a_second_iterable_suggests_starmap(
         getattr(pool2, operation)(max, [1, 2], second)
 
 
-def test_after_the_with_block(nursery: mpgrad.Pool) -> None:
+def test_after_the_with_block(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         (y,) = pool.map(torch.exp, [X])
         later = pool.apply_async(time.sleep, (60,))

@@ -31,7 +31,7 @@ def test_prints_arrive_before_the_result(pool: mpgrad.Pool) -> None:
     assert "stderr" not in seen
 
 
-def test_the_last_words_of_a_worker(nursery: mpgrad.Pool) -> None:
+def test_the_last_words_of_a_worker(fork_server: mpgrad.Pool) -> None:
     def fn(k: int) -> None:
         print("about to end")
         os._exit(3)
@@ -82,7 +82,7 @@ def test_streams_are_files_as_far_as_code_asks(pool2: mpgrad.Pool) -> None:
         pool2.apply(lambda: sys.stdout.write(b"bytes"))
 
 
-def test_log_records(caplog: pytest.LogCaptureFixture, nursery: mpgrad.Pool) -> None:
+def test_log_records(caplog: pytest.LogCaptureFixture, fork_server: mpgrad.Pool) -> None:
     def fn(k: int) -> int:
         logger = logging.getLogger("simulation.step")
         logger.info("step %d of %s", k, object)

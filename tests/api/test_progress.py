@@ -157,7 +157,7 @@ def test_a_block_counts_all_that_the_pool_does(pool: mpgrad.Pool) -> None:
     assert all(x.grad is not None and x.grad.equal(torch.ones(3)) for x in xs)
 
 
-def test_a_block_of_an_executor(nursery: mpgrad.Pool) -> None:
+def test_a_block_of_an_executor(fork_server: mpgrad.Pool) -> None:
     told: Told = []
     with mpgrad.Executor(1) as executor, executor.progress(lambda *now: told.append(now)):
         with executor.timeline() as timeline:
@@ -318,7 +318,7 @@ def test_statistics_are_a_table() -> None:
 
 
 @pytest.fixture
-def two(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def two(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2) as pool:
         yield pool
 

@@ -64,7 +64,7 @@ def asks_with(
 
 
 @pytest.mark.parametrize("name", ["apply", "apply_async"])
-def test_a_time_limit_of_one_call_is_that_of_a_pool(nursery: mpgrad.Pool, name: str) -> None:
+def test_a_time_limit_of_one_call_is_that_of_a_pool(fork_server: mpgrad.Pool, name: str) -> None:
     late = []
     for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
         with (
@@ -80,7 +80,7 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(nursery: mpgrad.Pool, name: 
 
 @pytest.mark.parametrize("name", ["apply", "apply_async"])
 def test_a_time_limit_holds_for_one_call_and_its_backward(
-    nursery: mpgrad.Pool, tmp_path: Path, name: str
+    fork_server: mpgrad.Pool, tmp_path: Path, name: str
 ) -> None:
     x = leaf()
     with mpgrad.Pool(1, retries=0) as pool:
@@ -148,7 +148,7 @@ KEYWORDS = {
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
-def test_keywords_are_the_functions(nursery: mpgrad.Pool, devices: list[str] | None) -> None:
+def test_keywords_are_the_functions(fork_server: mpgrad.Pool, devices: list[str] | None) -> None:
     """As with `multiprocessing.pool.ThreadPool` and `concurrent.futures.ThreadPoolExecutor`."""
     with (
         concurrent.futures.ThreadPoolExecutor(1) as executor,
@@ -523,7 +523,7 @@ ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_each_who_waits_gets_an_error_of_its_own(
-    end: Callable[[mpgrad.Pool], None], nursery: mpgrad.Pool
+    end: Callable[[mpgrad.Pool], None], fork_server: mpgrad.Pool
 ) -> None:
     # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback
     # showed those of the others. cause: one PoolClosedError for all, which keeps the frames that it

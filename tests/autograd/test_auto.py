@@ -43,13 +43,13 @@ def mean(losses: list[Tensor]) -> Tensor:
 @pytest.fixture(
     params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str
 )
-def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, **request.param) as pool:
         yield pool
 
 
 @pytest.fixture
-def single(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def single(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1) as pool:
         yield pool
 
@@ -151,7 +151,7 @@ def test_a_gradient_with_a_rounding_of_its_own_comes_bit_for_bit(single: mpgrad.
 @pytest.mark.parametrize("name", first_are_quick(3, ["mean", *COMBINATIONS]))
 @pytest.mark.parametrize("is_confirmed", [False, True])
 def test_a_wrong_prediction_costs_a_second_run_at_most(
-    nursery: mpgrad.Pool, tmp_path: Path, name: str, is_confirmed: bool
+    fork_server: mpgrad.Pool, tmp_path: Path, name: str, is_confirmed: bool
 ) -> None:
     """And none while graphs are kept, until some predictions were right."""
 
@@ -311,7 +311,7 @@ def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("options", "runs"), [({}, 24), ({"graphs": "keep"}, 12), ({"retries": 0}, 12)], ids=str
 )
 def test_graphs_are_dropped_when_memory_is_short(
-    nursery: mpgrad.Pool, tmp_path: Path, options: dict[str, Any], runs: int
+    fork_server: mpgrad.Pool, tmp_path: Path, options: dict[str, Any], runs: int
 ) -> None:
     """Half of those that are there, after each call: in the end all were dropped once."""
     folder, begun = tmp_path / "cgroup", tmp_path / "begun"

@@ -40,7 +40,7 @@ def add_to_array(state: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("inference", [False, True], ids=["array", "inference tensor"])
 def test_a_former_result_whose_writes_are_not_counted(
-    nursery: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
+    fork_server: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
 ) -> None:
     """Symptom: a graph that was made again gave gradients of what had been written since. Cause:
     arrays and inference tensors were read where they lie, and PyTorch does not count writes to

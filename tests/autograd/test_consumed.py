@@ -34,13 +34,13 @@ REMADE = [each for each in OPTIONS if each.get("engine") is None and each.get("r
 
 
 @pytest.fixture(params=first_are_quick(4, OPTIONS), ids=str)
-def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def any_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield pool
 
 
 @pytest.fixture
-def single(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def single(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1) as pool:
         yield pool
 
@@ -198,7 +198,7 @@ def test_of_several_inputs_and_captures_all_have_to_be_wanted(single: mpgrad.Poo
 
 @pytest.mark.parametrize("options", REMADE, ids=str)
 def test_the_function_runs_again_for_a_second_backward_only(
-    nursery: mpgrad.Pool, tmp_path: Path, options: dict[str, Any]
+    fork_server: mpgrad.Pool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     def fn(x: Tensor) -> Tensor:
         with (tmp_path / "calls").open("a") as file:
@@ -216,7 +216,7 @@ def test_the_function_runs_again_for_a_second_backward_only(
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 4))
 
 
-def test_without_retries_graphs_stay(nursery: mpgrad.Pool) -> None:
+def test_without_retries_graphs_stay(fork_server: mpgrad.Pool) -> None:
     """They could not be made again."""
     xs = leaves()
     with mpgrad.Pool(1, retries=0) as pool:
@@ -279,7 +279,7 @@ def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
         y.sum().backward()
 
 
-def test_a_worker_that_was_replaced(nursery: mpgrad.Pool) -> None:
+def test_a_worker_that_was_replaced(fork_server: mpgrad.Pool) -> None:
     """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next
     one did not know of it."""
     x = leaves(1)[0]
@@ -365,7 +365,7 @@ FAILING: dict[str, tuple[Any, ...]] = {
     "options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str
 )
 def test_a_backward_that_fails_leaves_what_it_leaves_serially(
-    nursery: mpgrad.Pool, options: dict[str, Any], case: str
+    fork_server: mpgrad.Pool, options: dict[str, Any], case: str
 ) -> None:
     """Symptom: "a second time", for a part that was never run through. Cause: the graph went though
     its backward had failed."""
@@ -375,7 +375,7 @@ def test_a_backward_that_fails_leaves_what_it_leaves_serially(
         )
 
 
-def test_a_graph_whose_backward_has_failed_is_still_there(nursery: mpgrad.Pool) -> None:
+def test_a_graph_whose_backward_has_failed_is_still_there(fork_server: mpgrad.Pool) -> None:
     """It holds its worker, which is to be replaced: the next one would take it for spent."""
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: hooked(x.exp(), refuse), leaves(1), 1)
@@ -399,7 +399,7 @@ def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> Non
         assert found == outcomes(serial, *case) and SECOND_TIME[:40] in found[1]
 
 
-def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
+def test_the_memory_of_spent_graphs(fork_server: mpgrad.Pool) -> None:
     """Symptom: they pushed out others. Cause: they counted as they were before they were run
     through."""
     weight = torch.ones(3000, requires_grad=True)

@@ -40,14 +40,14 @@ def items(count: int = 12) -> list[Tensor]:
     params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]),
     ids=str,
 )
-def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """For tests that do not hurt it."""
     with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as pool:
         yield staffed(pool)  # before the first test, which looks for what it leaves
 
 
 @pytest.fixture
-def own_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def own_pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
         yield pool
 
@@ -109,7 +109,7 @@ def test_graphs_are_gone(own_pool: mpgrad.Pool) -> None:
 
 
 def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
 ) -> None:
     def gradient(loop: Loop) -> Tensor:
         own = weight.detach().clone().requires_grad_()
@@ -138,7 +138,7 @@ def test_deaths_after_the_forward(own_pool: mpgrad.Pool, combination: str, how_m
     torch.testing.assert_close(found, expected)
 
 
-def test_a_replaced_worker_hands_over_its_sums_first(nursery: mpgrad.Pool) -> None:
+def test_a_replaced_worker_hands_over_its_sums_first(fork_server: mpgrad.Pool) -> None:
     with every_loss_gets(1.0), mpgrad.Pool(2, maxtasksperchild=2) as pool:
         found, expected = (gradients(loop, COMBINATIONS["sum"]) for loop in (pool.map, serial))
         torch.testing.assert_close(found, expected)
@@ -374,7 +374,7 @@ def test_arguments_that_are_not_used(pool: mpgrad.Pool, ask: str, used: tuple[in
 
 @pytest.mark.parametrize("chunksize", [None, 1])
 def test_items_that_give_no_loss_leave_nothing_in_the_sums_of_others(
-    nursery: mpgrad.Pool, chunksize: int | None
+    fork_server: mpgrad.Pool, chunksize: int | None
 ) -> None:
     captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
@@ -396,7 +396,7 @@ def limit_files() -> None:
 
 
 def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_others(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
 ) -> None:
     captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
 

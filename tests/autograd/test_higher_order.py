@@ -179,7 +179,7 @@ def sums_of_captures(loop: Loop) -> torch.Tensor:
     return weight.grad
 
 
-def test_deterministic_sums_are_the_serial_ones(nursery: mpgrad.Pool) -> None:
+def test_deterministic_sums_are_the_serial_ones(fork_server: mpgrad.Pool) -> None:
     expected = sums_of_captures(serial)
     for processes in (1, 2, 3):
         with mpgrad.Pool(processes, deterministic=True) as pool:

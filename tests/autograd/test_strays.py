@@ -61,7 +61,7 @@ def bare(x): return x * 3.0
 
 @pytest.fixture
 def installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: mpgrad.Pool
 ) -> Iterator[Any]:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed_leaves.py").write_text(INSTALLED)
@@ -182,7 +182,7 @@ WAYS = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_looks_into_modules(
-    engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+    engine: str, monkeypatch: pytest.MonkeyPatch, fork_server: mpgrad.Pool
 ) -> None:
     # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these
     # find, was lost silently

@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", params=first_are_quick(1, OPTIONS), ids=str)
-def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def any_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     processes = 1 if request.param.get("engine") == "inline" else 2
     with every_loss_gets(1.0), mpgrad.Pool(processes, **request.param) as pool:
         yield staffed(pool)  # before the first test, which looks for what it leaves
@@ -120,7 +120,7 @@ def test_weight_norm_with_data_parallel(any_pool: mpgrad.Pool) -> None:
     same(weight_made_from_others(parallel), weight_made_from_others(serial))
 
 
-def test_nothing_grows(nursery: mpgrad.Pool) -> None:
+def test_nothing_grows(fork_server: mpgrad.Pool) -> None:
     def nodes_behind(tensor: Tensor) -> int:
         seen, left = set(), [tensor.grad_fn]
         while left:
@@ -230,7 +230,7 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "auto"]))
-def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.Pool) -> None:
+def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, fork_server: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
     with pytest.raises(
         RuntimeError, match="second time"
@@ -289,7 +289,7 @@ def test_captures_that_only_a_backward_uses(loop: Loop, how: str) -> None:
     same(gradients(loop), gradients(serial))
 
 
-def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Pool) -> None:
+def test_captures_that_only_a_backward_uses_and_that_are_gone(fork_server: mpgrad.Pool) -> None:
     source, x = leaf(3), leaf(3, seed=1)
     inner = source.exp()
 
@@ -308,7 +308,7 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
 
 
 def test_derivatives_lead_to_what_was_known_with_their_result(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     """What an item uses that is answered later, in its forward or only in its backward, may be
     gone."""
@@ -341,7 +341,7 @@ def test_derivatives_lead_to_what_was_known_with_their_result(
         )
 
 
-def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
+def test_gradients_that_nobody_takes_are_dropped(fork_server: mpgrad.Pool) -> None:
     source, other, x = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
     seen, hooked = source.exp(), other.exp()
 
@@ -369,7 +369,7 @@ def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
 
 
 def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a result of a bundle: an output of a call's node, as what is looked for may be."""
     with mpgrad.Pool(1) as pool:
@@ -393,7 +393,7 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
         same(found, [8 * x.detach() for x in items])
 
 
-def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.Pool) -> None:
+def test_a_capture_that_is_frozen_before_the_result_is_fetched(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         for inner in (False, True):
             weight, other, source = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
@@ -411,7 +411,7 @@ def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.P
 
 
 def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
 ) -> None:
     """With one token for all, as in a map, and with another for results that came later."""
 
@@ -523,7 +523,7 @@ def keeps_its_argument(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[0].sum()
 
 
-def test_inputs_that_the_function_keeps(nursery: mpgrad.Pool) -> None:
+def test_inputs_that_the_function_keeps(fork_server: mpgrad.Pool) -> None:
     """Whether it is used cannot be told then; the gradients are right, and none comes."""
     x, y = leaf(3), leaf(3, seed=1)
     with mpgrad.Pool(1) as pool:
@@ -573,7 +573,9 @@ def test_an_input_written_into_a_buffer(loop: Loop) -> None:
     same(gradients(loop), gradients(serial))
 
 
-def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpgrad.Pool) -> None:
+def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(
+    fork_server: mpgrad.Pool,
+) -> None:
     def gradients(loop: Loop) -> list[Tensor | None]:
         source, x = leaf(3), leaf(3, seed=1)
 
@@ -589,7 +591,9 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpg
 
 
 @pytest.mark.parametrize("graphs", ["keep", "auto"])
-def test_parts_of_a_graph_with_a_reentrant_checkpoint(nursery: mpgrad.Pool, graphs: Any) -> None:
+def test_parts_of_a_graph_with_a_reentrant_checkpoint(
+    fork_server: mpgrad.Pool, graphs: Any
+) -> None:
     """A worker runs all of it for each part. What was not asked for goes neither into the next part
     nor into a capture."""
     weight, one, other = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
@@ -643,7 +647,7 @@ def test_gradients_by_item_of_what_is_not_used(any_pool: mpgrad.Pool) -> None:
         per_item_grad(results, 3)  # type: ignore[arg-type]
 
 
-def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
+def test_a_worker_dies(fork_server: mpgrad.Pool) -> None:
     def gradients(loop: Loop, kill: Callable[[], object]) -> list[Tensor | None]:
         sources = [leaf(3, seed=n) for n in range(3)]
         used, stale, other = (source.exp() for source in sources)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from mpgrad.cluster.carrier import LocalCarrier, Node
 from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.ray import Ray, stay_on_loopback
+from mpgrad.cluster.transport import LocalTransport, Node
 from mpgrad.engines.kinds import ENGINES, Engine, EngineKind, EngineRequest
 
 TRAITS = ENGINES["ray"].traits
@@ -27,8 +27,8 @@ CPUS = 4  # of each node
 
 def two_nodes(wanted: EngineRequest) -> Engine:
     """Nodes "alpha" and "beta", with room for many."""
-    carrier = LocalCarrier([Node("a", "alpha", 64), Node("b", "beta", 64)])
-    return ClusterEngine(carrier, 2 if wanted.workers is None else wanted.workers, PATIENCE)
+    transport = LocalTransport([Node("a", "alpha", 64), Node("b", "beta", 64)])
+    return ClusterEngine(transport, 2 if wanted.workers is None else wanted.workers, PATIENCE)
 
 
 def two_ray_nodes(wanted: EngineRequest) -> Engine:

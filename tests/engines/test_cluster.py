@@ -29,10 +29,10 @@ import torch
 from conftest import alive, first_are_quick, gone, linux_only, passes_with
 
 import mpgrad
-from mpgrad.cluster import site
-from mpgrad.cluster.carrier import LocalCarrier, Node, Reply, SiteOptions
+from mpgrad.cluster import agent
+from mpgrad.cluster.agent import AgentWorker, RecordReceiver, packed, unpacked
 from mpgrad.cluster.engine import ClusterEngine
-from mpgrad.cluster.site import Arriving, SiteWorker, packed, unpacked
+from mpgrad.cluster.transport import AgentOptions, LocalTransport, Node, Reply
 from mpgrad.engines.kinds import ENGINES, EngineKind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
@@ -47,10 +47,13 @@ LARGE = 250_000
 
 @contextlib.contextmanager
 def cluster(
-    *nodes: Node, patience: float = 10.0, carrier: type[LocalCarrier] = LocalCarrier, **options: Any
+    *nodes: Node,
+    patience: float = 10.0,
+    transport: type[LocalTransport] = LocalTransport,
+    **options: Any,
 ) -> Iterator[tuple[mpgrad.Pool, Any]]:
     """A pool on those nodes, and its carrier."""
-    made = carrier(nodes)
+    made = transport(nodes)
     ENGINES["pretended"] = EngineKind(
         local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience)
     )
@@ -62,10 +65,10 @@ def cluster(
 
 
 @pytest.fixture(scope="module")
-def on_two_nodes(nursery: mpgrad.Pool) -> Iterator[tuple[mpgrad.Pool, Any]]:
-    with cluster(*TWO) as (pool, carrier):
+def on_two_nodes(fork_server: mpgrad.Pool) -> Iterator[tuple[mpgrad.Pool, Any]]:
+    with cluster(*TWO) as (pool, transport):
         staffed(pool, 4)
-        yield pool, carrier
+        yield pool, transport
 
 
 def staffed(pool: mpgrad.Pool, workers: int) -> None:
@@ -128,16 +131,16 @@ def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> No
 def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
-    sites = pool._scheduler.engine._sites  # type: ignore[attr-defined]
+    agents = pool._scheduler.engine._agents  # type: ignore[attr-defined]
     assert pool._scheduler.wait_until(
-        lambda: not any(each.lent for site in sites for each in list(site._slabs.values())), 10
+        lambda: not any(each.lent for agent in agents for each in list(agent._slabs.values())), 10
     )
     pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
     pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
 
     def is_small() -> bool:
         pool.map(abs, [-1] * 8, 1)
-        return all(len(site._slabs) <= 1 for site in sites)
+        return all(len(agent._slabs) <= 1 for agent in agents)
 
     deadline = time.monotonic() + 20
     while not is_small():
@@ -221,7 +224,7 @@ def test_results_of_several_kinds_go_on_to_other_calls(
 
 
 @pytest.mark.slow
-def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_what_nobody_wants_any_more_is_left_out(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """All calls of a chunk ran, if it had been sent when one that stands before them failed."""
 
     def fn(k: int) -> None:
@@ -256,7 +259,7 @@ def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, 
 
 @pytest.mark.slow
 def test_what_waits_behind_an_endless_call_goes_to_others(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     """Without retries its worker cannot be killed: others want a graph of it. The calls behind it
     waited for ever."""
@@ -284,7 +287,7 @@ def test_what_waits_behind_an_endless_call_goes_to_others(
 
 
 @pytest.mark.slow
-def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_workers_come_to_their_end(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """They were killed, though the pool was closed and joined."""
 
     def fn(_: int) -> int:
@@ -311,7 +314,7 @@ def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
+def test_a_worker_that_crashes_leaves_its_stack(fork_server: mpgrad.Pool) -> None:
     def crash(_: int) -> None:
         os.abort()
 
@@ -327,29 +330,29 @@ def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
         assert "in linger" in late.value.stack
 
 
-class Stalling(LocalCarrier):
+class Stalling(LocalTransport):
     """What is said from a certain moment on comes a second late."""
 
     stalls_at = float("inf")
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
         def stalled(said: tuple[int, bytes | None] | BaseException) -> None:
             if time.monotonic() < self.stalls_at:
                 reply(said)
             else:
                 threading.Timer(1.0, reply, (said,)).start()
 
-        super().exchange(site, number, content, stalled)
+        super().exchange(agent, number, content, stalled)
 
 
 @pytest.mark.slow
-def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
+def test_time_is_kept_on_the_node(fork_server: mpgrad.Pool) -> None:
     """An answer that was late on its way was an overrun."""
-    with cluster(Node("a", "alpha", 1), carrier=Stalling, retries=0) as (pool, carrier):
+    with cluster(Node("a", "alpha", 1), transport=Stalling, retries=0) as (pool, transport):
         staffed(pool, 1)
-        carrier.stalls_at = time.monotonic() + 0.2
+        transport.stalls_at = time.monotonic() + 0.2
         assert pool.map(lambda x: (time.sleep(0.4), x)[1], [3], timeout=0.8) == [3]
-        carrier.stalls_at = float("inf")
+        transport.stalls_at = float("inf")
         with pytest.raises(mpgrad.CallTimeoutError):
             pool.map(time.sleep, [60], timeout=0.1)
         assert pool.stats().deaths == 1
@@ -358,7 +361,7 @@ def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_the_call_that_is_next_to_take_too_long() -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(SiteWorker(1, ours)) as worker:
+    with theirs, contextlib.closing(AgentWorker(1, ours)) as worker:
         assert worker.next_overrun()[2] == float("inf")
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
@@ -392,28 +395,28 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(
             return Exit(0)
 
     async def scenario() -> None:
-        there = site.Site(60.0)
+        there = agent.NodeAgent(60.0)
         there._start(1)
         frame = framed(["an answer"], ())
         ends[1].sendall(frame[:-1])
         there._obey("limit", 1, 7, -1.0)  # over when it begins
-        assert there._news[1:] == []
+        assert there._updates[1:] == []
         there._read(there._workers[1])  # nothing more has come
-        assert there._news[1:] == [("overrun", 1, 7, -1)]
+        assert there._updates[1:] == [("overrun", 1, 7, -1)]
         ends[1].sendall(frame[-1:])
         there._read(there._workers[1])
-        assert there._news[2][:2] == ("frame", 1)
+        assert there._updates[2][:2] == ("frame", 1)
         there._obey("end", 1)
         await asyncio.gather(*there._burials)
         ends[1].close()
 
-    monkeypatch.setattr(site, "process_launcher", lambda _: Launcher())
+    monkeypatch.setattr(agent, "process_launcher", lambda _: Launcher())
     asyncio.run(scenario())
 
 
 @pytest.mark.slow
 @linux_only("the nursery, whose children are stopped")
-def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> None:
+def test_workers_that_do_nothing_at_all_are_overrun(fork_server: mpgrad.Pool) -> None:
     """The chunk before had a limit, too, and nobody told the site that it was answered."""
 
     def loads() -> Any:
@@ -441,7 +444,7 @@ def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> Non
 
 
 @pytest.mark.slow
-def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
+def test_calls_that_end_their_worker(fork_server: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 2.*node: alpha"):
             pool.map(
@@ -489,11 +492,11 @@ def lacks(pool: mpgrad.Pool, xs: list[torch.Tensor], why: str) -> None:
 
 @pytest.mark.slow
 @linux_only("prlimit")
-def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) -> None:
+def test_a_site_without_room_fails_the_calls_that_need_it(fork_server: mpgrad.Pool) -> None:
     """It ended, and its workers with it, again and again."""
-    with cluster(Node("a", "alpha", 2)) as (pool, carrier):
+    with cluster(Node("a", "alpha", 2)) as (pool, transport):
         staffed(pool, 2)
-        pid = carrier.sites[0].process.pid
+        pid = transport.agents[0].process.pid
         xs = [torch.full((5000,), float(k)) for k in range(6)]
         with limited(pid, resource.RLIMIT_NOFILE, psutil.Process(pid).num_fds()):
             lacks(pool, xs, r"Too many open files\); raise the limit of open files there")
@@ -518,9 +521,9 @@ def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) 
 @pytest.mark.quick
 @linux_only("holes in files")
 def test_a_mirror_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = site.MirroredSlab(1 << 20)
+    slab = agent.SlabReplica(1 << 20)
     slab.write(4096, b"here")
-    monkeypatch.setattr(site, "free_memory", lambda: 3)
+    monkeypatch.setattr(agent, "free_memory", lambda: 3)
     slab.write(4096, b"also")
     with pytest.raises(OSError, match="Cannot allocate memory"):
         slab.write(8192, b"more")
@@ -562,7 +565,7 @@ def step(pool: mpgrad.Pool | None, injure: Callable[[str], None]) -> list[torch.
 
 
 @pytest.fixture(scope="module")
-def unharmed(nursery: mpgrad.Pool) -> list[torch.Tensor]:
+def unharmed(fork_server: mpgrad.Pool) -> list[torch.Tensor]:
     """What the step gives where nothing happens; within rounding that of the serial loop."""
     with mpgrad.Pool(2, deterministic=True) as pool:
         found = step(pool, lambda _: None)
@@ -576,16 +579,16 @@ def unharmed(nursery: mpgrad.Pool) -> list[torch.Tensor]:
     ("what", "when"),
     [
         ("worker", "backward"),
-        ("site", "forward"),
-        ("site", "backward"),
-        ("site", "double backward"),
+        ("agent", "forward"),
+        ("agent", "backward"),
+        ("agent", "double backward"),
         ("silent site", "backward"),
     ],
 )
 def test_what_was_lost_is_made_again_bit_for_bit(
     unharmed: list[torch.Tensor], what: str, when: str
 ) -> None:
-    with cluster(*TWO, patience=1.5, deterministic=True, processes=4) as (pool, carrier):
+    with cluster(*TWO, patience=1.5, deterministic=True, processes=4) as (pool, transport):
         staffed(pool, 4)
 
         def injure(now: str) -> None:
@@ -597,8 +600,8 @@ def test_what_was_lost_is_made_again_bit_for_bit(
                 os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
             else:
                 os.kill(
-                    carrier.sites[0].process.pid,
-                    signal.SIGKILL if what == "site" else signal.SIGSTOP,
+                    transport.agents[0].process.pid,
+                    signal.SIGKILL if what == "agent" else signal.SIGSTOP,
                 )
 
         found = step(pool, injure)
@@ -607,7 +610,7 @@ def test_what_was_lost_is_made_again_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", ["terminate", "join"])
-def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
+def test_values_outlive_the_pool(fork_server: mpgrad.Pool, ended: str) -> None:
     x = leaf()
     with cluster(*TWO) as (pool, _):
         a, b, c = chain(pool, x)
@@ -619,15 +622,15 @@ def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
 
 
 @pytest.mark.slow
-def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool) -> None:
+def test_chains_whose_graphs_were_lost(fork_server: mpgrad.Pool) -> None:
     """Their calls run again with the results that the caller has, also where nobody has read
     these."""
-    with cluster(*ONE_EACH) as (pool, carrier):
+    with cluster(*ONE_EACH) as (pool, transport):
         staffed(pool, 2)
         x = leaf()
         value = chain(pool, x)[-1].result()
         deaths = pool.stats().deaths
-        for each in list(carrier.sites):
+        for each in list(transport.agents):
             each.process.kill()
         eventually(lambda: pool.stats().deaths == deaths + 2)
         (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
@@ -642,45 +645,45 @@ def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool) -> None:
         assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
 
 
-class Unruly(LocalCarrier):
+class Unruly(LocalTransport):
     """Replies come late, in any order, and some twice."""
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
         choice = random.Random(number)
 
         def late(said: tuple[int, bytes | None] | BaseException) -> None:
             for _ in range(choice.choice([1, 1, 2])):
                 threading.Timer(choice.random() * 0.02, reply, (said,)).start()
 
-        super().exchange(site, number, content, late)
+        super().exchange(agent, number, content, late)
 
 
 def test_replies_out_of_order_and_doubled_change_nothing(unharmed: list[torch.Tensor]) -> None:
-    with cluster(*TWO, carrier=Unruly, deterministic=True, processes=2) as (pool, _):
+    with cluster(*TWO, transport=Unruly, deterministic=True, processes=2) as (pool, _):
         found = step(pool, lambda _: None)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
 
 
-class Forgetful(LocalCarrier):
+class Forgetful(LocalTransport):
     """Loses a reply, and says nothing."""
 
     forgets = False
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
         def perhaps(said: tuple[int, bytes | None] | BaseException) -> None:
             if self.forgets and not isinstance(said, BaseException) and said[1]:
                 self.forgets = False
             else:
                 reply(said)
 
-        super().exchange(site, number, content, perhaps)
+        super().exchange(agent, number, content, perhaps)
 
 
 @pytest.mark.slow
-def test_a_lost_reply_loses_the_site(nursery: mpgrad.Pool) -> None:
-    with cluster(Node("a", "alpha", 1), carrier=Forgetful, patience=1.0) as (pool, carrier):
+def test_a_lost_reply_loses_the_site(fork_server: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1), transport=Forgetful, patience=1.0) as (pool, transport):
         pool.map(abs, [-1])
-        carrier.forgets = True
+        transport.forgets = True
         assert pool.map(abs, [-1]) == [1]
         assert pool.stats().deaths == 1
 
@@ -703,7 +706,7 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         def close(self) -> None: ...
 
     async def scenario() -> None:
-        there = site.Site(60.0)
+        there = agent.NodeAgent(60.0)
         exchanges = itertools.count()
 
         async def said(*records: Any) -> list[Any]:
@@ -714,29 +717,29 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
 
         assert await said(("start", 1), ("start", 2)) == []
         ends[1].close()
-        news: list[Any] = []
+        updates: list[Any] = []
         while not there._burials:
             await asyncio.sleep(0)
         ends[2].sendall(framed(["here"], ()))
-        while not news:
-            news = await said()
-        assert [record[:2] for record in news] == [("frame", 2)]
+        while not updates:
+            updates = await said()
+        assert [record[:2] for record in updates] == [("frame", 2)]
         has_ended.set()
-        while (news := await said()) == []:
+        while (updates := await said()) == []:
             pass
-        assert news == [("gone", 1, 7, "")]
+        assert updates == [("gone", 1, 7, "")]
         there._obey("end", 2)
         await asyncio.gather(*there._burials)
         ends[2].close()
 
-    monkeypatch.setattr(site, "process_launcher", lambda context: Slow())
+    monkeypatch.setattr(agent, "process_launcher", lambda context: Slow())
     asyncio.run(scenario())
 
 
 @pytest.mark.quick
 def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
-    arriving, found = Arriving(), []
+    arriving, found = RecordReceiver(), []
     for number in numbers:
         found += arriving.records(number, packed([(number,)]))
     assert found == [(number,) for number in range(5)]
@@ -760,7 +763,7 @@ def test_memory_is_packed_from_where_it_lies() -> None:
 
 @pytest.mark.quick
 def test_what_is_missing() -> None:
-    arriving = Arriving()
+    arriving = RecordReceiver()
     pieces = [packed([(number,)]) for number in range(3)]
     assert list(arriving.records(0, pieces[0])) == [(0,)] and arriving.missing_for == 0
     assert list(arriving.records(2, pieces[2])) == [] and arriving.missing_for > 0
@@ -770,22 +773,22 @@ def test_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -> None:
-    with cluster(Node("a", "alpha", 2), patience=1.0) as (pool, carrier):
+def test_a_site_that_hears_nothing_ends_with_its_workers(fork_server: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 2), patience=1.0) as (pool, transport):
         staffed(pool, 2)
-        site = carrier.sites[0]  # held, because another one may be in its place by then
-        pids = [worker.pid for worker in pool.stats().workers] + [site.process.pid]
-        site.exchange = lambda *_: None  # as if the network were cut
+        agent = transport.agents[0]  # held, because another one may be in its place by then
+        pids = [worker.pid for worker in pool.stats().workers] + [agent.process.pid]
+        agent.exchange = lambda *_: None  # as if the network were cut
         started = time.monotonic()
         assert gone(pids[:2], within=10)
         assert time.monotonic() - started < 8
-        del site.exchange
+        del agent.exchange
         assert pool.map(abs, [-1]) == [1]  # by other workers
 
 
 @pytest.mark.slow
 @linux_only("the nursery, and the death signal")
-def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
+def test_the_caller_is_killed_and_nothing_is_left(fork_server: mpgrad.Pool) -> None:
     code = (
         "import time, mpgrad, local_cluster\n"
         "from mpgrad.engines.kinds import ENGINES, EngineKind\n"
@@ -815,11 +818,11 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
-    with cluster(Node("a", "alpha", 1)) as (pool, carrier):
+def test_nodes_join_and_leave(fork_server: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1)) as (pool, transport):
         assert pool.processes == 1
         pool.map(abs, [-1])
-        carrier.join(Node("b", "beta", 2))
+        transport.join(Node("b", "beta", 2))
         deadline = time.monotonic() + 20
         while {worker.node for worker in pool.stats().workers} != {"alpha", "beta"} or len(
             pool.stats().workers
@@ -827,8 +830,8 @@ def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert pool.processes == 3
-        carrier.part("a")
-        carrier.sites[0].process.kill()
+        transport.part("a")
+        transport.agents[0].process.kill()
         while pool.processes != 2 or {worker.node for worker in pool.stats().workers} != {"beta"}:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -843,57 +846,57 @@ def eventually(satisfied: Callable[[], bool], seconds: float = 20) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_a_node_have_one_site(nursery: mpgrad.Pool) -> None:
+def test_workers_of_a_node_have_one_site(fork_server: mpgrad.Pool) -> None:
     """Each that came later had one of its own, to which captures travelled once more."""
-    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=2) as (pool, carrier):
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=2) as (pool, transport):
         staffed(pool, 2)
         pool.resize(8)
         staffed(pool, 8)
-        assert sorted(len(site.links) for site in pool._scheduler.engine._sites) == [1, 1, 3, 3]  # type: ignore[attr-defined]
+        assert sorted(len(agent.links) for agent in pool._scheduler.engine._agents) == [1, 1, 3, 3]  # type: ignore[attr-defined]
         pool.resize(1)
-        eventually(lambda: len(carrier.sites) == 1)
+        eventually(lambda: len(transport.agents) == 1)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
 
 
 @pytest.mark.slow
-def test_workers_that_were_lost_come_again_in_one_site(nursery: mpgrad.Pool) -> None:
-    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=6) as (pool, carrier):
+def test_workers_that_were_lost_come_again_in_one_site(fork_server: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=6) as (pool, transport):
         staffed(pool, 6)
-        carrier.sites[0].process.kill()
+        transport.agents[0].process.kill()
         eventually(lambda: pool.stats().deaths == 3)
         staffed(pool, 6)
-        assert len(carrier.sites) == 2
+        assert len(transport.agents) == 2
 
 
 @pytest.mark.slow
-def test_what_others_hold_is_left_to_them(nursery: mpgrad.Pool) -> None:
-    with cluster(Node("a", "alpha", 3, free=1)) as (pool, carrier):
+def test_what_others_hold_is_left_to_them(fork_server: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 3, free=1)) as (pool, transport):
         assert pool.processes == 1
         pool.map(abs, [-1])
-        carrier._nodes = [Node("a", "alpha", 3, free=2)]
+        transport._nodes = [Node("a", "alpha", 3, free=2)]
         eventually(lambda: pool.processes == 3)
         staffed(pool, 3)
-        carrier._nodes = [Node("a", "alpha", 3, free=0)]
+        transport._nodes = [Node("a", "alpha", 3, free=0)]
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
         assert pool.processes == 3
 
 
-class Late(LocalCarrier):
-    def start_site(self, options: SiteOptions) -> Any:
-        site = super().start_site(options)
-        site.process.send_signal(signal.SIGSTOP)
-        return site
+class Late(LocalTransport):
+    def start_agent(self, options: AgentOptions) -> Any:
+        agent = super().start_agent(options)
+        agent.process.send_signal(signal.SIGSTOP)
+        return agent
 
 
 @pytest.mark.slow
 def test_a_site_that_does_not_come(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Nothing said what the pool waited for."""
     from mpgrad.cluster import engine
 
     monkeypatch.setattr(engine, "WAITING", 0.1)
-    with cluster(Node("a", "alpha", 3), carrier=Late, patience=1.0) as (pool, carrier):
+    with cluster(Node("a", "alpha", 3), transport=Late, patience=1.0) as (pool, transport):
         found = pool.map_async(abs, [-1])
         eventually(
             lambda: (
@@ -901,7 +904,7 @@ def test_a_site_that_does_not_come(
                 in caplog.text
             )
         )
-        carrier.sites[0].process.send_signal(signal.SIGCONT)
+        transport.agents[0].process.send_signal(signal.SIGCONT)
         assert found.get() == [1]
     assert caplog.text.count("has not come") == 1
 
@@ -911,10 +914,10 @@ def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
 
     def placed(nodes: list[Node], workers: int) -> list[tuple[str, int]]:
-        engine = ClusterEngine(LocalCarrier(nodes), workers, 60.0)
+        engine = ClusterEngine(LocalTransport(nodes), workers, 60.0)
         for number in range(workers):
             engine.start(number)
-        found = [(site.name, site.slots) for site in engine._sites]
+        found = [(agent.name, agent.slots) for agent in engine._agents]
         engine.close()
         return found
 
@@ -928,7 +931,7 @@ def test_where_workers_are_placed() -> None:
     assert placed(held, 4) == [("alpha", 2), ("beta", 2)]  # waits for those who hold them
 
 
-def test_no_room(nursery: mpgrad.Pool) -> None:
+def test_no_room(fork_server: mpgrad.Pool) -> None:
     with (
         pytest.raises(RuntimeError, match="no node of the cluster has room"),
         cluster(Node("a", "alpha", 0)),
@@ -938,7 +941,7 @@ def test_no_room(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("name", first_are_quick(1, ["torch", "Python", "mpgrad"]))
 def test_another_version_on_a_node(
-    nursery: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mpgrad.cluster import engine
 
@@ -954,22 +957,22 @@ def test_another_version_on_a_node(
 
 @pytest.mark.slow
 def test_a_node_with_another_version_joins(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool goes on with the nodes that it has."""
-    from mpgrad.cluster.engine import SiteHandle
+    from mpgrad.cluster.engine import AgentHandle
 
-    obey = SiteHandle._obey
+    obey = AgentHandle._obey
 
-    def changed(self: SiteHandle, kind: str, *rest: Any) -> None:
+    def changed(self: AgentHandle, kind: str, *rest: Any) -> None:
         if kind == "hello" and self.name == "beta":
             rest = (rest[0]._replace(versions={**rest[0].versions, "torch": "1.2.3"}),)
         obey(self, kind, *rest)
 
-    monkeypatch.setattr(SiteHandle, "_obey", changed)
-    with cluster(Node("a", "alpha", 1)) as (pool, carrier):
+    monkeypatch.setattr(AgentHandle, "_obey", changed)
+    with cluster(Node("a", "alpha", 1)) as (pool, transport):
         pool.map(abs, [-1])
-        carrier.join(Node("b", "beta", 1))
+        transport.join(Node("b", "beta", 1))
         engine: Any = pool._scheduler.engine
         deadline = time.monotonic() + 20
         while "b" not in engine._avoided:
@@ -980,7 +983,7 @@ def test_a_node_with_another_version_joins(
 
 
 @pytest.mark.slow
-def test_a_busy_caller_is_no_silence(nursery: mpgrad.Pool) -> None:
+def test_a_busy_caller_is_no_silence(fork_server: mpgrad.Pool) -> None:
     """A callback kept the thread busy that speaks with the sites, which took the caller for
     dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
@@ -993,17 +996,17 @@ def test_a_busy_caller_is_no_silence(nursery: mpgrad.Pool) -> None:
         assert pool.stats().deaths == 0
 
 
-class Refusing(LocalCarrier):
-    def start_site(self, options: SiteOptions) -> Any:
-        site = super().start_site(options)
-        site.process.kill()
-        return site
+class Refusing(LocalTransport):
+    def start_agent(self, options: AgentOptions) -> Any:
+        agent = super().start_agent(options)
+        agent.process.kill()
+        return agent
 
 
-def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
+def test_sites_that_do_not_start(fork_server: mpgrad.Pool) -> None:
     message = "its site was lost: ConnectionError"
     with (
-        cluster(Node("a", "alpha", 1), carrier=Refusing) as (pool, _),
+        cluster(Node("a", "alpha", 1), transport=Refusing) as (pool, _),
         pytest.raises(mpgrad.WorkerDiedError, match=message),
     ):
         pool.map(abs, [-1])

@@ -19,10 +19,10 @@ from conftest import first_are_quick
 from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
 
 import mpgrad
-from mpgrad.cluster.carrier import LocalCarrier, Node, SiteOptions
+from mpgrad.cluster.transport import AgentOptions, LocalTransport, Node
 
 
-class Crowded(LocalCarrier):
+class Crowded(LocalTransport):
     """There is room on the nodes that were named; a site that may be anywhere waits until some is
     made."""
 
@@ -30,18 +30,18 @@ class Crowded(LocalCarrier):
         super().__init__(nodes)
         self.waiting: list[Any] = []
 
-    def start_site(self, options: SiteOptions) -> Any:
-        site = super().start_site(options)
+    def start_agent(self, options: AgentOptions) -> Any:
+        agent = super().start_agent(options)
         if options.node is None:
-            site.process.send_signal(signal.SIGSTOP)
-            self.waiting.append(site)
-        return site
+            agent.process.send_signal(signal.SIGSTOP)
+            self.waiting.append(agent)
+        return agent
 
     def lose(self, *nodes: str) -> None:
         """In their order, from the first."""
-        for node, site in zip(nodes, list(self.sites), strict=False):
+        for node, agent in zip(nodes, list(self.agents), strict=False):
             self.part(node)
-            site.process.kill()
+            agent.process.kill()
 
     def make_room(self) -> None:
         """For the site that came last."""
@@ -60,43 +60,43 @@ def sine(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lost", first_are_quick(1, [1, 2]))
-def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost: int) -> None:
+def test_graphs_are_made_again_by_those_who_are_there(fork_server: mpgrad.Pool, lost: int) -> None:
     """They were given to the worker with the least to do, which was one that never came."""
     xs = leaves()
     with (
         ThreadPoolExecutor(1) as thread,
-        cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier),
+        cluster(*ONE_EACH, transport=Crowded, processes=2) as (pool, transport),
     ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
-        carrier.lose(*"ab"[:lost])
-        eventually(lambda: len(carrier.waiting) == lost)
+        transport.lose(*"ab"[:lost])
+        eventually(lambda: len(transport.waiting) == lost)
         gradients = thread.submit(torch.autograd.grad, total, xs)
         if lost == 2:
             # which is said, though no worker has them
             eventually(lambda: pool.stats().backwards_left > 0)
-            carrier.make_room()
+            transport.make_room()
         assert all(
             torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
         )
 
 
 @pytest.mark.slow
-def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> None:
+def test_join_waits_for_gradients_that_wait_for_room(fork_server: mpgrad.Pool) -> None:
     xs = leaves()
     with (
         ThreadPoolExecutor(2) as threads,
-        cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier),
+        cluster(*ONE_EACH, transport=Crowded, processes=2) as (pool, transport),
     ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
-        carrier.lose("a", "b")
-        eventually(lambda: len(carrier.waiting) == 2)
+        transport.lose("a", "b")
+        eventually(lambda: len(transport.waiting) == 2)
         gradients = threads.submit(torch.autograd.grad, total, xs)
         eventually(lambda: pool.stats().backwards_left > 0)
         pool.close()
         joined = threads.submit(pool.join)
-        carrier.make_room()
+        transport.make_room()
         assert all(
             torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
         )
@@ -104,23 +104,23 @@ def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> No
 
 
 @pytest.mark.slow
-def test_without_retries_the_error_comes_at_once(nursery: mpgrad.Pool) -> None:
+def test_without_retries_the_error_comes_at_once(fork_server: mpgrad.Pool) -> None:
     """It waited for room, where the graph could not be made again anyway."""
     xs = leaves()
     with (
         ThreadPoolExecutor(1) as thread,
-        cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier),
+        cluster(*ONE_EACH, transport=Crowded, processes=2, retries=0) as (pool, transport),
     ):
         staffed(pool, 2)
         total = sum(pool.map(sine, xs, 1))
-        carrier.lose("a", "b")
-        eventually(lambda: len(carrier.waiting) == 2)
+        transport.lose("a", "b")
+        eventually(lambda: len(transport.waiting) == 2)
         with pytest.raises(mpgrad.WorkerDiedError, match="only made again with retries"):
             thread.submit(torch.autograd.grad, total, xs).result(20)
 
 
 @pytest.mark.slow
-def test_without_retries_no_call_runs_twice(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_without_retries_no_call_runs_twice(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """A site that is lost does not say what its workers had begun."""
 
     def note(k: int) -> int:
@@ -129,11 +129,11 @@ def test_without_retries_no_call_runs_twice(nursery: mpgrad.Pool, tmp_path: Path
         time.sleep(0.2)
         return k
 
-    with cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier):
+    with cluster(*ONE_EACH, transport=Crowded, processes=2, retries=0) as (pool, transport):
         staffed(pool, 2)
         futures = [pool.submit(note, k) for k in range(8)]
         eventually(lambda: len(list(tmp_path.iterdir())) >= 2)
-        carrier.lose("a")
+        transport.lose("a")
         errors = [future.exception(20) for future in futures]
         assert any(errors) and not all(errors)
         for error in errors:
@@ -143,7 +143,7 @@ def test_without_retries_no_call_runs_twice(nursery: mpgrad.Pool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) -> None:
+def test_a_long_call_that_took_its_node_along_is_blamed(fork_server: mpgrad.Pool) -> None:
     """And not the first of its chunk."""
     caller = os.getpid()
 
@@ -151,8 +151,8 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
         if k == 2:
             time.sleep(2.0)  # its site says each second where its workers are
             # beyond the nursery, if there is one
-            site = next(each for each in psutil.Process().parents() if each.ppid() == caller)
-            site.kill()
+            agent = next(each for each in psutil.Process().parents() if each.ppid() == caller)
+            agent.kill()
             time.sleep(60)
         return k
 
@@ -163,9 +163,9 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
 
 
 @pytest.mark.slow
-def test_graphs_of_chains_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
+def test_graphs_of_chains_are_made_again_after_the_end(fork_server: mpgrad.Pool) -> None:
     """After `Executor.shutdown` workers take no new calls; these are old ones."""
-    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, transport):
         staffed(pool, 2)
         xs, results = [], []
         while not all(
@@ -179,13 +179,13 @@ def test_graphs_of_chains_are_made_again_after_the_end(nursery: mpgrad.Pool) -> 
         total = sum(each.sum() for each in results)
         pool._scheduler.leave()
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
-        carrier.sites[0].process.kill()
+        transport.agents[0].process.kill()
         found = thread.submit(torch.autograd.grad, total, xs).result(20)
         assert all(torch.equal(grad, grad_of(serial, x)) for grad, x in zip(found, xs, strict=True))
 
 
 @pytest.mark.slow
-def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_nobody_is_left_to_make_graphs_again(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """The backward waited for ever: workers that have been sent home have no successors."""
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
         time.sleep(1.0)
         return x * 2
 
-    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, transport):
         staffed(pool, 2)
         xs = [leaf() for _ in range(2)]
         first = [pool.submit(slow, x) for x in xs]
@@ -203,13 +203,13 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         pids = [int(path.name.split()[0]) for path in tmp_path.iterdir()]
         slow_one = psutil.Process(pids[0])
-        (site,) = [
+        (agent,) = [
             each
-            for each in carrier.sites
+            for each in transport.agents
             if each.process.pid in [parent.pid for parent in slow_one.parents()]
         ]
-        (other,) = [each for each in carrier.sites if each is not site]
-        site.process.kill()
+        (other,) = [each for each in transport.agents if each is not agent]
+        agent.process.kill()
         gradients = thread.submit(torch.autograd.grad, total, xs)
         again = pids.count(slow_one.pid)  # on a busy machine perhaps both
         eventually(lambda: len(list(tmp_path.iterdir())) == 2 + again)
@@ -222,12 +222,12 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Pool) -> None:
+def test_a_replaced_worker_leaves_its_place_to_its_successor(fork_server: mpgrad.Pool) -> None:
     """It keeps graphs, and its successor was to find room elsewhere."""
     xs = [torch.full((3,), float(k), requires_grad=True) for k in range(24)]
     with (
         ThreadPoolExecutor(1) as thread,
-        cluster(*ONE_EACH, carrier=Crowded, processes=2, maxtasksperchild=4) as (pool, _),
+        cluster(*ONE_EACH, transport=Crowded, processes=2, maxtasksperchild=4) as (pool, _),
     ):
         results = thread.submit(pool.map, sine, xs, 1).result(30)
         assert all(
@@ -237,47 +237,47 @@ def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Poo
 
 
 @pytest.mark.slow
-def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
+def test_fewer_workers_are_those_that_are_there(fork_server: mpgrad.Pool) -> None:
     """Every second one was kept, and half of them had not come."""
-    with cluster(Node("a", "alpha", 2), carrier=Crowded, processes=4) as (pool, carrier):
+    with cluster(Node("a", "alpha", 2), transport=Crowded, processes=4) as (pool, transport):
         staffed(pool, 2)
-        eventually(lambda: len(carrier.waiting) == 1)
+        eventually(lambda: len(transport.waiting) == 1)
         pool.resize(2)
         pool.map(abs, range(8), 1)
         assert {worker.state for worker in pool.stats().workers} <= {"idle", "busy"}
-        eventually(lambda: len(carrier.sites) == 1)  # nobody waits for room any more
+        eventually(lambda: len(transport.agents) == 1)  # nobody waits for room any more
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refusals", [1, 2])
 def test_a_worker_that_was_refused_is_tried_again_there(
-    nursery: mpgrad.Pool, refusals: int
+    fork_server: mpgrad.Pool, refusals: int
 ) -> None:
     """It was to find room elsewhere, while its place was free; so it is only where a node goes on
     to refuse."""
     with (
         ThreadPoolExecutor(1) as thread,
-        cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier),
+        cluster(Node("a", "alpha", 1), transport=Crowded, processes=1) as (pool, transport),
     ):
         staffed(pool, 1)
-        (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-        site.refusals, site.full_until = refusals, time.monotonic() + 0.5
+        (agent,) = pool._scheduler.engine._agents  # type: ignore[attr-defined]
+        agent.refusals, agent.full_until = refusals, time.monotonic() + 0.5
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
         found = thread.submit(pool.map, abs, [-1])
         if refusals > 1:
-            eventually(lambda: carrier.waiting)
-            carrier.make_room()
+            eventually(lambda: transport.waiting)
+            transport.make_room()
         assert found.result(20) == [1]
-        assert len(carrier.waiting) == refusals - 1
+        assert len(transport.waiting) == refusals - 1
 
 
-def test_a_lost_node_costs_no_worker_elsewhere(nursery: mpgrad.Pool) -> None:
+def test_a_lost_node_costs_no_worker_elsewhere(fork_server: mpgrad.Pool) -> None:
     """With nodes that are followed: its dead workers were counted, and a living one sent home."""
-    with cluster(Node("a", "alpha", 2), Node("b", "beta", 2)) as (pool, carrier):
+    with cluster(Node("a", "alpha", 2), Node("b", "beta", 2)) as (pool, transport):
         staffed(pool, 4)
         kept = {worker.pid for worker in pool.stats().workers if worker.node == "beta"}
-        carrier.part("a")
-        carrier.sites[0].process.kill()
+        transport.part("a")
+        transport.agents[0].process.kill()
         eventually(lambda: pool.stats().deaths == 2)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
         workers = pool.stats().workers

@@ -155,7 +155,7 @@ def set_up(folder: str) -> None:
 
 
 def test_what_a_worker_has_set_itself_stays(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its initializer's variables, directory, paths and arguments; the numbers of threads that
     mpgrad sets."""
@@ -192,7 +192,7 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.parametrize("graphs", ["keep", "recompute"])
 def test_backwards_and_calls_that_run_again(
-    graphs: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    graphs: Any, fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph that is made again finds what the forward had; its backward what the caller has when
     it runs."""
@@ -220,7 +220,9 @@ class Seen(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_backwards_that_came_early(change: Change, nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_backwards_that_came_early(
+    change: Change, fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
     """A backward that ran with its forward saw the forward's environment, not the caller's later
     one."""
 

@@ -88,7 +88,7 @@ def test_start_methods_of_multiprocessing_need_no_guard(tmp_path: Path, method: 
 
 
 @pytest.mark.slow
-def test_a_context_object(nursery: mpgrad.Pool) -> None:
+def test_a_context_object(fork_server: mpgrad.Pool) -> None:
     import multiprocessing
 
     with mpgrad.Pool(1, context=multiprocessing.get_context("spawn")) as pool:
@@ -107,7 +107,7 @@ class InterruptedThreading:
 
 
 def test_an_interrupt_while_the_workers_of_a_context_start(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is left of the pool that nobody has."""
     monkeypatch.setattr(mpgrad.scheduling.dispatcher, "threading", InterruptedThreading())
@@ -210,8 +210,8 @@ def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> No
 @linux_only("the nursery")
 def test_the_nursery_is_killed() -> None:
     code = UNCLOSED + (
-        "nursery = psutil.Process().children()[0]\n"
-        "nursery.kill()\n"
+        "fork_server = psutil.Process().children()[0]\n"
+        "fork_server.kill()\n"
         "while nursery.pid in [child.pid for child in psutil.Process().children()]:\n"
         "    try: pool.map(abs, range(10))\n"
         "    except mpgrad.WorkerDiedError: pass\n"
@@ -223,7 +223,7 @@ def test_the_nursery_is_killed() -> None:
     assert all(re.match(said, line) for line in done.stderr.splitlines())
 
 
-def test_garbage_collection_of_an_open_pool(nursery: mpgrad.Pool) -> None:
+def test_garbage_collection_of_an_open_pool(fork_server: mpgrad.Pool) -> None:
     pool = staffed(mpgrad.Pool(2))  # else one of the two may be missing from `before`
     result = pool.map(torch.exp, [torch.ones(3, requires_grad=True)])
     reference = weakref.ref(pool)
@@ -236,13 +236,13 @@ def test_garbage_collection_of_an_open_pool(nursery: mpgrad.Pool) -> None:
     assert result[0].shape == (3,)
 
 
-def test_after_an_exception_in_the_with_block(nursery: mpgrad.Pool) -> None:
+def test_after_an_exception_in_the_with_block(fork_server: mpgrad.Pool) -> None:
     with pytest.raises(LookupError), mpgrad.Pool(2) as pool:
         pool.map_async(time.sleep, [10] * 10)
         raise LookupError
 
 
-def test_many_pools_leave_no_descriptors_and_no_memory(nursery: mpgrad.Pool) -> None:
+def test_many_pools_leave_no_descriptors_and_no_memory(fork_server: mpgrad.Pool) -> None:
     before = shared_memory_files()
     for _ in range(5):
         with mpgrad.Pool(2) as pool:
@@ -254,7 +254,7 @@ def test_many_pools_leave_no_descriptors_and_no_memory(nursery: mpgrad.Pool) -> 
     assert shared_memory_files() <= before
 
 
-def test_results_outlive_their_pool(nursery: mpgrad.Pool) -> None:
+def test_results_outlive_their_pool(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.starmap(torch.full, [((100_000,), float(k)) for k in range(6)])
     del pool
@@ -265,7 +265,7 @@ def test_results_outlive_their_pool(nursery: mpgrad.Pool) -> None:
     assert [float(r[0]) for r in results] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
-def test_initializer(nursery: mpgrad.Pool) -> None:
+def test_initializer(fork_server: mpgrad.Pool) -> None:
     for engine in ("process", "thread", "inline"):
         with mpgrad.Pool(
             2, initializer=os.putenv, initargs=("MPGRAD_TEST", engine), engine=engine
@@ -278,13 +278,13 @@ def variable(name: str) -> str:
     return subprocess.run(["printenv", name], capture_output=True, text=True).stdout.strip()
 
 
-def test_a_worker_is_replaced_after_as_many_calls(nursery: mpgrad.Pool) -> None:
+def test_a_worker_is_replaced_after_as_many_calls(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, maxtasksperchild=3) as pool:
         pids = pool.map(lambda k: os.getpid(), range(12), 1)
         assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3, 3]
 
 
-def test_a_replaced_worker_stays_while_it_keeps_graphs(nursery: mpgrad.Pool) -> None:
+def test_a_replaced_worker_stays_while_it_keeps_graphs(fork_server: mpgrad.Pool) -> None:
     weight = torch.ones(2, requires_grad=True)
     with mpgrad.Pool(1, maxtasksperchild=2) as pool:
         results = pool.map(lambda k: weight * k, range(8))
@@ -312,7 +312,7 @@ def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:
     assert used() == before
 
 
-def test_a_pool_from_a_thread_that_has_ended(nursery: mpgrad.Pool) -> None:
+def test_a_pool_from_a_thread_that_has_ended(fork_server: mpgrad.Pool) -> None:
     made: list[mpgrad.Pool] = []
     thread = threading.Thread(target=lambda: made.append(mpgrad.Pool(2)))
     thread.start()

@@ -26,7 +26,13 @@ import pytest
 from conftest import alive, first_are_quick, gone, linux_only
 
 import mpgrad
-from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, is_python, process_launcher
+from mpgrad.engines.launch import (
+    Exit,
+    ForkServerLauncher,
+    SpawnLauncher,
+    is_python,
+    process_launcher,
+)
 from mpgrad.environment import Inherited, inherited, take_over
 from mpgrad.system import PORTABLE
 
@@ -57,7 +63,7 @@ def content_of(name: str) -> int:
 
 @pytest.mark.parametrize("context", CONTEXTS[:2])  # the others have multiprocessing's own
 def test_shared_memory_that_a_task_makes_outlives_its_worker(
-    nursery: mpgrad.Pool, context: str | None
+    fork_server: mpgrad.Pool, context: str | None
 ) -> None:
     """FileNotFoundError in the next map: each worker had a resource tracker, which took it away
     when the worker ended."""
@@ -123,7 +129,7 @@ def as_a_child(_: object) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def fork_server(nursery: mpgrad.Pool) -> Iterator[None]:
+def fork_server(fork_server: mpgrad.Pool) -> Iterator[None]:
     """multiprocessing's is not left behind."""
     yield
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
@@ -171,7 +177,9 @@ END = {
 
 
 @pytest.mark.parametrize("end", END)
-def test_daemonic_processes_of_tasks_end_with_their_worker(nursery: mpgrad.Pool, end: str) -> None:
+def test_daemonic_processes_of_tasks_end_with_their_worker(
+    fork_server: mpgrad.Pool, end: str
+) -> None:
     """They outlived the program: workers ended without multiprocessing's exit handlers."""
     pool = mpgrad.Pool(2, maxtasksperchild=2 if end == "another worker" else None)
     with pool:
@@ -186,7 +194,7 @@ def test_daemonic_processes_of_tasks_end_with_their_worker(nursery: mpgrad.Pool,
 
 @pytest.mark.parametrize("ends_gently", [True, False])
 def test_a_pool_waits_for_other_processes_of_tasks_only_if_it_is_joined(
-    nursery: mpgrad.Pool, ends_gently: bool, tmp_path: Path
+    fork_server: mpgrad.Pool, ends_gently: bool, tmp_path: Path
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -214,7 +222,7 @@ def test_a_pool_waits_for_other_processes_of_tasks_only_if_it_is_joined(
         assert gone([pid], within=20)
 
 
-def test_exit_handlers_of_tasks_run(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_exit_handlers_of_tasks_run(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     def registers(path: Path) -> None:
         import atexit
 
@@ -345,7 +353,7 @@ def test_who_has_no_rights_gets_none_back() -> None:
 
 @linux_only("the nursery")
 def test_the_environment_of_a_later_pool(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its workers had that of the first pool."""
     monkeypatch.setenv("MPGRAD_TESTS", "first")
@@ -354,10 +362,10 @@ def test_the_environment_of_a_later_pool(
         # libraries find it, too
         assert pool.apply(lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)
     monkeypatch.delenv("MPGRAD_TESTS")
-    before = set(NurseryLauncher._open)
+    before = set(ForkServerLauncher._open)
     with mpgrad.Pool(1) as pool:
         assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) is None
-        assert set(NurseryLauncher._open) == before  # in milliseconds
+        assert set(ForkServerLauncher._open) == before  # in milliseconds
 
 
 LATER = """
@@ -516,7 +524,7 @@ def test_a_program_that_is_no_python_is_not_started_again_and_again(
     assert (tmp_path / "starts").read_text().count("started") == starts
 
 
-def test_a_python_by_another_name(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_python_by_another_name(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     wrapper = tmp_path / "interpreter"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -616,7 +624,7 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
 
 
 @pytest.fixture
-def launcher(nursery: mpgrad.Pool) -> NurseryLauncher | SpawnLauncher:
+def launcher(fork_server: mpgrad.Pool) -> ForkServerLauncher | SpawnLauncher:
     made: Any = process_launcher(None)
     return made  # type: ignore[no-any-return]
 
@@ -642,9 +650,9 @@ def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
     assert exit_of(launcher, 2) == Exit(0)
     launcher.kill(0)
     assert exit_of(launcher, 0) == Exit(-signal.SIGKILL)
-    if isinstance(launcher, NurseryLauncher):
+    if isinstance(launcher, ForkServerLauncher):
         (last,) = launcher._born.values()
-        names = launcher._nursery._exits
+        names = launcher._fork_server._exits
         assert last[1] in names
         launcher.close()
         assert last[1] not in names
@@ -658,7 +666,7 @@ def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
 PIPES = """
 import os, signal, socket, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-from mpgrad.engines.launch import NurseryProcess
+from mpgrad.engines.launch import ForkServerProcess
 from mpgrad.environment import Inherited, inherited, take_over
 from mpgrad.wire.pipe import Pipe
 
@@ -670,13 +678,13 @@ for descriptors in [], [0]:
         pipe.send_raw(b"frame", descriptors)
     except ConnectionError:
         print("noticed")
-nursery = NurseryProcess(inherited(), {})
-nursery._process.kill()
-nursery._process.wait()
+fork_server = ForkServerProcess(inherited(), {})
+fork_server._process.kill()
+fork_server._process.wait()
 ours, theirs = socket.socketpair()
-nursery.kill(1, signal.SIGKILL)
-print(nursery.fork(1, 1, {}, ours, theirs))
-nursery.close()
+fork_server.kill(1, signal.SIGKILL)
+print(fork_server.fork(1, 1, {}, ours, theirs))
+fork_server.close()
 """
 
 

@@ -47,13 +47,13 @@ HERE = Path(__file__).parent
 def nothing_left_behind() -> Iterator[None]:
     """Ray keeps sockets and processes of its own; ours are those of sites."""
     yield
-    sites = [each.pid for each in psutil.Process().children(recursive=True) if is_a_site(each)]
-    assert gone(sites, within=10)
+    agents = [each.pid for each in psutil.Process().children(recursive=True) if is_an_agent(each)]
+    assert gone(agents, within=10)
 
 
-def is_a_site(process: psutil.Process) -> bool:
+def is_an_agent(process: psutil.Process) -> bool:
     try:
-        return "SiteActor" in "".join(process.cmdline())
+        return "AgentActor" in "".join(process.cmdline())
     except psutil.NoSuchProcess:  # or a zombie
         return False
 
@@ -96,8 +96,8 @@ def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
         sent = pool.stats().bytes_sent
         sum(pool.map(lambda k: (weight * k).sum(), range(40), 1)).backward()
         lineages = [psutil.Process(worker.pid).parents() for worker in pool.stats().workers]
-        sites = {each.pid for lineage in lineages for each in lineage if is_a_site(each)}
-        assert len(sites) == 2
+        agents = {each.pid for lineage in lineages for each in lineage if is_an_agent(each)}
+        assert len(agents) == 2
         assert 2 <= (pool.stats().bytes_sent - sent) / weight.nbytes < 2.2
 
 

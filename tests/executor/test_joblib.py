@@ -26,7 +26,7 @@ WEIGHT = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
 
 
 @pytest.fixture(autouse=True)
-def ours_is_known(nursery: mpgrad.Pool) -> Iterator[None]:
+def ours_is_known(fork_server: mpgrad.Pool) -> Iterator[None]:
     mpgrad.joblib.register()
     yield
     del joblib.parallel.BACKENDS["mpgrad"]

@@ -112,7 +112,7 @@ LEFT_OUT = {
 
 @pytest.fixture(autouse=True)
 def ours_is_the_default(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fork_server: mpgrad.Pool
 ) -> Iterator[None]:
     mpgrad.joblib.register()
     monkeypatch.setattr(SUITE.parallel, "DEFAULT_BACKEND", "mpgrad")

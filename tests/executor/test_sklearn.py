@@ -32,7 +32,7 @@ X, Y = make_classification(120, 6, random_state=0)
 
 
 @pytest.fixture(autouse=True)
-def ours_is_known(nursery: mpgrad.Pool) -> Iterator[None]:
+def ours_is_known(fork_server: mpgrad.Pool) -> Iterator[None]:
     mpgrad.joblib.register()
     yield
     del joblib.parallel.BACKENDS["mpgrad"]

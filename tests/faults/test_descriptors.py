@@ -85,7 +85,7 @@ def test_files_in_the_place_of_shared_memory_stay_as_they_are(
 
 
 @pytest.mark.slow
-def test_files_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_files_in_the_place_of_the_pipe(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """It is the death of that worker, and its call is blamed; others go on."""
     with mpgrad.Pool(2, retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="item 1"):
@@ -95,7 +95,7 @@ def test_files_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) ->
 
 
 @pytest.mark.quick
-def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_socket_in_the_place_of_the_pipe(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """Frames went to whoever the function spoke with, and what that one said was read as frames."""
     path = str(tmp_path / "socket")
 
@@ -213,7 +213,7 @@ GARBAGE = [
 @linux_only("/proc")
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["zeros", "text", "short"])
 def test_garbage_on_the_pipe_is_the_death_of_that_worker(
-    garbage: bytes, nursery: mpgrad.Pool
+    garbage: bytes, fork_server: mpgrad.Pool
 ) -> None:
     """One frame that could not be read broke the whole pool, or had it wait for a frame of
     exabytes."""
@@ -266,7 +266,7 @@ FORGED = {
     "what", [*list(FORGED)[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in [*FORGED][1:])]
 )
 def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
-    what: str, nursery: mpgrad.Pool
+    what: str, fork_server: mpgrad.Pool
 ) -> None:
     """Where the mark was right it broke the whole pool: sizes, descriptors and messages were
     believed."""
@@ -289,7 +289,7 @@ def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
 
 @linux_only("the C library's fork")
 @pytest.mark.slow
-def test_a_task_that_forks_in_c(nursery: mpgrad.Pool) -> None:
+def test_a_task_that_forks_in_c(fork_server: mpgrad.Pool) -> None:
     """Python does not know of the child, which answers, too: an answer that nobody waited for broke
     the pool."""
     with mpgrad.Pool(1, retries=0) as pool:
@@ -309,7 +309,7 @@ HANDLERS = ["prints", "logs", "raises"]
 @linux_only("timers that interrupt a system call many times a second")
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_signal_while_a_frame_is_being_sent(
-    handler: str, nursery: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+    handler: str, fork_server: mpgrad.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handler that printed or logged put its frame into the middle of the other; one that raised
     left a half of it."""

@@ -141,7 +141,7 @@ def replaced(pool: mpgrad.Pool) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: mpgrad.Pool) -> list[Tensor]:
+def undisturbed(fork_server: mpgrad.Pool) -> list[Tensor]:
     with mpgrad.Pool(2, deterministic=True) as pool:
         return scenario(pool)
 

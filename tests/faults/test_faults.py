@@ -345,7 +345,7 @@ def test_a_worker_that_dies_in_backward(fresh_pool: mpgrad.Pool, how: str, text:
     works(fresh_pool)
 
 
-def test_without_retries_what_is_lost_raises(nursery: mpgrad.Pool) -> None:
+def test_without_retries_what_is_lost_raises(fork_server: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
     weight = torch.ones(2, requires_grad=True)
     with mpgrad.Pool(2, retries=0) as pool:
@@ -384,7 +384,7 @@ def test_calls_that_had_not_begun_go_to_others(fresh_pool: mpgrad.Pool) -> None:
     assert [future.result(30) for future in futures] == [None] * 20 + [k * k for k in range(20)]
 
 
-def test_a_failing_initializer(nursery: mpgrad.Pool) -> None:
+def test_a_failing_initializer(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, initializer=broken_loader) as pool:
         for _ in range(2):
             with pytest.raises(OSError, match="cannot be loaded") as caught:
@@ -392,7 +392,7 @@ def test_a_failing_initializer(nursery: mpgrad.Pool) -> None:
         assert any("phase: initializer" in note for note in caught.value.__notes__)
 
 
-def test_workers_that_die_at_start(nursery: mpgrad.Pool) -> None:
+def test_workers_that_die_at_start(fork_server: mpgrad.Pool) -> None:
     message = r"exited with status 5 \(phase: start\); so did 3 in a row"
     with (
         mpgrad.Pool(1, initializer=os._exit, initargs=(5,)) as pool,
@@ -440,7 +440,7 @@ def interrupted(work: Callable[[], object]) -> None:
     timer.join()
 
 
-def test_after_close(nursery: mpgrad.Pool) -> None:
+def test_after_close(fork_server: mpgrad.Pool) -> None:
     pool = mpgrad.Pool(2)
     x = torch.ones(2, requires_grad=True)
     (y,) = pool.map(lambda t: t * 2, [x])
@@ -471,7 +471,7 @@ def test_after_close(nursery: mpgrad.Pool) -> None:
     pool.terminate()
 
 
-def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
+def test_terminate_fails_what_is_under_way(fork_server: mpgrad.Pool) -> None:
     pool = mpgrad.Pool(2)
     result = pool.map_async(time.sleep, [100] * 10, 1)
     future = pool.submit(abs, 1)
@@ -485,7 +485,7 @@ def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
 
 
 def test_one_thread_at_a_time_answers_what_came_too_late(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two would give an operation the same error twice."""
     failed, entered, go = [], threading.Event(), threading.Event()
@@ -518,7 +518,7 @@ def test_one_thread_at_a_time_answers_what_came_too_late(
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_close_and_join_of_each_engine(nursery: mpgrad.Pool, engine: str) -> None:
+def test_close_and_join_of_each_engine(fork_server: mpgrad.Pool, engine: str) -> None:
     pool = mpgrad.Pool(2, engine=engine)
     result = pool.map_async(abs, range(10))
     pool.close()
@@ -542,7 +542,7 @@ def test_close_and_join_of_each_engine(nursery: mpgrad.Pool, engine: str) -> Non
     ids=lambda place: ".".join([place[0].__name__, place[1]]),
 )
 def test_a_fault_of_our_own_breaks_the_pool(
-    nursery: mpgrad.Pool, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    fork_server: mpgrad.Pool, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Whoever waited for gradients waited for ever."""
 
@@ -620,7 +620,7 @@ def test_no_room_for_a_result(pool2: mpgrad.Pool) -> None:
         works(pool)
 
 
-def test_the_system_refuses_memory(nursery: mpgrad.Pool) -> None:
+def test_the_system_refuses_memory(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, initializer=limit_files, initargs=(1 << 27,)) as pool:
         with pytest.raises(mpgrad.SharedMemoryError, match="800,000,000 bytes asked for"):
             pool.map(lambda k: torch.empty(100_000_000, dtype=torch.float64), [0])

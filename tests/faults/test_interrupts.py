@@ -289,7 +289,7 @@ def in_the_first(futures: list[concurrent.futures.Future[Any]]) -> None:
 @pytest.mark.parametrize("engine", ["process", "thread"])
 @pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait, in_the_first])
 def test_the_with_block_of_an_executor(
-    nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]
+    fork_server: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]
 ) -> None:
     """It waited for the whole queue."""
     x = torch.ones(2, requires_grad=True)
@@ -317,7 +317,7 @@ def test_the_with_block_of_an_executor(
     assert_same([x.grad], serial_gradients(wave, [x]))
 
 
-def test_what_is_no_interrupt_does_not_cancel(nursery: mpgrad.Pool) -> None:
+def test_what_is_no_interrupt_does_not_cancel(fork_server: mpgrad.Pool) -> None:
     """An executor does what was submitted, as in concurrent.futures."""
 
     def slowly(k: int) -> int:
@@ -339,7 +339,7 @@ def test_what_is_no_interrupt_does_not_cancel(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("moment", ["in the map", "in the shutdown"])
-def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
+def test_an_executor(fork_server: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
     function = functools.partial(begin, tmp_path, sleeps)
     started = time.monotonic()
     executor = mpgrad.Executor(2)
@@ -517,7 +517,7 @@ def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: 
 
 
 def test_backwards_that_had_not_begun_can_be_asked_for_again(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come
     to them."""
@@ -534,7 +534,7 @@ def test_backwards_that_had_not_begun_can_be_asked_for_again(
 
 
 def test_an_interrupt_in_a_hook_of_the_caller(
-    nursery: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path
 ) -> None:
     def interrupt(grad: Tensor) -> None:
         fresh_pool.submit(abs, 1)  # the pool hears at once of what was sent to it
@@ -544,7 +544,7 @@ def test_an_interrupt_in_a_hook_of_the_caller(
     x, first = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     first.register_hook(interrupt)
     results = fresh_pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), [x, x * 2], 1)
-    results += nursery.map(wave, [first], 1)  # waited for first, as it was attached last
+    results += fork_server.map(wave, [first], 1)  # waited for first, as it was attached last
     with pytest.raises(KeyboardInterrupt):
         sum(results).backward()
     assert_at_full_strength(fresh_pool, tmp_path)
@@ -554,7 +554,7 @@ def test_an_interrupt_in_a_hook_of_the_caller(
 
 
 @pytest.mark.slow
-def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_calls_of_others(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """They are queued behind calls that are interrupted, more often than a call may lose its
     worker."""
     with mpgrad.Pool(1, retries=1) as pool:
@@ -602,7 +602,7 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_without_retries_no_graph_is_lost(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """The worker is not killed then, but takes no further call; another one takes its place."""
     xs = leaves(4)
     with staffed(mpgrad.Pool(2, retries=0)) as pool:
@@ -630,7 +630,7 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 2])
 def test_nothing_waits_behind_what_never_ends(
-    nursery: mpgrad.Pool, tmp_path: Path, retries: int
+    fork_server: mpgrad.Pool, tmp_path: Path, retries: int
 ) -> None:
     """Neither what was queued there before the interrupt, nor what comes right after it: the pool
     seemed to hang."""
@@ -707,7 +707,7 @@ def test_a_backward_that_raises_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_pat
 # --- other engines, other ways to be interrupted
 
 
-def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_threads_are_not_killed(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """What runs comes to its end by itself, and what waits is cancelled, forward and backward."""
     go = tmp_path / "go"
     xs = leaves(6)
@@ -886,7 +886,7 @@ def test_an_interrupt_leaves_the_collector_on() -> None:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops what a finalizer raises
-def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
+def test_an_interrupt_anywhere(fork_server: mpgrad.Pool, engine: str) -> None:
     """Whatever the caller is at: afterwards the pool gives what it should, or says that it
     cannot."""
     weight = torch.linspace(1, 2, 3, requires_grad=True)
@@ -930,7 +930,7 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops what a finalizer raises
-def test_an_interrupt_while_a_pool_starts(nursery: mpgrad.Pool, context: str | None) -> None:
+def test_an_interrupt_while_a_pool_starts(fork_server: mpgrad.Pool, context: str | None) -> None:
     """Of a pool that nobody has got nothing stays; the guard of all tests looks."""
     at = 1
     while True:
@@ -951,7 +951,7 @@ def test_an_interrupt_while_a_pool_starts(nursery: mpgrad.Pool, context: str | N
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("name", ["mpgrad-callbacks", "mpgrad-dispatcher"])
 def test_an_interrupt_beside_the_start_of_a_thread(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, name: str, has_begun: bool
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, name: str, has_begun: bool
 ) -> None:
     start = threading.Thread.start
 
@@ -970,7 +970,7 @@ def test_an_interrupt_beside_the_start_of_a_thread(
     "place", ["mpgrad.pool.Submitter", "mpgrad.scheduling.dispatcher.Dispatcher.start"]
 )
 def test_an_interrupt_before_a_pool_starts(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, place: str
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -309,7 +309,7 @@ def limit_address_space(further: int) -> None:
     )
 
 
-def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
+def test_tasks_without_memory(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, initializer=limit_address_space, initargs=(300 * MIB,)) as pool:
         works(pool)
         with pytest.raises(MemoryError) as caught:
@@ -325,7 +325,7 @@ def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
 
 
 def test_no_room_for_an_item_in_a_worker(
-    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with mpgrad.Pool(2, initializer=limit_address_space, initargs=(90 * MIB,)) as pool:
         with pytest.raises(MemoryError):
@@ -507,7 +507,7 @@ def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Poo
     assert begun == [True]
 
 
-def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_what_nobody_wants_any_more_is_not_begun(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     def given_and_begun(pool: mpgrad.Pool, folder: Path) -> tuple[int, set[str]]:
         """How many calls the worker had when nobody wanted them any more, and which it began."""
 
@@ -804,7 +804,7 @@ def test_an_interpreter_that_ends_while_calls_are_running() -> None:
 
 
 def test_garbage_collection_while_calls_are_running(
-    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pool = mpgrad.Pool(2)
     works(pool)

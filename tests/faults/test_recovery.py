@@ -165,7 +165,7 @@ def test_all_die_between_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
     assert_same(run, fresh_pool)
 
 
-def test_the_only_worker_dies(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_the_only_worker_dies(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     once = Once(tmp_path / "once", killed)
     with mpgrad.Pool(1) as pool:
         xs = items(3)
@@ -236,7 +236,7 @@ def test_a_sum_that_is_lost_before_it_is_collected(
 
 
 def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a derived graph another makes its graph again: a gradient of a capture was in the sum
     there, and came apart too."""
@@ -274,7 +274,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_with_a_sum(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has answered every call, and hangs when it is to hand over what it added up: that may time
     out too."""
@@ -443,7 +443,7 @@ def test_warnings_are_given_once(fresh_pool: mpgrad.Pool) -> None:
 # --- time-outs
 
 
-def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
 
     def fn(k: int) -> int:  # needs nothing of this module, whose import in a worker would count
@@ -462,7 +462,7 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_call_that_always_hangs(
-    nursery: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture
+    fork_server: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mpgrad")
 
@@ -492,7 +492,9 @@ def test_a_call_that_always_hangs(
         assert pool.map(abs, [-1], timeout=5) == [1]
 
 
-def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mpgrad.Pool) -> None:
+def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
+    fork_server: mpgrad.Pool,
+) -> None:
     """The error said "killed by SIGUSR2", and not why."""
     weight = torch.ones(2, requires_grad=True)
     with mpgrad.Pool(1, retries=0) as pool:
@@ -510,7 +512,7 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mp
 
 
 @pytest.mark.slow
-def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
+def test_a_stopped_worker(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, timeout=1) as pool:
         assert pool.map(abs, range(4)) == list(range(4))
         victim = workers_of(pool)[0]
@@ -520,7 +522,7 @@ def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(nursery: mpgrad.Pool) -> None:
+def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, timeout=1.5) as pool:
         assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12
         assert pool.stats().deaths == 0
@@ -587,7 +589,7 @@ def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: P
 @pytest.fixture(
     params=[{"graphs": "recompute"}, {}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
 )
-def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[Any]:
+def frugal(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[Any]:
     with every_loss_gets(1.0):
         yield request.param
 
@@ -612,7 +614,7 @@ def test_derivatives_of_graphs_that_are_not_kept(frugal: dict[str, Any], engine:
 
 
 def test_recomputing_runs_the_function_again_and_keeps_nothing(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     def fn(x: Tensor) -> Tensor:
         (tmp_path / f"{time.monotonic_ns()}").touch()
@@ -632,7 +634,7 @@ def test_recomputing_runs_the_function_again_and_keeps_nothing(
 
 
 @linux_only("mallinfo2: the allocator's own count")
-def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
+def test_graphs_stay_within_their_memory(fork_server: mpgrad.Pool) -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(50):  # 400 kB each
             x = x.sin()
@@ -659,7 +661,7 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
         torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_a_released_graph_takes_its_input_with_it(nursery: mpgrad.Pool) -> None:
+def test_a_released_graph_takes_its_input_with_it(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         x = torch.ones(1_000_000, requires_grad=True)
         for _ in range(3):
@@ -680,7 +682,7 @@ def test_a_released_graph_takes_its_input_with_it(nursery: mpgrad.Pool) -> None:
 # --- workers that come and go
 
 
-def test_resize_just_before_the_end(nursery: mpgrad.Pool) -> None:
+def test_resize_just_before_the_end(fork_server: mpgrad.Pool) -> None:
     """A worker was started after the end, whose pipe nobody closed."""
     for _ in range(10):
         with mpgrad.Pool(1) as pool:
@@ -688,7 +690,7 @@ def test_resize_just_before_the_end(nursery: mpgrad.Pool) -> None:
     gc.collect()  # an unclosed socket warns then
 
 
-def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:
+def test_resize_while_graphs_are_held(fork_server: mpgrad.Pool) -> None:
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     xs = items(12)
     with mpgrad.Pool(3) as pool:
@@ -718,7 +720,7 @@ def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:
         pool.resize(2)
 
 
-def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> None:
+def test_workers_whose_graphs_are_only_missing_may_end(fork_server: mpgrad.Pool) -> None:
     xs = items(6)
     with mpgrad.Pool(2, graphs="recompute", maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x**2, xs, 1)
@@ -729,7 +731,7 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
 
 
 def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
 ) -> None:
     """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was
     ended."""
@@ -744,7 +746,7 @@ def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
 
 
-def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
+def test_sums_that_nobody_collects(fork_server: mpgrad.Pool) -> None:
     """A backward that fails leaves them behind; who has but these is not kept for long."""
     weight, (x,) = torch.ones(4, dtype=torch.float64, requires_grad=True), items(1)
 
@@ -768,7 +770,7 @@ def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
         assert weight.grad is None
 
 
-def test_a_retiring_worker_dies(nursery: mpgrad.Pool) -> None:
+def test_a_retiring_worker_dies(fork_server: mpgrad.Pool) -> None:
     xs = items(6)
     with mpgrad.Pool(2, maxtasksperchild=2) as pool:
         results = pool.map(lambda x: x**2, xs, 1)
@@ -808,7 +810,7 @@ print("ok")
     return done.stdout.strip()
 
 
-def test_deaths_while_several_threads_use_the_pool(nursery: mpgrad.Pool) -> None:
+def test_deaths_while_several_threads_use_the_pool(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, retries=1000) as pool:
         run_threads_under_fire(pool)
 

@@ -75,7 +75,7 @@ def run(code: str, **environment: str) -> str:
 # --- wrong numbers
 
 
-def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
+def test_without_retries_nothing_runs_twice(fork_server: mpgrad.Pool) -> None:
     """Calls of the chunk that were done before another one killed the worker added to their inputs
     once more."""
 
@@ -129,7 +129,7 @@ def test_a_call_that_needs_no_gradient_when_it_is_run_again(
 
 @pytest.mark.parametrize("timeout", [None, 1.0])
 def test_a_worker_that_dies_and_leaves_a_child(
-    nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None
+    fork_server: mpgrad.Pool, tmp_path: Path, timeout: float | None
 ) -> None:
     """The child held the worker's end of the pipe, so that nobody saw the death."""
     flag = tmp_path / "child"
@@ -198,7 +198,7 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
     "moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"]
 )
 def test_a_pool_is_collected_while_locks_are_held(
-    nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its finalizer waited for a thread that waited for the lock."""
     dropped: Any = mpgrad.Pool(1)
@@ -209,9 +209,9 @@ def test_a_pool_is_collected_while_locks_are_held(
     try:
         del dropped
         if moment == "in the launcher":
-            alive: Any = mpgrad.engines.launch.NurseryProcess.alive.fget  # type: ignore[attr-defined]
+            alive: Any = mpgrad.engines.launch.ForkServerProcess.alive.fget  # type: ignore[attr-defined]
             collecting = property(lambda self: (gc.collect(), alive(self))[1])
-            monkeypatch.setattr("mpgrad.engines.launch.NurseryProcess.alive", collecting)
+            monkeypatch.setattr("mpgrad.engines.launch.ForkServerProcess.alive", collecting)
             mpgrad.Pool(1).terminate()
         else:
             free = mpgrad.memory.arena.free_memory
@@ -225,7 +225,7 @@ def test_a_pool_is_collected_while_locks_are_held(
 
 
 def test_a_pool_without_workers_for_a_moment(
-    nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
+    fork_server: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
 ) -> None:
     """The successor of a worker that had done its calls could not be started, and nobody tried
     again."""
@@ -344,8 +344,8 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its
     workers were asked of it."""
     code = (
-        "from mpgrad.engines.launch import NurseryProcess\n"
-        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without "
+        "from mpgrad.engines.launch import ForkServerProcess\n"
+        "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)  # without "
         "a look\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
@@ -362,7 +362,7 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
 # --- limits of time
 
 
-def test_calls_that_ended_in_time_while_nobody_looked(nursery: mpgrad.Pool) -> None:
+def test_calls_that_ended_in_time_while_nobody_looked(fork_server: mpgrad.Pool) -> None:
     """The pool's thread, after a callback had held it up, killed workers for calls that were done
     long ago."""
     with mpgrad.Pool(1, timeout=1, retries=0) as pool:
@@ -385,7 +385,7 @@ class Slow(torch.autograd.Function):
         return grad * 3 * x**2
 
 
-def test_each_step_to_a_lost_graph_has_its_own_time(nursery: mpgrad.Pool) -> None:
+def test_each_step_to_a_lost_graph_has_its_own_time(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, timeout=1.5) as pool:
         x = torch.ones(3, requires_grad=True)
         (y,) = pool.map(lambda x: (time.sleep(0.8), Slow.apply(x))[1], [x])
@@ -397,7 +397,7 @@ def test_each_step_to_a_lost_graph_has_its_own_time(nursery: mpgrad.Pool) -> Non
 # --- leaks
 
 
-def test_gradients_for_graphs_that_are_missing(nursery: mpgrad.Pool) -> None:
+def test_gradients_for_graphs_that_are_missing(fork_server: mpgrad.Pool) -> None:
     """Their shared memory was never given back."""
     with mpgrad.Pool(1, graphs="recompute") as pool:
         for _ in range(4):
@@ -441,7 +441,7 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
     assert counts[-1] <= counts[2] + 1, counts
 
 
-def test_graphs_that_were_released_as_they_were_dropped(nursery: mpgrad.Pool) -> None:
+def test_graphs_that_were_released_as_they_were_dropped(fork_server: mpgrad.Pool) -> None:
     """They counted as missing for ever, and the number of graphs went below 0."""
     with mpgrad.Pool(1, graph_memory="12 MB") as pool:
         for _ in range(3):
@@ -497,10 +497,10 @@ def test_a_fork_while_another_thread_starts_the_nursery() -> None:
     """The child waited for ever for a lock whose owner it did not have."""
     code = (
         "import threading\n"
-        "from mpgrad.engines.launch import NurseryLauncher\n"
+        "from mpgrad.engines.launch import ForkServerLauncher\n"
         "held, go = threading.Event(), threading.Event()\n"
         "def holds():\n"
-        "    with NurseryLauncher._lock: held.set(), go.wait()\n"
+        "    with ForkServerLauncher._lock: held.set(), go.wait()\n"
         "thread = threading.Thread(target=holds)\n"
         "thread.start(), held.wait()\n"
         "child = os.fork()\n"

@@ -232,7 +232,7 @@ def helped(x: torch.Tensor, folder: Path) -> float:
 @pytest.mark.parametrize("size", [SIZE, 300_000], ids=["copied or shared", "mapped privately"])
 @pytest.mark.parametrize("calls", [None, 1], ids=["worker stays", "worker ends"])
 def test_a_helper_that_a_task_has_forked(
-    nursery: mpgrad.Pool, size: int, calls: int | None, tmp_path: Path
+    fork_server: mpgrad.Pool, size: int, calls: int | None, tmp_path: Path
 ) -> None:
     """It read 5.0 where 1.0 is right."""
     for name in ("go", "said"):

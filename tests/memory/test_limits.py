@@ -14,7 +14,7 @@ from conftest import linux_only
 
 import mpgrad
 from mpgrad import system
-from mpgrad.cluster import site
+from mpgrad.cluster import agent
 from mpgrad.memory.arena import Arena
 
 GIB = 1 << 30
@@ -71,7 +71,7 @@ def test_the_smallest_room_counts(limit: Limit) -> None:
 @pytest.mark.quick
 def test_shared_memory_ends_where_the_group_does(limit: Limit) -> None:
     limit("batch/job/step", GIB, int(0.94 * GIB))
-    arena, mirrored = Arena(1), site.MirroredSlab(GIB)
+    arena, mirrored = Arena(1), agent.SlabReplica(GIB)
     arena.allocate(1 << 20)
     with pytest.raises(
         mpgrad.SharedMemoryError,

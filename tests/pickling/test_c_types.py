@@ -75,7 +75,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_modules_that_use_ctypes(library: Any, nursery: mpgrad.Pool, engine: str) -> None:
+def test_modules_that_use_ctypes(library: Any, fork_server: mpgrad.Pool, engine: str) -> None:
     """Symptom: type object 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried
     the metaclass by value."""
     with mpgrad.Pool(1, engine=engine) as pool:
@@ -173,7 +173,7 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_libraries_that_nothing_has_called_yet(
-    others: Any, nursery: mpgrad.Pool, engine: str
+    others: Any, fork_server: mpgrad.Pool, engine: str
 ) -> None:
     """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of
     the library's functions."""

@@ -691,7 +691,7 @@ class Generated(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_script_that_a_class_saves_is_loaded_once(nursery: mpgrad.Pool) -> None:
+def test_a_script_that_a_class_saves_is_loaded_once(fork_server: mpgrad.Pool) -> None:
     generated = Generated()
 
     def loads(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:

@@ -22,7 +22,7 @@ OPTIONS: list[dict[str, Any]] = [{"engine": each} for each in ("process", "threa
 
 
 @pytest.fixture(params=OPTIONS, ids=str)
-def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def any_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield pool
 
@@ -85,7 +85,7 @@ def sentinels() -> Any:
     return Item
 
 
-def test_what_an_item_and_its_class_have_in_common_stays_one(nursery: mpgrad.Pool) -> None:
+def test_what_an_item_and_its_class_have_in_common_stays_one(fork_server: mpgrad.Pool) -> None:
     item = sentinels()
     with mpgrad.Pool(2) as pool:
         for _ in range(4):
@@ -132,7 +132,7 @@ def test_a_class_is_as_it_is_when_the_operation_begins(any_pool: mpgrad.Pool) ->
         assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
 
 
-def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
+def test_a_function_may_bring_the_class_too(fork_server: mpgrad.Pool) -> None:
     item = made()
     with mpgrad.Pool(1) as pool:
         for scale in (2.0, 3.0, 2.0):
@@ -148,7 +148,7 @@ def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> None:
+def test_gradients_of_what_a_class_holds(engine: str, fork_server: mpgrad.Pool) -> None:
     item = made()
     weight = torch.full((), 5.0, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(1, engine=engine) as pool:
@@ -273,7 +273,7 @@ def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Po
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_classes_of_an_initializer_stay_as_they_are(engine: str, nursery: mpgrad.Pool) -> None:
+def test_classes_of_an_initializer_stay_as_they_are(engine: str, fork_server: mpgrad.Pool) -> None:
     class Settings:
         NOTHING = object()
 

@@ -67,7 +67,7 @@ def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any
 
 @pytest.mark.parametrize("make", OF_USERS)
 def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(
-    nursery: mpgrad.Pool, make: Any
+    fork_server: mpgrad.Pool, make: Any
 ) -> None:
     """Symptom: as above; or FrozenWithSlots(code='__notes__').
 
@@ -299,7 +299,7 @@ def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
-def test_such_an_exception_in_an_initializer(nursery: mpgrad.Pool, name: str) -> None:
+def test_such_an_exception_in_an_initializer(fork_server: mpgrad.Pool, name: str) -> None:
     """Each call that waits gets a copy."""
     make = WITH_CODE_OF_THEIR_OWN[name]
     with mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool:

@@ -155,7 +155,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
 def any_pool(
-    request: pytest.FixtureRequest, nursery: mpgrad.Pool, user: Any
+    request: pytest.FixtureRequest, fork_server: mpgrad.Pool, user: Any
 ) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield pool
@@ -300,7 +300,7 @@ def test_code_replaced_within_a_function(any_pool: mpgrad.Pool, user: Any) -> No
     check(any_pool, user.simulation.default, xs(20))
 
 
-def test_calls_that_wait_keep_what_was_there_before(user: Any, nursery: mpgrad.Pool) -> None:
+def test_calls_that_wait_keep_what_was_there_before(user: Any, fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         futures, expected = [], []
         for number in range(20):
@@ -313,7 +313,7 @@ def test_calls_that_wait_keep_what_was_there_before(user: Any, nursery: mpgrad.P
         )
 
 
-def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
+def test_new_workers_have_the_same(user: Any, fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         write_everywhere(user, 3)
         check(pool, user.simulation.in_package, xs(10))
@@ -324,7 +324,7 @@ def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
 
 
 def test_nothing_is_sent_while_nothing_changes(
-    user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    user: Any, fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
     make = state.States._made
@@ -352,7 +352,7 @@ def test_nothing_is_sent_while_nothing_changes(
         assert len(made) == 1
 
 
-def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Pool) -> None:
+def test_what_cannot_be_carried_is_the_workers_own(user: Any, fork_server: mpgrad.Pool) -> None:
     user.write(
         "held",
         "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + "
@@ -393,7 +393,7 @@ def test_whose_modules_are_the_users_own(user: Any) -> None:
         assert not modules.is_own(name), name
 
 
-def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> None:
+def test_a_library_can_be_declared_ones_own(user: Any, fork_server: mpgrad.Pool) -> None:
     import cloudpickle
     import tqdm
 
@@ -409,7 +409,7 @@ def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> 
         del tqdm.of_ours  # type: ignore[attr-defined]
 
 
-def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> None:
+def test_globals_that_an_initializer_sets(user: Any, fork_server: mpgrad.Pool) -> None:
     """As with multiprocessing: functions of the module find them in the worker."""
     user.write(
         "served",
@@ -505,7 +505,7 @@ def test_what_is_hard_to_watch(any_pool: mpgrad.Pool, user: Any) -> None:
         del sys.modules["more"]
 
 
-def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> None:
+def test_what_cannot_be_carried_as_a_whole(user: Any, fork_server: mpgrad.Pool) -> None:
     user.write(
         "mixed",
         """
@@ -554,7 +554,7 @@ def test_attributes_of_classes_that_change_and_change_back(
         del sys.modules["given"]
 
 
-def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+def test_classes_go_without_what_cannot_be_carried(user: Any, fork_server: mpgrad.Pool) -> None:
     user.write(
         "trainer",
         """
@@ -596,7 +596,7 @@ OPEN = """
 
 
 @pytest.mark.quick
-def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+def test_attributes_of_classes_that_cannot_be_carried(user: Any, fork_server: mpgrad.Pool) -> None:
     """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause:
     they were left out."""
     user.write("readers", OPEN)
@@ -618,7 +618,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad
         del sys.modules["readers"]
 
 
-def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
+def test_more_names_than_a_byte_counts(user: Any, fork_server: mpgrad.Pool) -> None:
     names = "\n".join(f"N{number} = {number}" for number in range(300))
     added = " + ".join(f"N{number}" for number in range(300))
     user.write(
@@ -669,7 +669,7 @@ PLUGIN = """
         *(("plug.d.e", engine) for engine in ("thread", "inline")),
     ],
 )
-def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.Pool) -> None:
+def test_modules_that_nobody_can_import(name: str, engine: Any, fork_server: mpgrad.Pool) -> None:
     """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle
     imports the parent of a name."""
     plugin: Any = ModuleType(name)

@@ -192,7 +192,7 @@ def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
     assert pool.map(len, [held[:1]]) == [1]
 
 
-def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
+def test_what_a_script_registers_as_an_operator(fork_server: mpgrad.Pool) -> None:
     """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of
     where and why."""
     library = torch.library.Library("registered_here", "FRAGMENT")

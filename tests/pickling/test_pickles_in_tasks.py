@@ -81,7 +81,7 @@ def user(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.quick
-def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: Any) -> None:
+def test_functions_and_classes_are_pickled_by_name(fork_server: mpgrad.Pool, user: Any) -> None:
     """Symptom: it's not the same object as mine.helper; attribute lookup Net on __main__ failed.
 
     Cause: the modules of the worker's process had what it had imported, and its main module nothing
@@ -115,7 +115,7 @@ def test_functions_and_classes_are_pickled_by_name(nursery: mpgrad.Pool, user: A
 
 
 @pytest.mark.quick
-def test_each_operation_has_its_own(nursery: mpgrad.Pool, library: Any) -> None:
+def test_each_operation_has_its_own(fork_server: mpgrad.Pool, library: Any) -> None:
     """Names that travelled give way to those of the next operation, and to the worker's own where
     these are meant."""
 
@@ -145,7 +145,7 @@ def test_each_operation_has_its_own(nursery: mpgrad.Pool, library: Any) -> None:
 
 
 @pytest.mark.quick
-def test_a_module_that_workers_cannot_import(nursery: mpgrad.Pool) -> None:
+def test_a_module_that_workers_cannot_import(fork_server: mpgrad.Pool) -> None:
     made = types.ModuleType("made_by_hand")
     exec(textwrap.dedent(SOURCE), vars(made))
     sys.modules["made_by_hand"] = made
@@ -163,7 +163,7 @@ def map_by_name(value: Any, _: int) -> bool:
 
 
 @pytest.mark.quick
-def test_processes_that_a_task_forks(nursery: mpgrad.Pool, user: Any) -> None:
+def test_processes_that_a_task_forks(fork_server: mpgrad.Pool, user: Any) -> None:
     helper = user.helper
 
     def forks(x: float) -> list[float]:

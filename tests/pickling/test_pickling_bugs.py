@@ -43,7 +43,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 def test_captures_reached_through_the_code_of_a_class(
-    nursery: mpgrad.Pool, own_module: Any
+    fork_server: mpgrad.Pool, own_module: Any
 ) -> None:
     # symptom: values with the W of the import, and no gradient. cause: a class went by its name,
     # only functions were searched.
@@ -111,7 +111,7 @@ def local(x):
 
 
 def test_captures_in_other_containers_of_an_imported_module(
-    nursery: mpgrad.Pool, tmp_path: Any, monkeypatch: Any
+    fork_server: mpgrad.Pool, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors,
     but not everywhere."""

@@ -421,7 +421,7 @@ def test_reductions_in_place(pool: mpgrad.Pool, size: int) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["recompute", "keep"])
-def test_graphs_that_are_made_again(nursery: mpgrad.Pool, graphs: Any) -> None:
+def test_graphs_that_are_made_again(fork_server: mpgrad.Pool, graphs: Any) -> None:
     def make() -> Any:
         net = Net("parameter", 6)
         inputs = [wrapping(numbers(6, n)).requires_grad_() for n in range(4)]

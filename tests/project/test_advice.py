@@ -124,7 +124,7 @@ def advice_on(
     return found
 
 
-def test_it_pays(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_pays(fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
     def slow(x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.05)
         return x.sum()
@@ -135,20 +135,24 @@ def test_it_pays(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> Non
     assert str(found).startswith("Use a pool: mpgrad.Pool(2) is about ")
 
 
-def test_items_that_are_too_small(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_items_that_are_too_small(
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = advice_on(lambda x: x + 1, list(range(500)), capfd)
     assert not found.pays and "Items are small" in str(found)
 
 
 @pytest.mark.slow
-def test_an_item_that_dominates(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_item_that_dominates(
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert "One item takes" in str(
         advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capfd)
     )
 
 
 def test_captures_that_are_too_large(
-    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     large = torch.ones(1 << 24)
     found = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capfd, seconds=0.4)
@@ -160,7 +164,7 @@ def test_captures_that_are_too_large(
 @pytest.mark.filterwarnings(
     "ignore:the function wrote into a tensor"
 )  # the pool says so, as it would to the user
-def test_the_callers_things_stay_as_they_were(nursery: mpgrad.Pool) -> None:
+def test_the_callers_things_stay_as_they_were(fork_server: mpgrad.Pool) -> None:
     source = torch.ones(3, requires_grad=True)
     weight, history, norm = (
         torch.ones(3, requires_grad=True),
@@ -227,7 +231,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_long_items_are_run_a_few_times(
-    nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Half-second items took 40 s, whatever `seconds` said; these take a quarter of `seconds`,
     too."""

@@ -450,7 +450,7 @@ def test_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_portable_mode_that_nobody_asked_for(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "start" not in findings(doctor.start_pool)
     monkeypatch.delenv("MPGRAD_PORTABLE", raising=False)

@@ -369,7 +369,7 @@ SHOWN_BY = {
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, name: str) -> None:
+def test_the_examples_of_the_docstrings(fork_server: mpgrad.Pool, name: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted > 0 and failed == 0
 
@@ -498,7 +498,7 @@ def test_the_parent_imports_nothing_of_the_workers_side() -> None:
 # --- the oracle itself
 
 
-def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
+def test_the_oracle_fails_on_what_is_wrong(fork_server: mpgrad.Pool) -> None:
     items = [torch.ones(2, dtype=torch.float64, requires_grad=True)]
     captured = torch.ones(2, dtype=torch.float64, requires_grad=True)
     caller = os.getpid()
@@ -794,7 +794,7 @@ def test_the_oracle_fails_on_writes_to_captures(pool2: mpgrad.Pool) -> None:
             )
 
 
-def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
+def test_the_oracle_looks_at_each_way_to_run(fork_server: mpgrad.Pool) -> None:
     items = [torch.ones(3, requires_grad=True)]
     caller = os.getpid()
 

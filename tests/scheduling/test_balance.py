@@ -22,7 +22,7 @@ from mpgrad.scheduling.queue import SORTED
 
 
 @pytest.fixture
-def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2) as own:
         yield own
 

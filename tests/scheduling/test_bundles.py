@@ -75,19 +75,19 @@ def pool(
 
 
 @pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
-def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def own_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as own:
         yield own
 
 
 @pytest.fixture(params=["keep", "auto"])
-def fresh_pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def fresh_pool2(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with every_loss_gets(1.0), mpgrad.Pool(2, graphs=request.param) as own:
         yield own
 
 
 @pytest.fixture(scope="module", params=["keep", "auto"])
-def open_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def open_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs=request.param) as own:
         yield staffed(own)
 
@@ -288,7 +288,9 @@ def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
             torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
 
 
-def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_graph_that_went_with_a_loss_is_made_again(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
     """Up to then the function gave nothing but losses, so that each was differentiated before the
     next item began."""
     runs = tmp_path / "runs"
@@ -329,7 +331,7 @@ class Clipped(torch.autograd.Function):
         return (2 * grad).clamp(max=3)
 
 
-def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
+def test_a_graph_goes_before_the_next_item_begins(fork_server: mpgrad.Pool) -> None:
     """So that the next one finds its memory in the cache, and never more than one is there."""
 
     class Mark:
@@ -526,7 +528,7 @@ def test_backwards_one_by_one_leave_the_others_alone(
         assert (x.grad is None and y.grad is None) or torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 
-def test_a_second_backward_raises_as_in_the_serial_loop(nursery: mpgrad.Pool) -> None:
+def test_a_second_backward_raises_as_in_the_serial_loop(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.map(curve, leaves())
         results[5].sum().backward(retain_graph=True)
@@ -707,7 +709,7 @@ def noisy(x: Tensor) -> list[float]:
     return [torch.rand(()).item(), random.random(), float(numpy.random.rand()), float(x[0])]
 
 
-def test_each_item_has_random_numbers_of_its_own(nursery: mpgrad.Pool) -> None:
+def test_each_item_has_random_numbers_of_its_own(fork_server: mpgrad.Pool) -> None:
     found = []
     with mpgrad.Pool(2) as pool:
         for chunksize in (None, 3):
@@ -732,7 +734,7 @@ def test_warnings_come_through(pool2: mpgrad.Pool) -> None:
     assert sorted(str(each.message) for each in caught) == sorted(f"of {k}" for k in range(9))
 
 
-def test_the_graph_goes_when_the_last_result_does(nursery: mpgrad.Pool) -> None:
+def test_the_graph_goes_when_the_last_result_does(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.map(curve, leaves(2 * SIZE))
         assert sum(worker.graphs for worker in pool.stats().workers) == 2
@@ -777,7 +779,7 @@ def test_a_function_that_turns_gradients_on(pool: mpgrad.Pool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_deterministic_pools_keep_their_order(nursery: mpgrad.Pool) -> None:
+def test_deterministic_pools_keep_their_order(fork_server: mpgrad.Pool) -> None:
     def found(loop: Loop) -> Tensor:
         return torch.autograd.grad(torch.stack(loop(loss, leaves())).sum(), weight)[0]
 
@@ -804,7 +806,7 @@ def huge(x: Tensor) -> Tensor:
     return torch.empty(100_000_000) if x[0] == 6 else torch.empty(3)
 
 
-def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
+def test_no_room_for_a_result_names_its_item(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         with pytest.raises(mpgrad.SharedMemoryError) as caught:
             pool.map(huge, [torch.full((1,), float(k)) for k in range(11)])
@@ -812,7 +814,7 @@ def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_backward_that_fails_names_its_item_or_those_that_it_was_with(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
 ) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.map(lambda x: Broken.apply(x).sum(), leaves(11))
@@ -945,7 +947,9 @@ def test_inside_a_transform_that_does_not_follow_the_items(pool2: mpgrad.Pool) -
     torch.testing.assert_close(float(grad), total, rtol=1e-6, atol=0.0)
 
 
-def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mpgrad.Pool) -> None:
+def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(
+    fork_server: mpgrad.Pool,
+) -> None:
     memo: dict[str, Tensor] = {}
 
     def remembering(x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def test_a_callback_waits_for_other_calls(pool2: mpgrad.Pool) -> None:
 
 
 def test_the_order_of_callbacks_and_output(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, threads = io.StringIO(), set()
 
@@ -209,7 +209,7 @@ def joins(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("end", [joins, mpgrad.Pool.terminate, mpgrad.Pool.synchronize])
 def test_who_waits_for_the_end_waits_for_callbacks(
-    nursery: mpgrad.Pool, end: Callable[[mpgrad.Pool], None]
+    fork_server: mpgrad.Pool, end: Callable[[mpgrad.Pool], None]
 ) -> None:
     told: list[object] = []
 
@@ -228,7 +228,7 @@ def test_who_waits_for_the_end_waits_for_callbacks(
         assert told[0] == 1 and len(told) == 2
 
 
-def test_a_shutdown_waits_for_callbacks(nursery: mpgrad.Pool) -> None:
+def test_a_shutdown_waits_for_callbacks(fork_server: mpgrad.Pool) -> None:
     told: list[object] = []
     with mpgrad.Executor(1) as executor:
         executor.submit(time.sleep, 0.1).add_done_callback(
@@ -245,7 +245,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     assert event.wait(PATIENCE)
 
 
-def test_a_callback_that_ends_its_pool(nursery: mpgrad.Pool, told: threading.Event) -> None:
+def test_a_callback_that_ends_its_pool(fork_server: mpgrad.Pool, told: threading.Event) -> None:
     with mpgrad.Pool(1) as pool:
 
         def ends(_: object) -> None:
@@ -262,7 +262,7 @@ def test_a_callback_that_ends_its_pool(nursery: mpgrad.Pool, told: threading.Eve
 
 
 def test_a_callback_that_shuts_its_executor_down(
-    nursery: mpgrad.Pool, told: threading.Event
+    fork_server: mpgrad.Pool, told: threading.Event
 ) -> None:
     executor = mpgrad.Executor(1)
     executor.submit(time.sleep, 0.1).add_done_callback(lambda _: (executor.shutdown(), told.set()))
@@ -297,7 +297,7 @@ executor.submit(print, "printed")
 
 
 @pytest.mark.slow
-def test_callbacks_and_output_as_the_interpreter_ends(nursery: mpgrad.Pool) -> None:
+def test_callbacks_and_output_as_the_interpreter_ends(fork_server: mpgrad.Pool) -> None:
     import subprocess
 
     ended = subprocess.run(

@@ -376,7 +376,7 @@ def many() -> list[Tensor]:
 
 
 def test_the_log_says_once_that_sending_costs_more(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     with staffed(mpgrad.Pool(2)) as pool:
         pool.map(tiny, many())  # each worker gets to know the function: that does not count
@@ -401,7 +401,7 @@ def test_the_log_says_once_that_sending_costs_more(
 
 
 def test_starmap_counts_and_single_calls_do_not(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     with staffed(mpgrad.Pool(1)) as pool:
         for _ in range(20):
@@ -412,7 +412,7 @@ def test_starmap_counts_and_single_calls_do_not(
 
 @pytest.mark.parametrize("engine", ["process", "thread"])
 def test_the_log_does_not_mind_long_calls(
-    engine: Any, log: Callable[[], list[str]], nursery: mpgrad.Pool
+    engine: Any, log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     with staffed(mpgrad.Pool(2, engine=engine)) as pool:
         for _ in range(2 + MAPS):
@@ -421,7 +421,7 @@ def test_the_log_does_not_mind_long_calls(
 
 
 def test_the_log_does_not_mind_waiting_for_items(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     def slowly() -> Iterator[Tensor]:
         for x in many()[:3]:
@@ -437,7 +437,7 @@ def test_the_log_does_not_mind_waiting_for_items(
 
 @pytest.mark.slow
 def test_the_log_does_not_mind_waiting_for_workers(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     """They may have to start, or do something else."""
     for _ in range(2 + MAPS):
@@ -456,7 +456,7 @@ def test_the_log_does_not_mind_waiting_for_workers(
 
 
 def test_the_log_does_not_mind_one_slow_map(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     """The machine may have done something else."""
 
@@ -472,7 +472,7 @@ def test_the_log_does_not_mind_one_slow_map(
 
 
 def test_the_log_is_silent_inline_and_of_failures(
-    log: Callable[[], list[str]], nursery: mpgrad.Pool
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
     with mpgrad.Pool(engine="inline") as pool:
         for _ in range(2 + MAPS):

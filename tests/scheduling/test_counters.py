@@ -33,7 +33,7 @@ COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
 
 @pytest.fixture
-def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2) as own:
         yield own
 
@@ -155,7 +155,7 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
     assert found.slots_made == 0
 
 
-def test_an_eager_backward_makes_no_trip(nursery: mpgrad.Pool) -> None:
+def test_an_eager_backward_makes_no_trip(fork_server: mpgrad.Pool) -> None:
     xs = [torch.ones(20, requires_grad=True) for _ in range(CALLS)]
     with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
         losses = pool.map(lambda x: x.square().sum(), xs)
@@ -216,7 +216,7 @@ def keeps_as_much(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_whoever_has_a_result_finds_it_in_the_figures(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
     at_once: list[PoolStats] = []
@@ -261,7 +261,7 @@ def test_graphs_that_are_there_cost_nothing_more(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("options", [{"graphs": "recompute"}, {"graph_memory": 1}], ids=str)
 def test_graphs_that_were_dropped_and_made_again(
-    nursery: mpgrad.Pool, options: dict[str, Any]
+    fork_server: mpgrad.Pool, options: dict[str, Any]
 ) -> None:
     with mpgrad.Pool(2, **options) as pool:
         total = losses_of(pool).sum()
@@ -270,7 +270,7 @@ def test_graphs_that_were_dropped_and_made_again(
         assert pool.stats().recomputed == 6 and pool.stats().graphs_dropped == 6
 
 
-def test_graphs_that_were_lost_and_made_again(nursery: mpgrad.Pool) -> None:
+def test_graphs_that_were_lost_and_made_again(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         total = losses_of(pool).sum()
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)

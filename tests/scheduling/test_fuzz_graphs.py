@@ -145,7 +145,7 @@ def fire(pool: mpgrad.Pool, seed: int) -> Iterator[None]:
         "fire-keep",
     ],
 )
-def test_random_graphs(nursery: mpgrad.Pool, options: dict[str, Any], shoots: bool) -> None:
+def test_random_graphs(fork_server: mpgrad.Pool, options: dict[str, Any], shoots: bool) -> None:
     with (
         every_loss_gets(1.0),
         mpgrad.Pool(2, **options) as pool,

@@ -560,7 +560,7 @@ def kill_all(pool: mpgrad.Pool) -> None:
     "options",
     [{"graphs": "recompute"}, {}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}],
 )
-def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
+def test_graphs_in_other_pools(fork_server: mpgrad.Pool, options: dict[str, Any]) -> None:
     x = torch.rand(3000, requires_grad=True)
     w = torch.rand(3000, requires_grad=True)
     with every_loss_gets(1.0), mpgrad.Pool(2, **options) as pool:
@@ -596,7 +596,7 @@ def test_futures_where_they_cannot_be(pool2: mpgrad.Pool, fresh_pool: mpgrad.Poo
 
 
 def test_close_waits_for_a_graph_and_terminate_ends_it(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     with mpgrad.Pool(2) as pool:

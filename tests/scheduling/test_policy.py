@@ -63,7 +63,7 @@ def ends_slowly(_: int) -> None:
     time.sleep(0.05)  # so that each worker gets one
 
 
-def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
+def test_a_worker_that_ends_slowly(fork_server: mpgrad.Pool) -> None:
     # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for
     # the exit of one that ends.
     with mpgrad.Pool(2) as pool:
@@ -77,7 +77,7 @@ def has_a_slow_exit_handler(_: int) -> None:
 
 
 @linux_only("fork, as other workers take as long to start")
-def test_retired_workers_with_slow_exit_handlers(nursery: mpgrad.Pool) -> None:
+def test_retired_workers_with_slow_exit_handlers(fork_server: mpgrad.Pool) -> None:
     # symptom: each successor comes when its predecessor has ended.
     with mpgrad.Pool(2, maxtasksperchild=1) as pool:
         pool.map_async(has_a_slow_exit_handler, range(12), 1).get(6 * WAIT)
@@ -89,7 +89,7 @@ def cuts_its_pipe(_: int) -> None:
 
 
 @linux_only("fork, as other workers take as long to start")
-def test_a_worker_that_lives_on_without_its_pipe(nursery: mpgrad.Pool) -> None:
+def test_a_worker_that_lives_on_without_its_pipe(fork_server: mpgrad.Pool) -> None:
     # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what
     # waited behind its call.
     with mpgrad.Pool(2, retries=0) as pool:
@@ -136,7 +136,7 @@ def refuses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 @pytest.mark.parametrize("graphs", ["auto", "keep"])
 def test_the_system_refuses_for_a_while(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:
     # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them,
     # never.
@@ -149,7 +149,7 @@ def test_the_system_refuses_for_a_while(
 
 
 def test_graphs_that_cannot_be_made_again_are_not_dropped(
-    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # symptom: the map waits for ever.
     refuses(monkeypatch, math.inf)
@@ -161,7 +161,9 @@ def test_graphs_that_cannot_be_made_again_are_not_dropped(
     assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 2
 
 
-def test_an_error_names_the_limit(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_limit(
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: the map waits for ever.
     refuses(monkeypatch, math.inf)
     with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:
@@ -175,7 +177,7 @@ def waits_for(path: Path | None) -> None:
         time.sleep(1e-3)
 
 
-def test_a_fast_call_behind_a_slow_one(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_fast_call_behind_a_slow_one(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     # symptom: a fast call arrives when the slow one has ended. cause: what a worker has not begun
     # is taken back only where it is thought to take long.
     go = tmp_path / "go"
@@ -201,7 +203,7 @@ def waits_for_some(item: tuple[Path | None, int]) -> int:
 
 @pytest.mark.parametrize("chunksize", [None, 1])
 def test_the_first_of_a_chunk_is_unexpectedly_slow(
-    nursery: mpgrad.Pool, tmp_path: Path, chunksize: int | None
+    fork_server: mpgrad.Pool, tmp_path: Path, chunksize: int | None
 ) -> None:
     # symptom: what is in one message with it, or in the next, comes when it has ended.
     go = tmp_path / "go"
@@ -216,7 +218,7 @@ def test_the_first_of_a_chunk_is_unexpectedly_slow(
         assert sorted([*found, results.next(ENOUGH)]) == [*range(40)]
 
 
-def test_what_is_taken_back_runs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_what_is_taken_back_runs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     def is_noted(k: int) -> None:
         with open(tmp_path / "runs", "a") as file:
             file.write(f"{k}\n")

@@ -34,7 +34,7 @@ from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.run import Tracker
 
 
-def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
+def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> None:
     # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
     # failure in the later one then dropped calls of the earlier one that were still wanted.
     def fn(k: int) -> int:
@@ -71,7 +71,7 @@ def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None
     assert fresh_pool.map(abs, [-1]) == [1]
 
 
-def test_a_working_directory_that_was_deleted(tmp_path: Path, nursery: mpgrad.Pool) -> None:
+def test_a_working_directory_that_was_deleted(tmp_path: Path, fork_server: mpgrad.Pool) -> None:
     # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are hired.
     before = os.getcwd()
     gone = tmp_path / "gone"
@@ -193,7 +193,7 @@ def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> Non
 
 
 @pytest.mark.parametrize("failing", [0, 3])
-def test_a_failing_early_item(failing: int, nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_failing_early_item(failing: int, fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     # symptom: hours until the error of an item that had failed at once. cause: it counted as a call
     # of 0 s, so the function was cheap: the other items, however long they take, were sent, and
     # were waited for.
@@ -211,7 +211,7 @@ def test_a_failing_early_item(failing: int, nursery: mpgrad.Pool, tmp_path: Path
         assert len(list(tmp_path.iterdir())) < 40
 
 
-def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
+def test_nothing_is_learned_from_failures(fork_server: mpgrad.Pool) -> None:
     # symptom: as above. cause: the time of a call that had raised was part of the mean.
     def simulate(k: int) -> None:
         if k % 2:
@@ -231,7 +231,7 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
 @pytest.mark.parametrize(
     "seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str
 )
-def test_time_limits_of_any_length(seconds: Any, nursery: mpgrad.Pool) -> None:
+def test_time_limits_of_any_length(seconds: Any, fork_server: mpgrad.Pool) -> None:
     # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the
     # system takes milliseconds as 32 bits where the pool sleeps, and nanoseconds as 64 where a
     # caller does.
@@ -307,7 +307,7 @@ def test_a_stop_iteration_ends_nothing_silently(
     )
 
 
-def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgrad.Pool) -> None:
+def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(fork_server: mpgrad.Pool) -> None:
     def fails(error: BaseException) -> None:
         raise error
 
@@ -343,7 +343,7 @@ class Submits:
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread: bool) -> None:
+def test_code_that_pickles_may_use_the_executor(fork_server: mpgrad.Pool, in_thread: bool) -> None:
     # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code
     # pickled the arguments.
     with mpgrad.Executor(1) as executor:
@@ -448,7 +448,7 @@ def forgets_its_next_sum() -> None:
     FunctionSums.take = forgets
 
 
-def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> None:
+def test_a_sum_of_capture_gradients_that_lacks_calls(fork_server: mpgrad.Pool) -> None:
     # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for
     # backwards that were eager.
     weight = torch.linspace(1, 2, 3, requires_grad=True)

@@ -182,7 +182,7 @@ def test_a_gradient_inside_a_call(pool2: mpgrad.Pool) -> None:
     assert found.tolist() == [120, 240]
 
 
-def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
+def test_eager_backwards_in_several_threads(fork_server: mpgrad.Pool) -> None:
     """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers
     for their sums, which are given once, and who came last had an empty one take the place of the
     other."""
@@ -205,7 +205,9 @@ def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
             assert [each.result() for each in found] == [[8, 8]] * 4
 
 
-def test_gradients_of_a_worker_that_died_are_not_those_of_its_heir(nursery: mpgrad.Pool) -> None:
+def test_gradients_of_a_worker_that_died_are_not_those_of_its_heir(
+    fork_server: mpgrad.Pool,
+) -> None:
     """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause:
     whose sum a loss is part of was asked of its graph, which had moved; as many as the heir had
     added up were taken for those that it had."""

@@ -159,7 +159,7 @@ def test_a_bundle_shows_its_items(pool2: mpgrad.Pool) -> None:
     assert any(isinstance(each, list) for each in bundles)
 
 
-def test_eager_backwards_stand_behind_their_forwards(nursery: mpgrad.Pool) -> None:
+def test_eager_backwards_stand_behind_their_forwards(fork_server: mpgrad.Pool) -> None:
     with every_loss_gets(1.0), mpgrad.Pool(1) as pool, pool.timeline() as timeline:
         differentiated(pool, leaves(), chunksize=1)
     check(timeline.events)
@@ -170,7 +170,7 @@ def test_eager_backwards_stand_behind_their_forwards(nursery: mpgrad.Pool) -> No
     assert {each["name"] for each in slices(timeline.events, "chunk")} == {"calls"}
 
 
-def test_graphs_that_are_made_again(nursery: mpgrad.Pool) -> None:
+def test_graphs_that_are_made_again(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, graphs="recompute") as pool, pool.timeline() as timeline:
         differentiated(pool, leaves(3))
     check(timeline.events)
@@ -265,7 +265,7 @@ def test_one_timeline_of_a_pool_at_a_time(
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_a_pool_that_ends_within_the_block(
-    nursery: mpgrad.Pool, engine: str, tmp_path: Path
+    fork_server: mpgrad.Pool, engine: str, tmp_path: Path
 ) -> None:
     pool = mpgrad.Pool(1, engine=engine)
     with pool.timeline(tmp_path / "run.json"):
@@ -280,7 +280,7 @@ def test_a_pool_that_ends_within_the_block(
         pool.timeline().save(tmp_path / "never.json")
 
 
-def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool) -> None:
+def test_calls_that_are_sent_before_the_workers_hear_of_it(fork_server: mpgrad.Pool) -> None:
     """They are not recorded: nobody would say when they ended."""
     with mpgrad.Pool(1) as pool:
         post, held = pool._scheduler.post, []
@@ -300,7 +300,7 @@ def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool)
 
 
 def test_a_call_that_is_still_running_and_a_worker_that_comes(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     """The call waits for the end of the block."""
     go, begun = tmp_path / "go", tmp_path / "begun"
@@ -352,7 +352,7 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
+def test_off_nothing_of_it_is_left_in_a_worker(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, engine="inline") as pool:
         worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
 
@@ -456,7 +456,7 @@ class Unpicklable:
 
 
 @pytest.mark.quick
-def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
+def test_an_exception_that_cannot_be_changed(fork_server: mpgrad.Pool) -> None:
     """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets
     attributes of exceptions."""
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline(), pytest.raises(Frozen) as caught:
@@ -465,7 +465,7 @@ def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
+def test_lambdas_have_their_name(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
         pool.map(lambda k: k, [0])
     (forward,) = slices(timeline.events, "forward")
@@ -476,7 +476,7 @@ def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_a_picture_without_matplotlib(
-    nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "mpgrad.timeline", raising=False)

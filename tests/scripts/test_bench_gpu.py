@@ -22,7 +22,7 @@ def test_without_a_gpu_it_says_so(script: Any, capsys: pytest.CaptureFixture[str
     assert "there is no CUDA GPU here, so nothing was measured" in capsys.readouterr().out
 
 
-def test_its_contenders_agree(script: Any, nursery: mpgrad.Pool) -> None:
+def test_its_contenders_agree(script: Any, fork_server: mpgrad.Pool) -> None:
     simulations = script.drawn(script.QUICK, torch.device("cpu"))
     assert (
         len({len(each.state) for each in simulations}) > 1

@@ -70,7 +70,7 @@ def test_says_what_it_held_and_where_it_ran(quick: tuple[str, dict[str, Any]]) -
 
 
 def test_the_smallest_difference_is_found(
-    nursery: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fork_server: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compared: list[list[str]] = []
     compare = script.first_difference
@@ -102,7 +102,7 @@ def test_the_smallest_difference_is_found(
 
 
 def test_a_hang_ends_the_run(
-    nursery: mpgrad.Pool,
+    fork_server: mpgrad.Pool,
     script: Any,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -114,7 +114,7 @@ def test_a_hang_ends_the_run(
 
 
 def test_an_error_of_a_step_is_no_hang_but_no_success(
-    nursery: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fork_server: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def given_up(training: Any) -> None:
         raise mpgrad.CallTimeoutError(3, "forward", 0.5)

@@ -241,7 +241,7 @@ class World:
         links = [
             worker.link
             for worker in self.workers
-            if isinstance(worker.link, SiteLink) and worker.alive
+            if isinstance(worker.link, AgentLink) and worker.alive
         ]
         have_told = [link.report() for link in links]
         if any(have_told):
@@ -274,7 +274,7 @@ class SimulatedWorker:
         self.told_to_stop = False
         self.frames: deque[Frame] = deque()
         self.link = (
-            SiteLink(world, self, node) if world.remote else SimulatedLink(world, self, node)
+            AgentLink(world, self, node) if world.remote else SimulatedLink(world, self, node)
         )
         # what it has
         self.slab = SimulatedSlab(number << OWNER_BITS)
@@ -883,7 +883,7 @@ class SimulatedLink:
         return 0
 
 
-class SiteLink(SimulatedLink):
+class AgentLink(SimulatedLink):
     """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the
     scheduler's, comes late."""
 
@@ -935,7 +935,7 @@ class SiteLink(SimulatedLink):
         return None if moment == float("inf") or self.overrun == (chunk, position) else moment
 
     def _next_overrun(self) -> tuple[int, int, float]:
-        """As in `cluster.site`."""
+        """As in `cluster.agent`."""
         at, position = (
             self.worker.numbers[Whereabouts.CHUNK],
             self.worker.numbers[Whereabouts.POSITION],

@@ -84,7 +84,7 @@ def test_a_task_does_not_change_the_default_dtype_of_others(pool2: mpgrad.Pool) 
     assert set(pool2.map(found, range(8), chunksize=1)) == {(torch.float32, False, False)}
 
 
-def test_the_default_dtype_of_the_caller_counts(nursery: mpgrad.Pool) -> None:
+def test_the_default_dtype_of_the_caller_counts(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, torch.set_default_dtype, (torch.float64,)) as pool:
         assert pool.map(lambda k: torch.ones(1).dtype, [0]) == [torch.float32]
 
@@ -136,8 +136,8 @@ def test_deterministic_flags(pool: mpgrad.Pool) -> None:
     assert pool.map(lambda k: torch.are_deterministic_algorithms_enabled(), [0]) == [False]
 
 
-def test_one_intra_op_thread_or_as_many_as_told(nursery: mpgrad.Pool) -> None:
-    assert nursery.apply(torch.get_num_threads) == 1
+def test_one_intra_op_thread_or_as_many_as_told(fork_server: mpgrad.Pool) -> None:
+    assert fork_server.apply(torch.get_num_threads) == 1
     with mpgrad.Pool(1, threads_per_worker=2) as pool:
         assert pool.apply(torch.get_num_threads) == 2
 
@@ -165,7 +165,7 @@ def test_random_numbers_follow_the_parents_seed(
 
 
 @pytest.mark.slow
-def test_numpys_generator_is_there_before_it_is_needed(nursery: mpgrad.Pool) -> None:
+def test_numpys_generator_is_there_before_it_is_needed(fork_server: mpgrad.Pool) -> None:
     """Else the first map would read files, and need a descriptor."""
     code = (
         "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); "

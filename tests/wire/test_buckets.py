@@ -185,7 +185,9 @@ def items(count: int = 16, length: int = 5000) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("length", [5, 5000])
-def test_results_and_gradients_have_memory_of_their_own(nursery: mpgrad.Pool, length: int) -> None:
+def test_results_and_gradients_have_memory_of_their_own(
+    fork_server: mpgrad.Pool, length: int
+) -> None:
     xs = items(length=length)
     with mpgrad.Pool(2) as pool:
         with torch.no_grad():
@@ -199,7 +201,7 @@ def test_results_and_gradients_have_memory_of_their_own(nursery: mpgrad.Pool, le
         assert plain[1]._version == 0 and torch.equal(plain[1], xs[1].exp())
 
 
-def test_what_is_kept_keeps_no_others(nursery: mpgrad.Pool) -> None:
+def test_what_is_kept_keeps_no_others(fork_server: mpgrad.Pool) -> None:
     xs = items()
     with mpgrad.Pool(2, retries=0) as pool:
         with torch.no_grad():
@@ -217,7 +219,7 @@ def test_what_is_kept_keeps_no_others(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["keep", "auto", "recompute"])
-def test_a_call_may_write_to_its_own_input_only(nursery: mpgrad.Pool, graphs: str) -> None:
+def test_a_call_may_write_to_its_own_input_only(fork_server: mpgrad.Pool, graphs: str) -> None:
     def squared(x: Tensor) -> Tensor:
         with torch.no_grad():
             y = x.detach().mul_(2)  # the same memory
@@ -234,7 +236,7 @@ def test_a_call_may_write_to_its_own_input_only(nursery: mpgrad.Pool, graphs: st
 
 
 def test_inputs_are_whole_for_a_call_that_is_run_again(
-    nursery: mpgrad.Pool, tmp_path: Path
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     flag = tmp_path / "died"
 
@@ -254,7 +256,7 @@ def test_inputs_are_whole_for_a_call_that_is_run_again(
     assert all(torch.equal(each, 3 * x) for each, x in zip(results, xs, strict=True))
 
 
-def test_results_are_passed_on(nursery: mpgrad.Pool) -> None:
+def test_results_are_passed_on(fork_server: mpgrad.Pool) -> None:
     """Those of bundles are copied into the next one, whichever of them it has."""
     xs = items()
     with mpgrad.Pool(2) as pool:
@@ -271,7 +273,7 @@ def test_results_are_passed_on(nursery: mpgrad.Pool) -> None:
     assert xs[2].grad is not None and y[2].grad is not None and torch.equal(xs[2].grad, y[2].grad)
 
 
-def test_gradients_are_passed_on_from_worker_to_worker(nursery: mpgrad.Pool) -> None:
+def test_gradients_are_passed_on_from_worker_to_worker(fork_server: mpgrad.Pool) -> None:
     """Of a call with many inputs: the gradient of one of them goes to another worker by itself."""
 
     def scaled(x: Tensor) -> Tensor:
@@ -289,7 +291,7 @@ def test_gradients_are_passed_on_from_worker_to_worker(nursery: mpgrad.Pool) -> 
         assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
 
 
-def test_no_room_for_all_of_them(nursery: mpgrad.Pool) -> None:
+def test_no_room_for_all_of_them(fork_server: mpgrad.Pool) -> None:
     """Where one slot for all cannot be had, slots of their own may."""
 
     def small_arena(x: Tensor) -> Tensor:

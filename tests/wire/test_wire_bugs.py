@@ -23,7 +23,7 @@ def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> N
         assert [float(r.sum()) for r in fresh_pool.map(lambda t: t * 2, ones)] == [40_000.0] * 4
 
 
-def test_memory_of_a_dead_worker_that_another_has_seen_before(nursery: mpgrad.Pool) -> None:
+def test_memory_of_a_dead_worker_that_another_has_seen_before(fork_server: mpgrad.Pool) -> None:
     # symptom: KeyError in the task. cause: the other was told that the memory is new again, and
     # then that it is gone.
     with mpgrad.Pool(2) as pool:
@@ -37,7 +37,7 @@ def test_memory_of_a_dead_worker_that_another_has_seen_before(nursery: mpgrad.Po
 
 
 @pytest.mark.slow
-def test_more_new_slabs_than_a_frame_has_descriptors(nursery: mpgrad.Pool) -> None:
+def test_more_new_slabs_than_a_frame_has_descriptors(fork_server: mpgrad.Pool) -> None:
     # symptom: the worker died of an empty deque. cause: descriptors beyond the 64th were cut off.
     tensors = [torch.empty(1).expand(2).clone().resize_(33 << 18) for _ in range(70)]
     with mpgrad.Pool(1) as pool:

@@ -1,7 +1,7 @@
 """A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on
 the node; needs no torch. And what both ends of a site share: records as bytes, and their order.
 
-    caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
+    caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, mirrored here, shared with
                                                          all workers of the site
@@ -25,12 +25,12 @@ its frames.
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has
 some of them here at a time. What carries them may do so in any order, late, or twice. So both ends
-number what they say, and `Arriving` puts it into its order, each piece once. Memory stands behind
+number what they say, and `RecordReceiver` puts it into its order, each piece once. Memory stands behind
 the pickle of the records, as it is: it is copied once when it is packed, from where it lies, and
 not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the
+A `AgentWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the
 site has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -61,12 +61,12 @@ from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere,
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = [
-    "Arriving",
+    "AgentWorker",
     "Hello",
+    "NodeAgent",
     "Pieces",
     "Record",
-    "Site",
-    "SiteWorker",
+    "RecordReceiver",
     "hello",
     "packed",
     "unpacked",
@@ -135,7 +135,7 @@ def unpacked(content: bytes) -> Sequence[Record]:
 # --- numbered pieces in their order
 
 
-class Arriving:
+class RecordReceiver:
     """What one end hears. It waits for what is missing.
 
     `missing_for` and `silent_for` say for how long already, since whoever asks gives up some time.
@@ -188,7 +188,7 @@ class Arriving:
 # --- on the node
 
 
-class MirroredSlab:
+class SlabReplica:
     """Shared memory with the number of one of the caller's slabs, made and taken from the system
     when it is first written."""
 
@@ -234,18 +234,18 @@ class MirroredSlab:
             os.close(self.descriptor)
 
 
-class Site:
+class NodeAgent:
     """Used by one event loop."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._launcher: Launcher = process_launcher(None)
-        self._workers: dict[int, SiteWorker] = {}
-        self._slabs: dict[int, MirroredSlab] = {}
+        self._workers: dict[int, AgentWorker] = {}
+        self._slabs: dict[int, SlabReplica] = {}
         self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
-        self.arriving = Arriving()
+        self.arriving = RecordReceiver()
         self._next_number = 0
-        self._news: list[Record] = [("hello", hello())]
+        self._updates: list[Record] = [("hello", hello())]
         self._burials: set[asyncio.Task[None]] = set()
         self._is_closing = False  # nobody is to be left, and the caller waits for that
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -262,14 +262,14 @@ class Site:
         """Obey, and say what is new, with a number of its own."""
         for record in self.arriving.records(number, content):
             self._obey(*record)
-        if not self._news:
-            news: asyncio.Future[None] = self._loop.create_future()
-            self._waiting.append(news)
+        if not self._updates:
+            updates: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(updates)
             if len(self._waiting) > MOST_WAITING:
                 self._answer()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
-        said, self._news = self._news, []
+                await asyncio.wait_for(updates, min(PATIENCE, self._patience / 4))
+        said, self._updates = self._updates, []
         self._next_number += 1
         return self._next_number - 1, packed(said)
 
@@ -286,7 +286,7 @@ class Site:
                 self._start(*rest)
             case "slab":
                 number, nbytes = rest
-                self._slabs[number] = MirroredSlab(nbytes)
+                self._slabs[number] = SlabReplica(nbytes)
             case "write":
                 self._write_mirror(*rest)
             case "forget":
@@ -299,7 +299,7 @@ class Site:
             case _ if (worker := self._workers.get(rest[0])) is not None:
                 self._obey_for(worker, kind, *rest[1:])
 
-    def _obey_for(self, worker: SiteWorker, kind: str, *rest: Any) -> None:
+    def _obey_for(self, worker: AgentWorker, kind: str, *rest: Any) -> None:
         match kind:
             case "frame":
                 self._pass_on(worker, *rest)
@@ -339,14 +339,14 @@ class Site:
 
     def _start(self, number: int) -> None:
         try:
-            worker = SiteWorker(number, launched(self._launcher, number))
+            worker = AgentWorker(number, launched(self._launcher, number))
         except OSError as error:
             self._say("refused", number, str(error))
             return
         self._workers[number] = worker
         self._loop.add_reader(worker.fileno(), self._read, worker)
 
-    def _pass_on(self, worker: SiteWorker, frame: memoryview, slabs: list[int]) -> None:
+    def _pass_on(self, worker: AgentWorker, frame: memoryview, slabs: list[int]) -> None:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
@@ -369,7 +369,7 @@ class Site:
 
     # --- what workers say
 
-    def _read(self, worker: SiteWorker) -> None:
+    def _read(self, worker: AgentWorker) -> None:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
@@ -383,7 +383,7 @@ class Site:
         if worker.limits:
             self._keep_time(worker)
 
-    def _set_limit(self, worker: SiteWorker, chunk: int, seconds: float | None) -> None:
+    def _set_limit(self, worker: AgentWorker, chunk: int, seconds: float | None) -> None:
         worker.heard_at = time.monotonic()
         if seconds is None:
             worker.limits.pop(chunk, None)
@@ -391,7 +391,7 @@ class Site:
             worker.limits[chunk] = seconds
         self._read(worker)  # it may have answered in this moment
 
-    def _keep_time(self, worker: SiteWorker) -> None:
+    def _keep_time(self, worker: AgentWorker) -> None:
         """Say which call of the worker takes too long, by the clock of this machine, or look again
         when it will have."""
         if worker.alarm is not None:
@@ -412,13 +412,13 @@ class Site:
             self._tell_where(worker)
             self._say("overrun", worker.number, chunk, position)
 
-    def _tell_where(self, worker: SiteWorker) -> None:
+    def _tell_where(self, worker: AgentWorker) -> None:
         """Before anything is said of the call that it is at."""
         if (found := worker.where()) and found != worker.told:
             worker.told = found
             self._say("at", worker.number, found)
 
-    def _follow(self, worker: SiteWorker) -> None:
+    def _follow(self, worker: AgentWorker) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
         if self._workers.get(worker.number) is not worker:  # it is buried
             return
@@ -428,7 +428,7 @@ class Site:
         else:
             worker.followed_until = 0.0
 
-    def _write(self, worker: SiteWorker) -> None:
+    def _write(self, worker: AgentWorker) -> None:
         try:
             worker.flush()
         except ConnectionError:
@@ -437,7 +437,7 @@ class Site:
         if not worker.has_outgoing:
             self._loop.remove_writer(worker.fileno())
 
-    def _bury(self, worker: SiteWorker) -> None:
+    def _bury(self, worker: AgentWorker) -> None:
         """It has ended, or is to end; who waits for that must not have the others wait."""
         del self._workers[worker.number]
         self._tell_where(worker)
@@ -451,7 +451,7 @@ class Site:
         self._burials.add(burial)
         burial.add_done_callback(self._buried)
 
-    async def _see_end(self, worker: SiteWorker) -> None:
+    async def _see_end(self, worker: AgentWorker) -> None:
         """Say how it has ended; of one that has not after a while, and is killed, that nobody knows
         it."""
         since, is_said = time.monotonic(), False
@@ -475,7 +475,7 @@ class Site:
     # --- what is said
 
     def _say(self, *record: Any) -> None:
-        self._news.append(record)
+        self._updates.append(record)
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
@@ -488,16 +488,16 @@ class Site:
     def _answer(self) -> None:
         self._gathering, self._answered_at = False, time.monotonic()
         while self._waiting:
-            news = self._waiting.popleft()
-            if not news.done():
-                news.set_result(None)
+            updates = self._waiting.popleft()
+            if not updates.done():
+                updates.set_result(None)
                 return
 
     def _tell_resident(self) -> None:
         if found := {
             number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid
         }:
-            self._news.append(("resident", found))  # which can wait for something to ride with
+            self._updates.append(("resident", found))  # which can wait for something to ride with
         for worker in self._workers.values():  # should this site be lost, nobody else could say
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
@@ -535,7 +535,7 @@ def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
 Pieces = list[tuple[int, int, str]]  # see `Lacking`
 
 
-class SiteWorker(Pipe):
+class AgentWorker(Pipe):
     """The site's end of the pipe of a worker."""
 
     def __init__(self, number: int, end: socket.socket) -> None:

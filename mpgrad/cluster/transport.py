@@ -1,11 +1,11 @@
 """What carries bytes between the caller and the sites of a cluster, starts sites, and says which
 nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
 
-    ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
+    ClusterEngine ── nodes, start_site, exchange, kill_site ──► Transport ═══ NodeAgent, on a node
 A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
-late, or twice (see `site.Arriving`).
+late, or twice (see `agent.RecordReceiver`).
 
-`LocalCarrier` has names for nodes, and programs on this machine for sites, with a pipe to each. It
+`LocalTransport` has names for nodes, and programs on this machine for sites, with a pipe to each. It
 is for tests of everything that is not the cluster's, and the smallest example of a carrier.
 """
 
@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-from mpgrad.cluster.site import Site
+from mpgrad.cluster.agent import NodeAgent
 from mpgrad.engines.launch import program
 
-__all__ = ["Carrier", "LocalCarrier", "Node", "Reply", "SiteOptions", "serve"]
+__all__ = ["AgentOptions", "LocalTransport", "Node", "Reply", "Transport", "serve"]
 
 # the content is None where it is on its way and takes some time; it comes with a second reply
 Reply = Callable[["tuple[int, bytes | None] | BaseException"], None]
@@ -39,7 +39,7 @@ class Node(NamedTuple):
     free: int | None = None
 
 
-class SiteOptions(NamedTuple):
+class AgentOptions(NamedTuple):
     """What a site is started with."""
 
     node: Node | None  # None: wherever there is room, as soon as there is
@@ -47,7 +47,7 @@ class SiteOptions(NamedTuple):
     patience: float  # seconds: after such a silence each side takes the other for dead
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One thread uses it, but for `nodes` and `exchange`, which others call at the same time."""
 
     def nodes(self) -> Sequence[Node]:
@@ -57,7 +57,7 @@ class Carrier(Protocol):
             ConnectionError: the cluster cannot be reached.
         """
 
-    def start_site(self, options: SiteOptions) -> Any:
+    def start_agent(self, options: AgentOptions) -> Any:
         """What the other two know the site by; returns at once. What is sent before it has started
         waits for it.
 
@@ -65,11 +65,11 @@ class Carrier(Protocol):
             OSError: it cannot be started now.
         """
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
+        """Have `NodeAgent.exchange(number, content)` run there; `reply` gets what it returns, or why
         there will be nothing."""
 
-    def kill_site(self, site: Any) -> None:
+    def kill_agent(self, agent: Any) -> None:
         """End it and its workers, whatever they do; it may have ended already. Its replies are
         errors."""
 
@@ -80,14 +80,14 @@ class Carrier(Protocol):
 # --- without a cluster
 
 
-class LocalSite:
+class LocalAgent:
     """The caller's end of one: a thread writes, and another one reads."""
 
-    def __init__(self, options: SiteOptions) -> None:
+    def __init__(self, options: AgentOptions) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             patience = round(1000 * options.patience)
-            self.process = program("mpgrad.cluster.carrier", "serve", theirs, patience)
+            self.process = program("mpgrad.cluster.transport", "serve", theirs, patience)
         self.connection = Connection(ours.detach())
         self.to_send: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -132,10 +132,10 @@ class LocalSite:
         self.connection.close()
 
 
-class LocalCarrier:
+class LocalTransport:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = list(nodes)
-        self.sites: list[LocalSite] = []
+        self.agents: list[LocalAgent] = []
 
     def nodes(self) -> Sequence[Node]:
         return list(self._nodes)
@@ -146,37 +146,37 @@ class LocalCarrier:
     def part(self, node: str) -> None:
         self._nodes = [each for each in self._nodes if each.id != node]
 
-    def start_site(self, options: SiteOptions) -> LocalSite:
-        site = LocalSite(options)
-        self.sites.append(site)
-        return site
+    def start_agent(self, options: AgentOptions) -> LocalAgent:
+        agent = LocalAgent(options)
+        self.agents.append(agent)
+        return agent
 
-    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        site.exchange(number, content, reply)
+    def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
+        agent.exchange(number, content, reply)
 
-    def kill_site(self, site: Any) -> None:
-        site.kill()
-        self.sites.remove(site)
+    def kill_agent(self, agent: Any) -> None:
+        agent.kill()
+        self.agents.remove(agent)
 
     def close(self) -> None:
-        for site in list(self.sites):
-            self.kill_site(site)
+        for agent in list(self.agents):
+            self.kill_agent(agent)
 
 
 # --- in the site's process
 
 
 def serve(descriptor: int, milliseconds: int) -> None:
-    asyncio.run(serve_site(Connection(descriptor), milliseconds / 1000))
+    asyncio.run(serve_agent(Connection(descriptor), milliseconds / 1000))
 
 
-async def serve_site(connection: Connection, patience: float) -> None:
+async def serve_agent(connection: Connection, patience: float) -> None:
     """Until the caller's end is closed."""
-    site = Site(patience)
+    agent = NodeAgent(patience)
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(exchange: int, content: bytes) -> None:
-        connection.send((exchange, await site.exchange(exchange, content)))
+        connection.send((exchange, await agent.exchange(exchange, content)))
 
     def finished(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
@@ -188,4 +188,4 @@ async def serve_site(connection: Connection, patience: float) -> None:
             tasks.add(task)
             task.add_done_callback(finished)
     except (EOFError, OSError):  # the caller is gone
-        site.close()
+        agent.close()
