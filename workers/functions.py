@@ -1,9 +1,9 @@
 """The functions that a worker has been given: made of bytes and captures, until the caller forgets
 them; and what comes of them.
 
-    Define ──► FunctionTable: Code (a pickle, which operations share), Function (of one operation)
+    Define ──► FunctionTable: FunctionPickle (a pickle, which operations share), Function (of one operation)
     backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
-    a result ──► Strays: leaves that only this process has, to which its graph leads
+    a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
 Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients
@@ -74,16 +74,16 @@ from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
-from mpgrad.workers.memory import Loans, Station
+from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
 __all__ = [
     "CaptureSums",
-    "Code",
     "Copies",
     "Function",
+    "FunctionPickle",
     "FunctionSums",
     "FunctionTable",
-    "Strays",
+    "StrayLeaves",
     "copied_in",
     "noting_those_of_initializer",
 ]
@@ -91,7 +91,7 @@ __all__ = [
 GARBAGE_BYTES = 64 << 20
 
 
-class Loaded(NamedTuple):
+class LoadedFunction(NamedTuple):
     """A function that an operation had, and the next one with the same pickle may have."""
 
     target: Any
@@ -100,7 +100,7 @@ class Loaded(NamedTuple):
     sight: Sight  # likewise
 
 
-class Code:
+class FunctionPickle:
     """A pickled function, which operations have in common. Their captures differ."""
 
     __slots__ = ("_kept", "_under_way", "is_cut_short", "operations", "pickled")
@@ -109,8 +109,8 @@ class Code:
         self.pickled = pickled
         self.operations = 0  # that had it
         self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
-        self._kept: Loaded | None = None  # which no operation has now
-        self._under_way: list[Loaded] = []
+        self._kept: LoadedFunction | None = None  # which no operation has now
+        self._under_way: list[LoadedFunction] = []
 
     def load(
         self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
@@ -132,7 +132,7 @@ class Code:
         brings_more = modules.modules or modules.main or modules.placement
         sight = None if brings_more else Sight.of(target)
         if sight is not None and sight.settle():
-            self._under_way.append(Loaded(target, modules, dict(modules.script), sight))
+            self._under_way.append(LoadedFunction(target, modules, dict(modules.script), sight))
         return target, modules, streams
 
     def take_back(self, target: Any) -> None:
@@ -148,7 +148,7 @@ class Code:
 class Function(NamedTuple):
     """A function as it is during one operation."""
 
-    code: Code
+    code: FunctionPickle
     target: Callable[..., Any]
     captures: list[torch.Tensor]
     modules: Namespaces  # of the user's own, as it sees them
@@ -156,11 +156,11 @@ class Function(NamedTuple):
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
     # where the captures that need gradients lie in the caller, in a pool with devices
-    homes: Sequence[int] | None
+    caller_devices: Sequence[int] | None
     search: CaptureSearch
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
-    strays: Strays
+    strays: StrayLeaves
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """In which it and its backward are to run: with the caller's hooks, and among the caller's
@@ -184,17 +184,17 @@ class FunctionTable(dict[int, Function | Failure]):
     """By number. In the place of one that could not be loaded is the failure that each of its calls
     gets."""
 
-    def __init__(self, loans: Loans, station: Station) -> None:
-        self._loans = loans
-        self._station = station
-        self._codes: dict[int, Code] = {}
+    def __init__(self, memory: WorkerMemory, worker_device: WorkerDevice) -> None:
+        self._memory = memory
+        self._worker_device = worker_device
+        self._codes: dict[int, FunctionPickle] = {}
         self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
 
     def define(self, message: Define) -> None:
         """Loads the function at once; if that raises, each of its calls fails with it."""
         if message.pickled is not None:
-            self._codes[message.code] = Code(message.pickled)
+            self._codes[message.code] = FunctionPickle(message.pickled)
         if message.state is not None:
             self._states.put(
                 message.state.number,
@@ -206,13 +206,13 @@ class FunctionTable(dict[int, Function | Failure]):
             self[message.function] = failure(error, "loading the function")
 
     def _loaded(self, message: Define) -> Function:
-        refs = self._station.named(message.captures, message.gathers)
+        refs = self._worker_device.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
             with torch.inference_mode(
                 False
             ):  # of the caller's thread, where that is ours; they are used under others too
-                tensors = self._loans.captures(message.slot, refs)
+                tensors = self._memory.captures(message.slot, refs)
                 captures = [
                     as_captured(tensor, ref.flags)
                     for tensor, ref in zip(tensors, refs, strict=True)
@@ -232,13 +232,13 @@ class FunctionTable(dict[int, Function | Failure]):
             edges,
             versions=[tensor._version for tensor in captures],
             gathers=message.gathers,
-            homes=self._station.codes_in(message.captures),
+            caller_devices=self._worker_device.codes_in(message.captures),
             search=CaptureSearch(
                 {id(edges[number]): number for number in with_more_behind(message.captures)}
             ),
             sums=FunctionSums(),
             streams=streams,
-            strays=Strays(
+            strays=StrayLeaves(
                 (code.pickled, state),
                 copied_in(target, code.pickled, captures),
                 code.operations > 1,
@@ -358,7 +358,7 @@ WAYS_TO_MODULES = frozenset(
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
-class Strays:
+class StrayLeaves:
     """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that
     was."""
 
@@ -569,7 +569,7 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
         PLACES.setdefault(each, None)
 
 
-class Searches:
+class SearchBudget:
     """How long they take: a function that keeps a new leaf in each call does not pay for one each
     time. What was not searched for is not noted, so it is met again."""
 
@@ -590,7 +590,7 @@ class Searches:
 
 IN_VAIN = 8  # as many searches in a row need no rest
 REST = 20  # times as long as a search took
-SEARCHES = Searches()
+SEARCHES = SearchBudget()
 
 
 def look_through_modules() -> None:

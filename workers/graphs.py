@@ -61,7 +61,7 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.wire.messages import Release
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef
-from mpgrad.workers.memory import DeviceMap, MemoryWatch, give_back, memory_in_use
+from mpgrad.workers.memory import DeviceMap, MemoryMonitor, give_back, memory_in_use
 
 if TYPE_CHECKING:
     from mpgrad.workers.functions import Function
@@ -316,10 +316,10 @@ class GraphEdges(NamedTuple):
             return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
         return found
 
-    def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
+    def caller_devices(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
         """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller, in
         a pool with devices."""
-        return None if self.devices is None else self.devices.homes(wanted, captures)
+        return None if self.devices is None else self.devices.caller_devices(wanted, captures)
 
     def derived(
         self,
@@ -342,7 +342,7 @@ class GraphTable:
     kept, and nothing is measured.
     """
 
-    def __init__(self, limit: int | None, watch: MemoryWatch | None = None) -> None:
+    def __init__(self, limit: int | None, watch: MemoryMonitor | None = None) -> None:
         self.nbytes = 0  # of those kept, where there is a limit
         self._limit = limit
         self._watch = watch

@@ -4,7 +4,7 @@ of the parent), and its loop.
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable
-               Returned, NewSlab ... ─► Loans
+               Returned, NewSlab ... ─► WorkerMemory
                Follow ─► FOLLOWER
     timelines  Record ─► Recorded, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the
@@ -89,8 +89,8 @@ from mpgrad.wire.tensor_refs import Payload
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
 from mpgrad.workers.graphs import CHECKPOINTS, HOOKS, GraphTable
-from mpgrad.workers.memory import Loans, MemoryWatch, Station, station
-from mpgrad.workers.run import Runner, Tracker
+from mpgrad.workers.memory import MemoryMonitor, WorkerDevice, WorkerMemory, worker_device
+from mpgrad.workers.run import ProgressWriter, Runner
 
 __all__ = [
     "Worker",
@@ -114,16 +114,18 @@ LIVES: list[socket.socket] = []  # kept for as long as this process
 class Worker:
     """The loop: takes each message to the part whose matter it is, and sends what that answers."""
 
-    def __init__(self, number: int, link: Link, graphs: GraphTable, station: Station) -> None:
+    def __init__(
+        self, number: int, link: Link, graphs: GraphTable, worker_device: WorkerDevice
+    ) -> None:
         self._link = link
-        self._station = station
+        self._worker_device = worker_device
         self.before_answer: Callable[[], None] = lambda: None
-        self._loans = loans = Loans(number, link, station)
-        self._tracker = Tracker(loans.arena)
+        self._memory = memory = WorkerMemory(number, link, worker_device)
+        self._progress = ProgressWriter(memory.arena)
         self._warnings = TaskWarnings()
-        functions = FunctionTable(loans, station)
+        functions = FunctionTable(memory, worker_device)
         self._runner = runner = Runner(
-            functions, graphs, loans, self._tracker, self._warnings, station
+            functions, graphs, memory, self._progress, self._warnings, worker_device
         )
         self._records = False  # for a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
@@ -136,13 +138,13 @@ class Worker:
             Define: functions.define,
             Forget: functions.forget,
             Release: graphs.forget,
-            Returned: loans.take_back,
-            NewSlab: loans.attach,
-            SlabsGone: loans.detach,
-            SlabsMissing: loans.tell_again,
-            Lacking: loans.note_lacking,
-            Direct: station.go_direct,
-            Try: lambda message: self._send(loans.try_out(message)),
+            Returned: memory.take_back,
+            NewSlab: memory.attach,
+            SlabsGone: memory.detach,
+            SlabsMissing: memory.tell_again,
+            Lacking: memory.note_lacking,
+            Direct: worker_device.go_direct,
+            Try: lambda message: self._send(memory.try_out(message)),
             Record: self._record,
         }
 
@@ -153,12 +155,12 @@ class Worker:
 
     def announce(self, pid: int) -> None:
         if not self._link.shares_memory:  # for the site: it looks there for the caller
-            here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
-            self._link.send([here], (), [self._tracker.descriptor])
-        self._send(Ready(pid, self._tracker.address))
+            here = WhereaboutsHere(self._progress.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
+            self._link.send([here], (), [self._progress.descriptor])
+        self._send(Ready(pid, self._progress.address))
 
     def handle(self, frame: Frame) -> None:
-        self._station.arrive()
+        self._worker_device.arrive()
         for message in frame.messages:
             if type(message) in self._requests:
                 self._answer(message, frame.payload)
@@ -166,7 +168,7 @@ class Worker:
                 self._news[type(message)](message)
         # nobody knows when the next answer comes
         if type(frame.messages[-1]) not in self._requests and (
-            returns := self._loans.take_returns()
+            returns := self._memory.take_returns()
         ):
             self._link.send([Returned(returns)])
 
@@ -194,15 +196,15 @@ class Worker:
     ) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
-        self._loans.announce_slabs()
+        self._memory.announce_slabs()
         messages: list[Message] = []
-        if returns := self._loans.take_returns():
+        if returns := self._memory.take_returns():
             messages.append(Returned(returns))
         messages += recorded
         messages.append(answer)
-        if missing := self._loans.take_missing():
+        if missing := self._memory.take_missing():
             messages.append(SlabsMissing(missing))
-        if dropped := drained(self._loans.arena.dropped):
+        if dropped := drained(self._memory.arena.dropped):
             messages.append(SlabsGone(dropped))
         self._link.send(messages, parts)
 
@@ -254,17 +256,17 @@ def begin(
 ) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well.
     `setting`: the worker works in it."""
-    device, phase = Station(), "initializer"
+    device, phase = WorkerDevice(), "initializer"
     try:
         if setting is not None:
-            device = setting.enter_context(station(start.device, number))
+            device = setting.enter_context(worker_device(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
             with noting_those_of_initializer():
                 run_initializer(initializer, initargs)
         FOLLOWER.settle()
         phase = "start"
-        graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)
+        graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         worker = Worker(number, link, graphs, device)  # which takes shared memory
     except BaseException as error:
         link.send([StartFailed(failure(error, phase))])
@@ -392,7 +394,7 @@ def die_with_end(life: socket.socket) -> None:
 # --- as a child of multiprocessing
 
 
-class AskedTracker(resource_tracker.ResourceTracker):
+class CallerTracker(resource_tracker.ResourceTracker):
     """Has the descriptor of the caller's, once it is looked at; without an answer, multiprocessing
     starts another one."""
 
@@ -427,8 +429,8 @@ def share_tracker(where: socket.socket) -> None:
     """From now on this process asks there for its resource tracker."""
     where.set_inheritable(False)
     tracker = resource_tracker._resource_tracker
-    AskedTracker.asks = where
-    tracker.__class__ = AskedTracker
+    CallerTracker.asks = where
+    tracker.__class__ = CallerTracker
 
 
 def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:

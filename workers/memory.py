@@ -10,7 +10,7 @@ Guarantees: each address that came is returned once for each time that it came, 
 
 What a call's graph takes is the rise of the allocator's count over the call. Graphs that are kept
 are what a worker can do without: the calls are run again when their backwards come. So a
-`MemoryWatch` looks how near the limits of this process's control groups are, where Linux kills.
+`MemoryMonitor` looks how near the limits of this process's control groups are, where Linux kills.
 
 The device that a worker stands at has its set-up, its lane to the caller, and places for tensors:
 
@@ -20,7 +20,7 @@ Results are reported when the device is done with them, which costs a few micros
 return an error on the device is the error of the call that made it, times and timeouts are those of
 the work, and a worker that dies has said nothing that is not there.
 
-In a pool without devices a `Station` has no post, and graphs have no `DeviceMap`.
+In a pool without devices a `WorkerDevice` has no post, and graphs have no `DeviceMap`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,16 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from mpgrad.errors import contextmanager
-from mpgrad.memory.accelerator import INSTALLED, LOCAL, DeviceSlab, Handle, Lane, Post, device_code
-from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.memory.accelerator import (
+    INSTALLED,
+    LOCAL,
+    DeviceChannel,
+    DeviceSetup,
+    DeviceSlab,
+    Handle,
+    device_code,
+)
+from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
 from mpgrad.system import PORTABLE, limiting, memory_limit, memory_used, own_cgroups, resident_bytes
 from mpgrad.torch_state.modes import seed_item
 from mpgrad.wire.asides import Lacking
@@ -78,20 +86,30 @@ from mpgrad.wire.tensor_refs import (
     view,
 )
 
-__all__ = ["DeviceMap", "Loans", "MemoryWatch", "Station", "give_back", "memory_in_use", "station"]
+__all__ = [
+    "DeviceMap",
+    "MemoryMonitor",
+    "WorkerDevice",
+    "WorkerMemory",
+    "give_back",
+    "memory_in_use",
+    "worker_device",
+]
 
 
-class Loans:
+class WorkerMemory:
     """Slots of ours until they are returned, and what is due to the caller of its own."""
 
-    def __init__(self, number: int, link: Link, station: Station) -> None:
+    def __init__(self, number: int, link: Link, worker_device: WorkerDevice) -> None:
         self.arena = Arena(number)
-        self.packer = Packer(self.arena, devices=station.devices, most_bucketed=ANSWERED_BYTES)
+        self.packer = Packer(
+            self.arena, devices=worker_device.devices, most_bucketed=ANSWERED_BYTES
+        )
         self._link = link
-        self._station = station
+        self._worker_device = worker_device
         self._lent: dict[int, Slot] = {}
         # what is given back is told with the next answer
-        self._lenders = Lenders(lambda: None, copies_for_children=True)
+        self._foreign_slabs = ForeignSlabs(lambda: None, copies_for_children=True)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
 
     # --- what we borrow
@@ -112,7 +130,7 @@ class Loans:
         return found
 
     def borrow(self, ref: TensorRef) -> Any:
-        return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
+        return self._foreign_slabs.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
     def captures(
         self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]
@@ -121,7 +139,7 @@ class Loans:
         content = memoryview(b"")
         if slot is not None:
             try:
-                content = self._lenders.borrow(*slot, private=True)
+                content = self._foreign_slabs.borrow(*slot, private=True)
             except BaseException:
                 self._unread.extend((ref.place, 1) for ref in lent(refs))
                 raise
@@ -136,24 +154,27 @@ class Loans:
 
     def take_returns(self) -> list[tuple[int, int]]:
         """What we need no more since the last time: addresses, and how often each had come."""
-        return self._lenders.collect() + drained(self._unread)
+        return self._foreign_slabs.collect() + drained(self._unread)
 
     # --- what we lend
 
     def lend_all(
-        self, tensors: Sequence[torch.Tensor | None], homes: Sequence[int] | None, payload: Payload
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        caller_devices: Sequence[int] | None,
+        payload: Payload,
     ) -> Sequence[TensorRef | None]:
-        """Gradients; `homes`: where they are to be in the caller, in a pool with devices."""
+        """Gradients; `caller_devices`: where they are to be in the caller, in a pool with devices."""
         # all are placed before the first is lent: where memory ends half-way, nothing has been
         # given away
         flags = [
             REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
         ]
-        together = self.packer.together(tensors, flags) if homes is None else None
+        together = self.packer.together(tensors, flags) if caller_devices is None else None
         if together is not None:
             return self.lend(together, payload)
-        each_home = [None] * len(tensors) if homes is None else homes
-        triples = zip(tensors, flags, each_home, strict=True)
+        each_device = [None] * len(tensors) if caller_devices is None else caller_devices
+        triples = zip(tensors, flags, each_device, strict=True)
         place = self.packer.place
         return self.lend(
             [None if each is None else place(each, own, home) for each, own, home in triples],
@@ -198,31 +219,31 @@ class Loans:
     def announce_slabs(self) -> None:
         """Tell the caller of memory that is new; before what lies there."""
         self.arena.tidy()
-        if new := drained(self.arena.made) + self._station.take_new_slabs():
+        if new := drained(self.arena.made) + self._worker_device.take_new_slabs():
             self._link.introduce(new)
 
     def attach(self, message: NewSlab) -> None:
         if message.handle is not None:
-            self._station.attach(message, self._lenders)
+            self._worker_device.attach(message, self._foreign_slabs)
         else:
-            self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+            self._foreign_slabs.attach(message.number, self._link.take_descriptor(), message.nbytes)
 
     def take_missing(self) -> list[int]:
         """See `SlabsMissing`."""
-        return self._lenders.take_missing()
+        return self._foreign_slabs.take_missing()
 
     def tell_again(self, message: SlabsMissing) -> None:
         self.arena.tell_again(message.numbers)
 
     def detach(self, message: SlabsGone) -> None:
         for number in message.numbers:
-            self._lenders.detach(number)
+            self._foreign_slabs.detach(number)
 
     def note_lacking(self, message: Lacking) -> None:
-        self._lenders.lacking = message.pieces
+        self._foreign_slabs.lacking = message.pieces
 
     def try_out(self, message: Try) -> Tried:
-        return self._station.try_out(message, self._lenders.borrow, self._lend_slot)
+        return self._worker_device.try_out(message, self._foreign_slabs.borrow, self._lend_slot)
 
 
 # --- whether memory is about to end
@@ -238,7 +259,7 @@ FAR = 0.6  # up to here, that included
 SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
 
 
-class MemoryWatch:
+class MemoryMonitor:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
         """`folders`: of the control groups; None for this process's own. Those that limit nothing
         now are left out."""
@@ -350,7 +371,7 @@ class DeviceMap(NamedTuple):
         ]
         return [redirected(*each) for each in zip(refs, codes, strict=True)]
 
-    def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int]:
+    def caller_devices(self, wanted: Sequence[int], captures: bool) -> Sequence[int]:
         """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller."""
         return [self.inputs[k] for k in wanted] + [*(self.captures if captures else ())]
 
@@ -361,29 +382,33 @@ class DeviceMap(NamedTuple):
         )
 
 
-class Station:
+class WorkerDevice:
     """A worker's device and its lane to the caller. At the CPU (code 0) there is no lane, and in a
     pool without devices no post either: then hardly anything is to be done."""
 
-    def __init__(self, post: Post | None = None, lane: Lane | None = None) -> None:
-        self._post = post
-        self._lane = lane
-        self._code = 0 if post is None else post.code
-        self.kind = "" if post is None else post.accelerator.type  # for the packer, as `way_to`
+    def __init__(
+        self, setup: DeviceSetup | None = None, channel: DeviceChannel | None = None
+    ) -> None:
+        self._setup = setup
+        self._channel = channel
+        self._code = 0 if setup is None else setup.code
+        self.kind = "" if setup is None else setup.accelerator.type  # for the packer, as `way_to`
         self._is_direct = False  # results may travel as slots
-        self._lanes: dict[int, Lane] = {}  # to devices whose slabs have been opened here
+        self._channels: dict[
+            int, DeviceChannel
+        ] = {}  # to devices whose slabs have been opened here
         self._events: dict[int, list[Any]] = {}
 
     @property
-    def post(self) -> Post:
+    def setup(self) -> DeviceSetup:
         """What only a pool with devices asks for."""
-        assert self._post is not None
-        return self._post
+        assert self._setup is not None
+        return self._setup
 
     @property
     def devices(self) -> Devices | None:
         """For who packs tensors; None in a pool without devices."""
-        return None if self._post is None else self
+        return None if self._setup is None else self
 
     # --- who waits for whom
 
@@ -391,14 +416,14 @@ class Station:
         """From here on the device has, for this thread, all that the caller wrote and read before
         it sent the last frame."""
         for code, events in self._events.items():
-            stream = self.post.accelerator.current_stream(code - 1)
+            stream = self.setup.accelerator.current_stream(code - 1)
             for event in events:
                 stream.wait_event(event)
 
     def finish(self) -> None:
         """Wait until the device has done what it was given. Raises what went wrong there."""
-        if self._lane is not None:
-            self._lane.finish()
+        if self._channel is not None:
+            self._channel.finish()
 
     # --- slabs
 
@@ -408,47 +433,47 @@ class Station:
 
     def take_new_slabs(self) -> list[Any]:
         """Slabs on the device that the caller has not been told of."""
-        return [] if self._lane is None else drained(self._lane.arena.made)
+        return [] if self._channel is None else drained(self._channel.arena.made)
 
-    def attach(self, message: NewSlab, lenders: Lenders) -> None:
+    def attach(self, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:
         """A slab of the caller's on a device."""
-        lenders.attach_elsewhere(message.number, functools.partial(self._open, message))
+        foreign_slabs.attach_elsewhere(message.number, functools.partial(self._open, message))
 
     def _open(self, message: NewSlab) -> DeviceSlab:
         """A slab of the caller's, mapped; the first on its device brings the caller's events
         there."""
         assert message.handle is not None
         code = message.code
-        if code not in self._lanes:
-            own = self._lane if code == self._code else None
-            lane = own or Lane(
-                self.post.accelerator,
+        if code not in self._channels:
+            own = self._channel if code == self._code else None
+            channel = own or DeviceChannel(
+                self.setup.accelerator,
                 code - 1,
                 0,
                 0,
                 streamed=False,
-                in_process=self.post.in_process,
+                in_process=self.setup.in_process,
             )
-            self._events[code] = [self._event(handle, code) for handle in self.post.events[code]]
-            self._lanes[code] = lane
+            self._events[code] = [self._event(handle, code) for handle in self.setup.events[code]]
+            self._channels[code] = channel
             self.arrive()
-        return self._lanes[code].open(message.number, message.nbytes, message.handle)
+        return self._channels[code].open(message.number, message.nbytes, message.handle)
 
     def _event(self, handle: Handle, code: int) -> Any:
         if handle.pid == os.getpid():
             return LOCAL[handle.key]
-        return self.post.accelerator.open_event(handle.raw, code - 1)
+        return self.setup.accelerator.open_event(handle.raw, code - 1)
 
     def try_out(
         self, message: Try, borrow: Callable[[int, int], Any], lend: Callable[[Any], None]
     ) -> Tried:
         """Read the caller's slot, and write one for the caller to read."""
-        assert self._lane is not None
+        assert self._channel is not None
         try:
             found = borrow(message.address, message.nbytes).copied()
             if bytes(found.tolist()) != message.mark:
                 return Tried("a worker found other bytes than were written", None)
-            slot = self._lane.write(found)
+            slot = self._channel.write(found)
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
             self.finish()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -458,74 +483,76 @@ class Station:
 
     # --- which tensor belongs where
 
-    def way_to(self, code: int) -> Lane | None:
-        return self._lane if self._is_direct and code == self._code else None
+    def way_to(self, code: int) -> DeviceChannel | None:
+        return self._channel if self._is_direct and code == self._code else None
 
     def named(self, refs: Sequence[TensorRef], gathers: bool) -> Sequence[TensorRef]:
         """Where the caller's tensors are to be here: where they are there, if there are workers;
         else with us."""
-        if self._post is None:
+        if self._setup is None:
             return refs
         return [self._named(ref, gathers) for ref in refs]
 
     def _named(self, ref: TensorRef, gathers: bool) -> TensorRef:
         code = ref.flags // DEVICE
-        stays = code == self._code or (not gathers and (code == 0 or code in self.post.codes))
+        stays = code == self._code or (not gathers and (code == 0 or code in self.setup.codes))
         return ref if stays else redirected(ref, self._code)
 
-    def homes_of(self, tensors: Sequence[torch.Tensor], origin: int) -> Iterable[int | None]:
+    def caller_devices_of(
+        self, tensors: Sequence[torch.Tensor], origin: int
+    ) -> Iterable[int | None]:
         """Where our tensors are to be in the caller, for a call that came from `origin`."""
-        if self._post is None:
+        if self._setup is None:
             return itertools.repeat(None)
         return [origin if code == self._code else code for code in map(device_code, tensors)]
 
     def codes_of(self, tensors: Sequence[torch.Tensor]) -> Iterable[int]:
         """Where tensors lie here."""
-        return () if self._post is None else map(device_code, tensors)
+        return () if self._setup is None else map(device_code, tensors)
 
     def codes_in(self, refs: Sequence[TensorRef]) -> Sequence[int] | None:
         """Where those of the caller's tensors lie there that need gradients."""
-        return None if self._post is None else codes_in(refs)
+        return None if self._setup is None else codes_in(refs)
 
     def device_map(
         self, outputs: Sequence[int], inputs: Sequence[TensorRef], captures: Sequence[int] | None
     ) -> DeviceMap | None:
         """None in a pool without devices."""
-        return None if self._post is None else DeviceMap(outputs, codes_in(inputs), captures or ())
+        return None if self._setup is None else DeviceMap(outputs, codes_in(inputs), captures or ())
 
     def seed_item(self, seed: int, item: int) -> None:
         own = seed_item(seed, item)
         if self._code:
-            self.post.accelerator.seed(self._code - 1, own)
+            self.setup.accelerator.seed(self._code - 1, own)
 
 
 @contextmanager
-def station(pickled: bytes, number: int) -> Iterator[Station]:
+def worker_device(pickled: bytes, number: int) -> Iterator[WorkerDevice]:
     """The device of worker `number`, set up for the body."""
     if not pickled:
-        yield Station()
+        yield WorkerDevice()
         return
-    post: Post = pickle.loads(pickled)
-    accelerator = INSTALLED.accelerator = post.accelerator
-    if post.code == 0:
-        yield Station(post, None)
+    setup: DeviceSetup = pickle.loads(pickled)
+    accelerator = INSTALLED.accelerator = setup.accelerator
+    if setup.code == 0:
+        yield WorkerDevice(setup, None)
         return
-    index = post.code - 1
+    index = setup.code - 1
     accelerator.enter(index)
-    lane = Lane(
-        accelerator, index, number, 2 * post.code, streamed=False, in_process=post.in_process
+    channel = DeviceChannel(
+        accelerator, index, number, 2 * setup.code, streamed=False, in_process=setup.in_process
     )
     stream = (
-        accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext()
+        accelerator.on(accelerator.stream(index)) if setup.in_process else contextlib.nullcontext()
     )
     # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait
     # in it, for us, so in the caller's process ours would wait for them; in any, to run where we
     # are saves the way there and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
         try:
-            yield Station(post, lane)
+            yield WorkerDevice(setup, channel)
         finally:
-            lane.arena.close()
+            channel.arena.close()
 
 
 def codes_in(refs: Sequence[TensorRef]) -> list[int]:

@@ -100,9 +100,9 @@ from mpgrad.workers.graphs import (
     leaves_behind,
     still_there,
 )
-from mpgrad.workers.memory import Loans, Station
+from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
-__all__ = ["Runner", "Tracker"]
+__all__ = ["ProgressWriter", "Runner"]
 
 NOTHING = contextlib.nullcontext()
 NEEDS_GRAD = operator.attrgetter("requires_grad")
@@ -114,7 +114,7 @@ WHEN_RUN_AGAIN = (
 # --- where a worker is
 
 
-class Tracker:
+class ProgressWriter:
     """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
     def __init__(self, arena: Arena) -> None:
@@ -189,7 +189,7 @@ class CallRun:
         refs: Sequence[TensorRef],
         given: list[torch.Tensor],
         entrances: Sequence[Entrance],
-        station: Station,
+        worker_device: WorkerDevice,
         eager: Eager | None,
     ) -> None:
         """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
@@ -208,7 +208,7 @@ class CallRun:
         self._given = given
         self._entrances = entrances
         self._function = function
-        self._station = station
+        self._worker_device = worker_device
         self._outputs: list[Edge] = []  # those of losses whose backward was an eager one have gone
         self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self._has_graph = False
@@ -275,7 +275,7 @@ class CallRun:
     def enter(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """Gradients may come to these."""
         self._outputs += map(edge_of, outputs)
-        self._codes += self._station.codes_of(outputs)
+        self._codes += self._worker_device.codes_of(outputs)
         self._reentrant = self._reentrant or reentrant
 
     def take_eagerly(
@@ -345,7 +345,9 @@ class CallRun:
         """All items have run."""
         if self._has_graph:
             function = self._function
-            devices = self._station.device_map(self._codes, self._call.tensors, function.homes)
+            devices = self._worker_device.device_map(
+                self._codes, self._call.tensors, function.caller_devices
+            )
             self.graph = GraphEdges(function, self._outputs, self.inputs, self._reentrant, devices)
 
 
@@ -482,12 +484,12 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
 # --- chunks
 
 
-class Differentiated(NamedTuple):
+class BackwardResult(NamedTuple):
     """What came of one step of a backward."""
 
     gradients: Sequence[torch.Tensor | None] = ()
     # where these are to be in the caller, in a pool with devices
-    homes: Sequence[int] | None = None
+    caller_devices: Sequence[int] | None = None
     reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
 
 
@@ -499,17 +501,17 @@ class Runner:
         self,
         functions: FunctionTable,
         graphs: GraphTable,
-        loans: Loans,
-        tracker: Tracker,
+        memory: WorkerMemory,
+        progress: ProgressWriter,
         task_warnings: TaskWarnings,
-        station: Station,
+        worker_device: WorkerDevice,
     ) -> None:
         self._functions = functions
         self._graphs = graphs
-        self._loans = loans
-        self._tracker = tracker
+        self._memory = memory
+        self._progress = progress
         self._warnings = task_warnings
-        self._station = station
+        self._worker_device = worker_device
         self.spans: list[Span] | None = None  # of the chunk that is being answered, for a timeline
 
     # --- forward
@@ -526,8 +528,8 @@ class Runner:
             for position, call in enumerate(calls):
                 # noted before the look: the caller may have what was not, some time after it said
                 # that it is skipped
-                self._tracker.begin(chunk, position)
-                if self._tracker.is_skipped(chunk):
+                self._progress.begin(chunk, position)
+                if self._progress.is_skipped(chunk):
                     break
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
@@ -538,9 +540,9 @@ class Runner:
                 )
                 outcomes.append(outcome)
                 # raises where the device cannot go on after an error, which ends the worker
-                self._station.finish()
+                self._worker_device.finish()
                 if function is None:
-                    self._loans.give_back_unread(call)
+                    self._memory.give_back_unread(call)
                 if isinstance(outcome, Result):
                     own_seconds += stage.own_seconds
                     eager_seconds += stage.backward_seconds
@@ -548,7 +550,7 @@ class Runner:
                 failed_seconds += time.perf_counter() - begun
                 if message.stop_at_failure:
                     break
-        self._loans.give_back_unread(*calls[len(outcomes) :])
+        self._memory.give_back_unread(*calls[len(outcomes) :])
         seconds = time.perf_counter() - started - failed_seconds
         mutated = function is not None and function.has_written
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
@@ -583,7 +585,7 @@ class Runner:
             eager = None if function.code.is_cut_short else message.eager
             run = self._run(message, call, function, incoming, stage, eager)
             placed = self._place(run, call.origin, stage)
-            refs = self._loans.lend(placed, payload)
+            refs = self._memory.lend(placed, payload)
             graph = run.graph
             gradients = None
             if graph is not None and eager is not None and run.has_begun:
@@ -617,12 +619,16 @@ class Runner:
     ) -> CallRun:
         """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it
         came."""
-        station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
-        refs = station.named(call.tensors, function.gathers)
-        given, entrances = (
-            dress(self._loans.views(refs, payload), flags_in(refs)) if refs else ([], [])
+        worker_device, kind, begin_item = (
+            self._worker_device,
+            self._memory.packer.kind,
+            self._progress.begin_item,
         )
-        run = CallRun(call, function, refs, given, entrances, station, eager)
+        refs = worker_device.named(call.tensors, function.gathers)
+        given, entrances = (
+            dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
+        )
+        run = CallRun(call, function, refs, given, entrances, worker_device, eager)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
@@ -634,7 +640,7 @@ class Runner:
             copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             item = call.item + stage.offset
             if message.seed is not None:
-                station.seed_item(message.seed, item)
+                worker_device.seed_item(message.seed, item)
             if function.streams:
                 function.streams.begin(item)
             started = time.perf_counter()
@@ -666,7 +672,7 @@ class Runner:
 
     def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
         """Copies of the results' tensors, to be had where the call came from (`origin`)."""
-        packer = self._loans.packer
+        packer = self._memory.packer
         if len(run.shapes) > 1:
             with contextlib.suppress(
                 SharedMemoryError
@@ -675,7 +681,10 @@ class Runner:
                     return together
         # the last may be endless
         rows = zip(
-            run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False
+            run.tensors,
+            run.flags,
+            self._worker_device.caller_devices_of(run.tensors, origin),
+            strict=False,
         )
         placed: list[Placed] = []
         for stage.offset, (_, count) in enumerate(run.shapes):
@@ -688,11 +697,11 @@ class Runner:
         """Those of losses; None where not all could be had: the caller's backward is sent then."""
         gradients = None
         if run.is_differentiated:
-            homes = graph.homes(run.wanted, run.sums is None)
+            caller_devices = graph.caller_devices(run.wanted, run.sums is None)
             with contextlib.suppress(
                 Exception
             ):  # no room for them: there may be for the result, which matters more
-                gradients = self._loans.lend_all(run.gradients, homes, payload)
+                gradients = self._memory.lend_all(run.gradients, caller_devices, payload)
         if gradients is None:
             graph.function.code.is_cut_short = True
             if run.eager is not None and not run.eager.keeps:
@@ -709,14 +718,14 @@ class Runner:
         stage = Stage(self.spans)
         with under(message.modes):
             for position, call in enumerate(calls):
-                if self._tracker.is_skipped(chunk):
+                if self._progress.is_skipped(chunk):
                     break
                 stage.position = position
                 steps = deque([*call.before, call])
                 try:
-                    found: Differentiated | None = None
+                    found: BackwardResult | None = None
                     while steps:
-                        self._tracker.begin(chunk, position)
+                        self._progress.begin(chunk, position)
                         found = self._step(steps.popleft(), incoming, stage)
                         if found is None:
                             break
@@ -725,21 +734,21 @@ class Runner:
                     outcomes.append(
                         Missing()
                         if found is None
-                        else self._loans.lend_all(found.gradients, found.homes, payload)
+                        else self._memory.lend_all(found.gradients, found.caller_devices, payload)
                     )
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-                self._station.finish()
-                self._loans.give_back_unread(*steps)
+                self._worker_device.finish()
+                self._memory.give_back_unread(*steps)
                 self._graphs.trim()
         for call in calls[len(outcomes) :]:
-            self._loans.give_back_unread(*call.before, call)
+            self._memory.give_back_unread(*call.before, call)
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
 
     def _step(
         self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage
-    ) -> Differentiated | None:
+    ) -> BackwardResult | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is
         not here any more."""
         if isinstance(step, BackwardCall):
@@ -749,17 +758,17 @@ class Runner:
                 return self._differentiate(step.call, incoming, stage)
             return self._run_again(step, incoming, stage)
 
-    def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> Differentiated:
+    def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> BackwardResult:
         """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
         if (
             step.consumed and call in self._graphs
         ):  # the backward that was to be the last one has failed
-            self._loans.give_back_unread(step)
-            return Differentiated()
+            self._memory.give_back_unread(step)
+            return BackwardResult()
         function = self._functions[step.function]
         if isinstance(function, Failure):
-            self._loans.give_back_unread(step)
+            self._memory.give_back_unread(step)
             raise classes.loads(function.error)
         before = self._graphs.memory_in_use()
         with function.running():
@@ -771,18 +780,18 @@ class Runner:
         self._graphs.keep(call, run.graph, self._graphs.memory_in_use() - before)
         if step.consumed:
             self._graphs.note_emptied(call)
-        return Differentiated()
+        return BackwardResult()
 
     def _differentiate(
         self, call: BackwardCall, incoming: memoryview, stage: Stage
-    ) -> Differentiated | None:
+    ) -> BackwardResult | None:
         """The gradients that are wanted; None where the graph is not there any more."""
         graph = self._graphs.find(call.call)
         if graph is None:
-            self._loans.give_back_unread(call)
+            self._memory.give_back_unread(call)
             return None
         if len(graph.outputs) != len(call.parts):
-            self._loans.give_back_unread(call)
+            self._memory.give_back_unread(call)
             found, expected = len(graph.outputs), len(call.parts)
             raise RuntimeError(
                 f"{found} outputs of the function needed gradients, not {expected} as before, "
@@ -793,7 +802,7 @@ class Runner:
         refs = (
             call.grads if graph.devices is None else graph.devices.arriving(call.grads, call.parts)
         )
-        given = self._loans.views(refs, incoming)
+        given = self._memory.views(refs, incoming)
         entrances: Sequence[Entrance] = ()
         if create:
             given, entrances = dress(given, flags_in(refs))
@@ -821,8 +830,8 @@ class Runner:
             self._graphs.release(call.call)
         elif not call.keep:
             self._graphs.note_emptied(call.call)
-        return Differentiated(
-            gradients, graph.homes(call.wanted, call.captures and call.apart), reached
+        return BackwardResult(
+            gradients, graph.caller_devices(call.wanted, call.captures and call.apart), reached
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
@@ -837,12 +846,14 @@ class Runner:
             return Collected(message.chunk, [], 0), payload
         try:
             return Collected(
-                message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls
+                message.chunk,
+                self._memory.lend_all(sums.sums, function.caller_devices, payload),
+                sums.calls,
             ), payload
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"), 0), payload
         finally:
-            self._station.finish()
+            self._worker_device.finish()
 
 
 def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:

@@ -36,7 +36,7 @@ from mpgrad.autograd.remote_graph import (
 from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, WorkerDiedError
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import Level, within
@@ -78,7 +78,7 @@ class ReceivedGradients(NamedTuple):
 
     refs: Sequence[TensorRef | None]
     payload: memoryview
-    memories: dict[int, Borrowed | Slot]  # by address
+    memories: dict[int, BorrowedMemory | Slot]  # by address
     worker: object  # that gave them
 
     def tensors(self) -> list[torch.Tensor | None]:

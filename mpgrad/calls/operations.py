@@ -36,7 +36,7 @@ from mpgrad.autograd.remote_graph import BundleItems, RemoteGraph, modified_in_p
 from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import ancestor_failed, contextmanager
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.pickling.state import ItemStreams
@@ -604,7 +604,9 @@ class DeliveredResult(NamedTuple):
 
     result: Result
     payload: memoryview
-    memories: dict[int, Borrowed | Slot]  # by address; slots of ours for what came from devices
+    memories: dict[
+        int, BorrowedMemory | Slot
+    ]  # by address; slots of ours for what came from devices
     graph: RemoteGraph | None
     call: PackedCall
     worker: object  # that gave it

@@ -23,7 +23,7 @@ import torch
 from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.errors import CallNames
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
-from mpgrad.memory.arena import Borrowed
+from mpgrad.memory.arena import BorrowedMemory
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.exceptions import item_not_carried, not_carried
 from mpgrad.pickling.state import ItemStreams, State
@@ -313,7 +313,7 @@ def pack_call(
         lent = [
             tensor
             for tensor, each in zip(tensors, placed, strict=True)
-            if isinstance(each.holder, Borrowed)
+            if isinstance(each.holder, BorrowedMemory)
         ]
         if lent:
             call.inputs_lent = [
@@ -357,7 +357,7 @@ def pack_bundle(
     if placed is None:
         with without_subclasses():
             placed = packer.together(together, flags) or list(map(packer.place, together, flags))
-    if isinstance(placed, list) and any(isinstance(each.holder, Borrowed) for each in placed):
+    if isinstance(placed, list) and any(isinstance(each.holder, BorrowedMemory) for each in placed):
         return None  # one that is written to must not concern others
     call = PackedCall(index, None, placed)
     call.bundle, call.items = bundle, len(bundle)

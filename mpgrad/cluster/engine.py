@@ -38,7 +38,7 @@ from mpgrad.cluster.agent import Hello, Record, RecordReceiver, hello, packed
 from mpgrad.cluster.transport import AgentOptions, Node, Transport
 from mpgrad.engines.launch import Exit
 from mpgrad.memory import slab_of
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.exceptions import carried
 from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame, Mirror, address_of, unframed
@@ -528,14 +528,14 @@ class AgentHandle:
         for number in slabs:
             self._slabs[number].workers.add(worker)
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         address, lent = address_of(holder), self.mirror(holder.slab).lent
         # who has what is not ours may have written there
-        if not lent[address] or isinstance(holder, Borrowed):
+        if not lent[address] or isinstance(holder, BorrowedMemory):
             self.tell("write", address, PickleBuffer(holder.memory))
         lent[address] += 1
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         address = address_of(holder)
         lent = self._slabs[slab_of(address)].lent
         lent[address] -= times
@@ -657,10 +657,10 @@ class AgentLink:
             # alone in its frame, which may have to wait at the site
             self.send([NewSlab(slab.number, slab.nbytes)])
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         self.agent.carry(holder)
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         self.agent.drop(holder, times)
 
     def receive(self) -> Frame | None:

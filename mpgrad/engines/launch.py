@@ -173,7 +173,9 @@ class ForkServerProcess:
         """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = program("mpgrad.workers.nursery", "main", theirs, variables=variables)
+            self._process = program(
+                "mpgrad.workers.fork_server", "main", theirs, variables=variables
+            )
         self.begun_as = begun_as
         self.users = 0  # launchers that start workers here, and workers
         self._control = ours

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpgrad.engines.launch import Exit, Launcher, exit_gap, launched
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.system import Kept, resident_bytes
 from mpgrad.torch_state.modes import default_settings, kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
@@ -233,10 +233,10 @@ class Loopback(LocalLink):
         for messages, descriptors in in_frames(slabs):
             self.send(messages, (), descriptors)
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         """Both ends look at the same memory."""
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         """Both ends look at the same memory."""
 
     def receive(self) -> Frame | None:

@@ -43,10 +43,10 @@ __all__ = [
     "INSTALLED",
     "LOCAL",
     "Cuda",
+    "DeviceChannel",
+    "DeviceSetup",
     "DeviceSlab",
     "Handle",
-    "Lane",
-    "Post",
     "Region",
     "device_code",
     "device_of",
@@ -232,11 +232,11 @@ def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Ten
     )
 
 
-class Installed:
+class InstalledAccelerator:
     accelerator = Cuda()  # one kind a process; another in tests
 
 
-INSTALLED = Installed()
+INSTALLED = InstalledAccelerator()
 
 
 # --- what crosses
@@ -261,7 +261,7 @@ def handle_of(thing: Any, raw: bytes) -> Handle:
     return Handle(os.getpid(), key, raw)
 
 
-class Post(NamedTuple):
+class DeviceSetup(NamedTuple):
     """What a worker of a pool with devices has to know at its start."""
 
     accelerator: Cuda
@@ -281,7 +281,7 @@ class Region:
 
     def copied(self) -> torch.Tensor:
         """Bytes of our own, for the current stream."""
-        return self.slab.lane.fetch(self)
+        return self.slab.channel.fetch(self)
 
 
 class DeviceSlab:
@@ -290,10 +290,10 @@ class DeviceSlab:
     elsewhere = True
     can_grow = True
 
-    def __init__(self, number: int, lane: Lane, memory: torch.Tensor) -> None:
+    def __init__(self, number: int, channel: DeviceChannel, memory: torch.Tensor) -> None:
         self.number = number
         self.nbytes = memory.numel()
-        self.lane = lane  # that reads it, and that writes it where it is our own
+        self.channel = channel  # that reads it, and that writes it where it is our own
         self.bytes = memory
 
     @property
@@ -306,7 +306,7 @@ class DeviceSlab:
     @functools.cached_property
     def handle(self) -> Handle:
         return handle_of(
-            self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes)
+            self, b"" if self.channel.in_process else self.channel.accelerator.export(self.bytes)
         )
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
@@ -314,10 +314,10 @@ class DeviceSlab:
 
     def finish(self) -> None:
         """Wait for what reads here."""
-        self.lane.finish()
+        self.channel.finish()
 
 
-class Lane:
+class DeviceChannel:
     """A way between this process and one of its devices: an arena there, and the stream on which
     its slots are copied.
 

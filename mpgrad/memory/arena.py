@@ -45,7 +45,7 @@ from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_fr
 if TYPE_CHECKING:
     from mpgrad.memory.accelerator import DeviceSlab
 
-__all__ = ["WITHHELD", "Arena", "Borrowed", "Lenders", "Slab", "Slot"]
+__all__ = ["WITHHELD", "Arena", "BorrowedMemory", "ForeignSlabs", "Slab", "Slot"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -148,7 +148,7 @@ class Slot:
             self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
 
 
-class Borrowed(NamedTuple):
+class BorrowedMemory(NamedTuple):
     """Memory of another process as a holder: what has to live while a third process reads there."""
 
     memory: memoryview
@@ -312,7 +312,7 @@ class Arena:
         return slab
 
 
-class Lenders:
+class ForeignSlabs:
     """The slabs of other processes, and what this process has borrowed of them.
 
     What is given back is told with how often its address was received: the owner counts how often
@@ -471,7 +471,7 @@ class Lenders:
             if start < address + nbytes and address < start + size:
                 raise SharedMemoryError(why)
 
-    def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
+    def find(self, core: torch.Tensor) -> tuple[int, BorrowedMemory] | None:
         """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here.
 
         A call whose graph is made again reads it once more, so writes to it have to be counted
@@ -483,7 +483,9 @@ class Lenders:
         memory = view() if view is not None else None
         if slab is None or memory is None:
             return None
-        return address + int(core.storage_offset()) * core.element_size(), Borrowed(memory, slab)
+        return address + int(core.storage_offset()) * core.element_size(), BorrowedMemory(
+            memory, slab
+        )
 
     def _died(self, key: tuple[int, int], pointer: int, view: weakref.ref[memoryview]) -> None:
         private = forget(view)
@@ -604,7 +606,7 @@ ADD_SEALS, SEAL_WRITE = 1033, 0x08  # F_ADD_SEALS, F_SEAL_WRITE
 # Borrowed memory that something looks at, where it is mapped, its size, of which slab it is (None
 # where it is mapped privately from the beginning) and who gives it back. A plain tuple, since each
 # result has one: others take 0.1 us more.
-View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders]
+View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, ForeignSlabs]
 
 # all views of this process, by the id of the weak reference
 SHARED: dict[int, View] = {}
@@ -710,7 +712,7 @@ class Token:
             os.close(self._descriptor)
 
 
-def let_go(closed: Lenders | None = None) -> None:
+def let_go(closed: ForeignSlabs | None = None) -> None:
     """Of what was kept for children that have ended; `closed` gives nothing back any more, and so
     need not keep anything."""
     for fork in list(WITHHELD):
@@ -743,15 +745,15 @@ class Fork:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.copies = False  # the child copies something, and we wait for it
-        self.kept: dict[Lenders, list[memoryview]] = {}
+        self.kept: dict[ForeignSlabs, list[memoryview]] = {}
         self.token: Token | None = None
         self._pipe: tuple[int, int] | None = None
 
     def keep(self, view: View) -> memoryview | None:
         """It is not given back yet; None where nothing looks at it any more."""
-        memory, lenders = view[0](), view[4]
-        if memory is not None and not lenders.closed:
-            self.kept.setdefault(lenders, []).append(memory)
+        memory, foreign_slabs = view[0](), view[4]
+        if memory is not None and not foreign_slabs.closed:
+            self.kept.setdefault(foreign_slabs, []).append(memory)
         return memory
 
     def prepare(self) -> None:
@@ -778,12 +780,12 @@ class Fork:
             if self.copies:
                 os.read(reader, 1)
             os.close(reader)
-        for lenders in [each for each in list(self.kept) if each.copies_for_children]:
-            del self.kept[lenders]
+        for foreign_slabs in [each for each in list(self.kept) if each.copies_for_children]:
+            del self.kept[foreign_slabs]
         if self.kept:
             WITHHELD.append(self)
-        for lenders in list(self.kept):
-            lenders.notify()  # who waits looks from now on whether the child has ended
+        for foreign_slabs in list(self.kept):
+            foreign_slabs.notify()  # who waits looks from now on whether the child has ended
 
     def in_child(self) -> None:
         try:
@@ -800,16 +802,16 @@ class Fork:
                 if self.copies:
                     os.write(writer, b"\0")
                 os.close(writer)
-            for lenders in {view[4] for view in [*PRIVATE.values(), *SHARED.values()]}:
-                lenders.close()  # it is the parent who gives back
+            for foreign_slabs in {view[4] for view in [*PRIVATE.values(), *SHARED.values()]}:
+                foreign_slabs.close()  # it is the parent who gives back
 
 
 def make_private(key: int, view: View) -> bool:
     """Whether that is possible. Assumes: `MAPPING` is held."""
-    memory, start, _, slab, lenders = view
-    if slab is None or lenders.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
+    memory, start, _, slab, foreign_slabs = view
+    if slab is None or foreign_slabs.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
         return False
-    lenders.hide(memory, start)
+    foreign_slabs.hide(memory, start)
     PRIVATE[key] = view
     del SHARED[key]
     return True

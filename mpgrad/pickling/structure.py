@@ -622,21 +622,21 @@ def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:
     return len(pickled) > most or names_library(pickled, loaded())
 
 
-Loaded = tuple[int, str, frozenset[str]]
+LoadedFunction = tuple[int, str, frozenset[str]]
 
 
-def loaded() -> Loaded:
+def loaded() -> LoadedFunction:
     """Another one when something has been imported, or packages that travel by value are others."""
     return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
 
 
 @functools.lru_cache(maxsize=64)  # a function is mapped again and again
-def names_library(pickled: bytes, modules: Loaded) -> bool:
+def names_library(pickled: bytes, modules: LoadedFunction) -> bool:
     return not libraries(modules).isdisjoint(NAMES.findall(pickled))
 
 
 @functools.lru_cache(maxsize=1)
-def libraries(modules: Loaded) -> frozenset[bytes]:
+def libraries(modules: LoadedFunction) -> frozenset[bytes]:
     """Of those `loaded`."""
     roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
     return frozenset(root.encode() for root in roots if not is_own(root))

@@ -22,8 +22,8 @@ import torch
 
 from mpgrad.callbacks import report
 from mpgrad.memory import owner_of
-from mpgrad.memory.accelerator import INSTALLED, Lane, Post, Region, name_of
-from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.memory.accelerator import INSTALLED, DeviceChannel, DeviceSetup, Region, name_of
+from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
 from mpgrad.wire.tensor_refs import Packer
@@ -42,27 +42,27 @@ class CallerMemory:
         """`nudge`: something borrowed has died, which its owner may be told with the next message.
         Called from finalizers."""
         self.arena = Arena(0)
-        self.lenders = Lenders(nudge)
+        self.foreign_slabs = ForeignSlabs(nudge)
         self.device_transfer = (
             DeviceTransfer(settings.devices, settings.in_process)
             if settings.devices is not None
             else None
         )
         self.packer = Packer(
-            self.arena, self.lenders.find, settings.recoverable, self.device_transfer
+            self.arena, self.foreign_slabs.find, settings.recoverable, self.device_transfer
         )
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.device_transfer)
 
     @property
     def bytes_in_use(self) -> int:
-        return self.arena.bytes_in_use + self.lenders.bytes_in_use
+        return self.arena.bytes_in_use + self.foreign_slabs.bytes_in_use
 
     @property
     def bytes_copied(self) -> int:
         return self.packer.bytes_copied + self.copying_packer.bytes_copied
 
     def slabs_of(self, worker: int) -> list[int]:
-        return [number for number in self.lenders.numbers if owner_of(number) == worker]
+        return [number for number in self.foreign_slabs.numbers if owner_of(number) == worker]
 
     def tidy(self) -> None:
         self.arena.tidy()
@@ -71,7 +71,7 @@ class CallerMemory:
 
     def close(self) -> None:
         self.arena.close()
-        self.lenders.close()
+        self.foreign_slabs.close()
         if self.device_transfer is not None:
             self.device_transfer.close()
 
@@ -91,11 +91,11 @@ class DeviceTransfer:
         self.kind = self._accelerator.type
         self._codes = frozenset(codes)
         self._in_process = in_process
-        self._departures: dict[int, Lane] = {}
-        self._arrivals: dict[int, Lane] = {}
+        self._departures: dict[int, DeviceChannel] = {}
+        self._arrivals: dict[int, DeviceChannel] = {}
         for code in sorted(self._codes - {0}):
-            for kind, lanes in enumerate((self._departures, self._arrivals)):
-                lanes[code] = Lane(
+            for kind, channels in enumerate((self._departures, self._arrivals)):
+                channels[code] = DeviceChannel(
                     self._accelerator,
                     code - 1,
                     0,
@@ -108,32 +108,38 @@ class DeviceTransfer:
 
     @property
     def _arenas(self) -> list[Arena]:
-        return [lane.arena for lane in (*self._departures.values(), *self._arrivals.values())]
+        return [channel.arena for channel in (*self._departures.values(), *self._arrivals.values())]
 
-    def way_to(self, code: int) -> Lane | None:
+    def way_to(self, code: int) -> DeviceChannel | None:
         """A tensor of a device that no worker has goes to one that some worker has, and back to its
         own on the way back."""
         if not self._is_direct:
             return None
         return self._departures.get(code) or next(iter(self._departures.values()))
 
-    def post(self, code: int) -> bytes:
+    def setup(self, code: int) -> bytes:
         """What a new worker has to know."""
-        lanes = {code: [self._departures[code], self._arrivals[code]] for code in self._departures}
-        events = {code: [lane.event_handle() for lane in both] for code, both in lanes.items()}
-        return pickle.dumps(Post(self._accelerator, code, self._codes, events, self._in_process))
+        channels = {
+            code: [self._departures[code], self._arrivals[code]] for code in self._departures
+        }
+        events = {
+            code: [channel.event_handle() for channel in both] for code, both in channels.items()
+        }
+        return pickle.dumps(
+            DeviceSetup(self._accelerator, code, self._codes, events, self._in_process)
+        )
 
     # --- the trial
 
     def offer(self, code: int) -> tuple[Slot, Try] | None:
         """A slot for a new worker to read; None where there cannot be one."""
-        lane = self._arrivals[code]  # where nothing has to be waited for
+        channel = self._arrivals[code]  # where nothing has to be waited for
         mark = secrets.token_bytes(MARK_BYTES)
         try:
-            slot = lane.write_bytes(
+            slot = channel.write_bytes(
                 torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True
             )
-            lane.finish()
+            channel.finish()
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
         except (OSError, RuntimeError, MemoryError) as error:
             self._refuse(code, str(error))
@@ -141,14 +147,18 @@ class DeviceTransfer:
         return slot, Try(slot.address, MARK_BYTES, mark)
 
     def tried(
-        self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]
+        self,
+        worker: WorkerHandle,
+        message: Tried,
+        foreign_slabs: ForeignSlabs,
+        others: Sequence[WorkerHandle],
     ) -> list[Message]:
         """What `worker` says of our slot; if it could read that, try its own. Returns what there is
         to tell it."""
         refusal, back = message.refusal, message.back
         if back is not None:
             try:
-                found = lenders.borrow(back.address, back.nbytes).copied()
+                found = foreign_slabs.borrow(back.address, back.nbytes).copied()
                 refusal = (
                     ""
                     if bytes(found.tolist()) == back.mark
@@ -178,7 +188,7 @@ class DeviceTransfer:
 
     # --- memory of workers
 
-    def attach(self, worker: WorkerHandle, message: NewSlab, lenders: Lenders) -> None:
+    def attach(self, worker: WorkerHandle, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:
         """A slab that `worker` has made.
 
         Raises:
@@ -186,13 +196,13 @@ class DeviceTransfer:
                 to lie there is lost.
         """
         assert message.handle is not None
-        lane = self._arrivals[message.code]
-        lenders.attach_elsewhere(
+        channel = self._arrivals[message.code]
+        foreign_slabs.attach_elsewhere(
             message.number,
-            functools.partial(lane.open, message.number, message.nbytes, message.handle),
+            functools.partial(channel.open, message.number, message.nbytes, message.handle),
         )
         if worker.direct:  # else it is only being tried
-            lenders.slab(message.number)
+            foreign_slabs.slab(message.number)
 
     def tidy(self) -> None:
         for arena in self._arenas:
@@ -210,4 +220,4 @@ def kept(region: Region) -> Slot:
 
     It is complete, so nothing need be waited for.
     """
-    return region.slab.lane.write_bytes(region.bytes, at_once=True)
+    return region.slab.channel.write_bytes(region.bytes, at_once=True)

@@ -40,7 +40,7 @@ from mpgrad.calls.backwards import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.memory import slab_of
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.state import Recent, State
 from mpgrad.torch_state.private import Level
 from mpgrad.wire.frames import Link
@@ -470,7 +470,7 @@ class LentSlots:
     def __init__(self, link: Link) -> None:
         self._link = link
         # address -> what has to live, how often it was sent
-        self._lent: dict[int, tuple[Slot | Borrowed, int]] = {}
+        self._lent: dict[int, tuple[Slot | BorrowedMemory, int]] = {}
         self._slabs: set[int] = set()  # of which the worker knows, or will with the next message
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
@@ -478,7 +478,7 @@ class LentSlots:
     def __len__(self) -> int:
         return len(self._lent)
 
-    def lend(self, address: int, holder: Slot | Borrowed) -> None:
+    def lend(self, address: int, holder: Slot | BorrowedMemory) -> None:
         """Keep `holder` until the worker has given the address back as often as it was sent."""
         _, times = self._lent.get(address, (None, 0))
         self._lent[address] = holder, times + 1

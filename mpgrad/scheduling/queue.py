@@ -381,11 +381,11 @@ class Deliveries:
             worker.link.kill()
 
     def collect_returns(self) -> None:
-        for address, times in self._memory.lenders.collect():
+        for address, times in self._memory.foreign_slabs.collect():
             worker = self.workers.get(owner_of(slab_of(address)))
             if worker is not None:
                 worker.returns.append((address, times))
-        for number in self._memory.lenders.take_missing():
+        for number in self._memory.foreign_slabs.take_missing():
             if (worker := self.workers.get(owner_of(number))) is not None:
                 worker.missing_slabs.append(number)
 
@@ -405,7 +405,7 @@ class Deliveries:
     def unmap(self, numbers: Sequence[int]) -> None:
         """Slabs that their owner dropped, or that died with it."""
         for number in numbers:
-            self._memory.lenders.detach(number)
+            self._memory.foreign_slabs.detach(number)
             for worker in self.workers.values():
                 worker.lent_slots.unmap(number)
 

@@ -22,7 +22,7 @@ from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Ou
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
-from mpgrad.memory.arena import Borrowed, Lenders, Slot
+from mpgrad.memory.arena import BorrowedMemory, ForeignSlabs, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
@@ -89,7 +89,7 @@ class Receiver:
         # nothing but what a frame holds is looked at: what fails, fails because of that
         self._reading = False
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
-        self._answers = Answers(memory.lenders, settings.recoverable)
+        self._answers = Answers(memory.foreign_slabs, settings.recoverable)
 
     @property
     def graphs_dropped(self) -> int:
@@ -159,9 +159,9 @@ class Receiver:
                 case NewSlab() if (
                     message.handle is not None and self._memory.device_transfer is not None
                 ):
-                    self._memory.device_transfer.attach(worker, message, self._memory.lenders)
+                    self._memory.device_transfer.attach(worker, message, self._memory.foreign_slabs)
                 case NewSlab():
-                    self._memory.lenders.attach(
+                    self._memory.foreign_slabs.attach(
                         message.number, worker.link.take_descriptor(), message.nbytes
                     )
                 case SlabsGone():
@@ -186,7 +186,7 @@ class Receiver:
                         each for each in self._deliveries.workers.values() if not each.retiring
                     ]
                     if told := self._memory.device_transfer.tried(
-                        worker, message, self._memory.lenders, others
+                        worker, message, self._memory.foreign_slabs, others
                     ):
                         self._deliveries.transmit(worker, told)
                 case StartFailed() if not worker.ready:
@@ -202,7 +202,7 @@ class Receiver:
             with contextlib.suppress(
                 SharedMemoryError
             ):  # then nothing is known of how far it has come
-                memory = self._memory.lenders.slab(slab_of(message.whereabouts)).memory
+                memory = self._memory.foreign_slabs.slab(slab_of(message.whereabouts)).memory
                 offset = message.whereabouts & OFFSET_MASK
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast(
                     "q"
@@ -272,8 +272,8 @@ class Answers:
     """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no
     exception."""
 
-    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
-        self._lenders = lenders
+    def __init__(self, foreign_slabs: ForeignSlabs, recoverable: bool) -> None:
+        self._foreign_slabs = foreign_slabs
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
         self.graphs_dropped = 0
 
@@ -435,21 +435,21 @@ class Answers:
             # its frames would keep what waits for it
             settled.settle(error_maker(error.with_traceback(None)))
 
-    def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
+    def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, BorrowedMemory | Slot]:
         """By address.
 
         Raises:
             SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
         """
-        found: dict[int, Borrowed | Slot] = {}
+        found: dict[int, BorrowedMemory | Slot] = {}
         refused: SharedMemoryError | None = None
         for ref, alone in [
             (ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)
         ]:
             try:
-                memory = self._lenders.borrow(ref.place, ref.nbytes, findable=alone)
-                slab = self._lenders.slab(slab_of(ref.place))
-                found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
+                memory = self._foreign_slabs.borrow(ref.place, ref.nbytes, findable=alone)
+                slab = self._foreign_slabs.slab(slab_of(ref.place))
+                found[ref.place] = kept(memory) if slab.elsewhere else BorrowedMemory(memory, slab)
             except SharedMemoryError as error:
                 refused = error
         if refused is not None:

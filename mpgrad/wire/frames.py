@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, slab_of
-from mpgrad.memory.arena import Borrowed, Slab, Slot
+from mpgrad.memory.arena import BorrowedMemory, Slab, Slot
 from mpgrad.wire.messages import Carried, Message, NewSlab, SlabsGone
 from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, UnreadableFrame, framed
 
@@ -85,11 +85,11 @@ class Channel(Pipe):
         for messages, descriptors in in_frames(slabs):
             self.send(messages, (), descriptors if self.shares_memory else ())
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         if self._mirror is not None:
             self._mirror.carry(holder)
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         if self._mirror is not None:
             self._mirror.drop(holder, times)
 
@@ -134,7 +134,7 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
     if elsewhere:
         yield (
             [
-                NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1)
+                NewSlab(each.number, each.nbytes, each.handle, each.channel.index + 1)
                 for each in elsewhere
             ],
             [],
@@ -166,14 +166,14 @@ class Mirror:
         self._to_carry: dict[int, memoryview] = {}  # by address
         self._known: set[int] = set()  # slabs that the other side has heard of
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         address = address_of(holder)
         times = self._lent.get(address, 0)
-        if not times or isinstance(holder, Borrowed):
+        if not times or isinstance(holder, BorrowedMemory):
             self._to_carry[address] = holder.memory
         self._lent[address] = times + 1
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         address = address_of(holder)
         left = self._lent.pop(address) - times
         if left > 0:
@@ -236,7 +236,7 @@ class Mirror:
         return messages[1:], payload, descriptors
 
 
-def address_of(holder: Slot | Borrowed) -> int:
+def address_of(holder: Slot | BorrowedMemory) -> int:
     if isinstance(holder, Slot):
         return holder.address
     start = ctypes.addressof(ctypes.c_char.from_buffer(holder.memory))
@@ -271,11 +271,11 @@ class Link(Protocol):
         """Slabs that messages are going to name."""
         ...
 
-    def carry(self, holder: Slot | Borrowed) -> None:
+    def carry(self, holder: Slot | BorrowedMemory) -> None:
         """The next frame names this memory, which is not shared."""
         ...
 
-    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+    def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
         """It has been given back so many times."""
         ...
 

@@ -218,7 +218,7 @@ class Start(NamedTuple):
     environment: Environment
     # what multiprocessing tells its children; not on another machine
     preparation: dict[str, Any] | None
-    device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
+    device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 
 

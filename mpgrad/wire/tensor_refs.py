@@ -38,8 +38,8 @@ from typing import Any, Final, NamedTuple, Protocol, overload
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpgrad.memory.accelerator import Lane, Region, bytes_of, device_code, device_of
-from mpgrad.memory.arena import Arena, Borrowed, Slot
+from mpgrad.memory.accelerator import DeviceChannel, Region, bytes_of, device_code, device_of
+from mpgrad.memory.arena import Arena, BorrowedMemory, Slot
 from mpgrad.torch_state.private import (
     flattened,
     has_plain_memory,
@@ -774,11 +774,11 @@ class Placed(NamedTuple):
     nbytes: int
     flags: int
     body: bytes | None
-    holder: Slot | Borrowed | None
+    holder: Slot | BorrowedMemory | None
 
 
 def placed_again(
-    ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+    ref: TensorRef, payload: memoryview, memories: Mapping[int, BorrowedMemory | Slot]
 ) -> Placed:
     """What one process has sent us, ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
@@ -806,7 +806,7 @@ class Devices(Protocol):
 
     kind: str
 
-    def way_to(self, code: int) -> Lane | None:
+    def way_to(self, code: int) -> DeviceChannel | None:
         """For a tensor that lies there: the lane by which it travels; None where it goes through
         the CPU's memory."""
         ...
@@ -822,7 +822,7 @@ class Packer:
     def __init__(
         self,
         arena: Arena,
-        known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
+        known: Callable[[torch.Tensor], tuple[int, BorrowedMemory] | None] | None = None,
         lasting: bool = False,
         devices: Devices | None = None,
         most_bucketed: int = BUCKETED_BYTES,
@@ -942,12 +942,12 @@ class Packer:
         Small ones take a slot there too: to ride in a message they would have to come to the CPU,
         and so wait until all is done that the device has been given before.
         """
-        lane = None if staged or code == 0 else self._way(tensor)
-        if lane is None:
+        channel = None if staged or code == 0 else self._way(tensor)
+        if channel is None:
             placed = self.place(brought_here(tensor), flags)
             return placed._replace(flags=placed.flags | code * DEVICE)
         core, form, how = dense_core(tensor.detach())
-        slot = lane.write(core)
+        slot = channel.write(core)
         nbytes = slot.memory.nbytes
         self.bytes_copied += nbytes
         flags |= how | code * DEVICE
@@ -962,7 +962,7 @@ class Packer:
             slot,
         )
 
-    def _way(self, tensor: torch.Tensor) -> Lane | None:
+    def _way(self, tensor: torch.Tensor) -> DeviceChannel | None:
         is_plain = (
             not tensor.is_cpu
             and tensor.layout is torch.strided
@@ -1011,7 +1011,10 @@ class Packer:
 
 
 def staged_again(
-    packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+    packer: Packer,
+    ref: TensorRef,
+    payload: memoryview,
+    memories: Mapping[int, BorrowedMemory | Slot],
 ) -> Placed:
     """As `placed_again`, for a worker that can read the CPU's memory only."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):

@@ -462,7 +462,7 @@ def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
         deadline = time.monotonic() + 5  # the dispatcher collects in a turn of its own
         while True:
             gc.collect()
-            count = len(scheduler.memory.lenders._views)
+            count = len(scheduler.memory.foreign_slabs._views)
             if expected is None or count == expected or time.monotonic() > deadline:
                 return count
             time.sleep(0.01)

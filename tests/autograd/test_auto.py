@@ -290,10 +290,10 @@ def limited(folder: Path, used: int) -> None:
 def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SELDOM", 0.0)
     monkeypatch.setattr(memory, "OFTEN", 0.0)
-    assert not memory.MemoryWatch([]).is_short()
-    assert not memory.MemoryWatch([tmp_path / "without a limit"]).is_short()
+    assert not memory.MemoryMonitor([]).is_short()
+    assert not memory.MemoryMonitor([tmp_path / "without a limit"]).is_short()
     limited(tmp_path, 850)
-    watch = memory.MemoryWatch([tmp_path])
+    watch = memory.MemoryMonitor([tmp_path])
     assert not watch.is_short()
     limited(tmp_path, 851)
     assert watch.is_short()

@@ -478,7 +478,7 @@ def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> No
     monkeypatch.setattr(
         functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3))
     )
-    monkeypatch.setattr(functions, "SEARCHES", functions.Searches())
+    monkeypatch.setattr(functions, "SEARCHES", functions.SearchBudget())
     known: list[Any] = []
 
     def kept(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mpgrad
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory.arena import Arena, Lenders
+from mpgrad.memory.arena import Arena, ForeignSlabs
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.tensor_refs import Packer, Payload
 
@@ -275,19 +275,19 @@ def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | 
 
     Only captures on devices have slots of their own, so this asks the worker's side directly.
     """
-    from mpgrad.workers.memory import Loans, Station
+    from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
     ref = Payload().add(Packer(Arena(1)).place(torch.zeros(4), 0))
     refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        loans = Loans(1, Channel(theirs, blocking=True), Station())
+        memory = WorkerMemory(1, Channel(theirs, blocking=True), WorkerDevice())
         for number in range(1, 5):
-            loans._lenders.attach(number, None, 4096)  # no descriptor was free
+            memory._foreign_slabs.attach(number, None, 4096)  # no descriptor was free
         with pytest.raises(mpgrad.SharedMemoryError):
-            loans.captures(block, refs)
+            memory.captures(block, refs)
     returned = [ref.place for ref in refs] + ([] if block is None else [block[0]])
-    assert sorted(loans.take_returns()) == sorted((address, 1) for address in returned)
+    assert sorted(memory.take_returns()) == sorted((address, 1) for address in returned)
 
 
 def test_many_open_files() -> None:
@@ -687,11 +687,11 @@ LARGE = 10 << 20  # elements, whose memory is a slab of its own
 
 
 def forget_first_slab(lost: list[int]) -> Callable[..., None]:
-    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that
+    """In place of `ForeignSlabs.attach`: as where no descriptor is free for the first slab that
     comes."""
-    attach = Lenders.attach
+    attach = ForeignSlabs.attach
 
-    def attached(self: Lenders, number: int, descriptor: int | None, nbytes: int) -> None:
+    def attached(self: ForeignSlabs, number: int, descriptor: int | None, nbytes: int) -> None:
         if not lost and descriptor is not None:
             lost.append(number)
             os.close(descriptor)
@@ -702,7 +702,7 @@ def forget_first_slab(lost: list[int]) -> Callable[..., None]:
 
 
 def lose_first_slab() -> None:
-    Lenders.attach = forget_first_slab([])  # type: ignore[method-assign]
+    ForeignSlabs.attach = forget_first_slab([])  # type: ignore[method-assign]
 
 
 def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(
@@ -712,7 +712,7 @@ def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(
     lost: list[int] = []
     with mpgrad.Pool(1) as pool:
         assert pool.map(abs, [-1]) == [1]  # it is there, with its first slab
-        monkeypatch.setattr(Lenders, "attach", forget_first_slab(lost))
+        monkeypatch.setattr(ForeignSlabs, "attach", forget_first_slab(lost))
         with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
             pool.map(torch.ones, [LARGE])
         assert lost

@@ -23,7 +23,7 @@ from mpgrad.memory.arena import (
     SHARED,
     SLAB_BYTES,
     Arena,
-    Lenders,
+    ForeignSlabs,
     Slot,
     size_class,
 )
@@ -85,55 +85,55 @@ def test_small_slots_beyond_what_is_kept_lose_their_memory_and_get_it_back() -> 
         slot.memory[:3] = b"xyz"
 
 
-def borrowed_pair(nbytes: int) -> tuple[Lenders, Slot]:
+def borrowed_pair(nbytes: int) -> tuple[ForeignSlabs, Slot]:
     arena = Arena(1)
-    lenders = Lenders(lambda: None)
+    foreign_slabs = ForeignSlabs(lambda: None)
     slot = arena.allocate(nbytes)
-    lenders.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
-    return lenders, slot
+    foreign_slabs.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
+    return foreign_slabs, slot
 
 
 @pytest.mark.parametrize("nbytes", [100, 1_000_000])
 def test_borrowed_memory_is_shared_and_private_memory_is_not(nbytes: int) -> None:
-    lenders, slot = borrowed_pair(nbytes)
+    foreign_slabs, slot = borrowed_pair(nbytes)
     slot.memory[3] = 7
-    shared = lenders.borrow(slot.address, nbytes)
-    private = lenders.borrow(slot.address, nbytes, private=True)
+    shared = foreign_slabs.borrow(slot.address, nbytes)
+    private = foreign_slabs.borrow(slot.address, nbytes, private=True)
     assert shared[3] == private[3] == 7
     private[3] = 9
     assert slot.memory[3] == 7
     shared[3] = 8
     assert slot.memory[3] == 8 and private[3] == 9
-    assert not lenders.collect()
+    assert not foreign_slabs.collect()
     del shared
-    private_again = lenders.borrow(slot.address, nbytes, private=True)
+    private_again = foreign_slabs.borrow(slot.address, nbytes, private=True)
     del private
     gc.collect()
     assert private_again[3] == 8
     del private_again
-    assert sum(times for _, times in lenders.collect()) == 3
+    assert sum(times for _, times in foreign_slabs.collect()) == 3
 
 
 def test_memory_is_returned_when_the_last_tensor_dies_not_before() -> None:
-    lenders, slot = borrowed_pair(80_000)
-    tensor = torch.frombuffer(lenders.borrow(slot.address, 80_000), dtype=torch.float64)
+    foreign_slabs, slot = borrowed_pair(80_000)
+    tensor = torch.frombuffer(foreign_slabs.borrow(slot.address, 80_000), dtype=torch.float64)
     part = tensor[5:10].view(5)
-    assert lenders.find(part)[0] == slot.address + 40
+    assert foreign_slabs.find(part)[0] == slot.address + 40
     del tensor
-    assert not lenders.collect()
+    assert not foreign_slabs.collect()
     del part
-    assert lenders.collect() == [(slot.address, 1)]
-    assert lenders.find(torch.ones(3)) is None
+    assert foreign_slabs.collect() == [(slot.address, 1)]
+    assert foreign_slabs.find(torch.ones(3)) is None
 
 
 def test_memory_borrowed_again_is_returned_once_for_both() -> None:
-    lenders, slot = borrowed_pair(80_000)
-    first = lenders.borrow(slot.address, 80_000)
+    foreign_slabs, slot = borrowed_pair(80_000)
+    first = foreign_slabs.borrow(slot.address, 80_000)
     del first
-    second = lenders.borrow(slot.address, 80_000)  # before the end of the first was told
-    assert not lenders.collect()
+    second = foreign_slabs.borrow(slot.address, 80_000)  # before the end of the first was told
+    assert not foreign_slabs.collect()
     del second
-    assert lenders.collect() == [(slot.address, 2)]
+    assert foreign_slabs.collect() == [(slot.address, 2)]
 
 
 def test_a_free_slot_is_used_again_for_what_is_somewhat_smaller() -> None:
@@ -182,22 +182,22 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     """Code that closes all that is open, and opens files then, found zeros behind its data, or
     holes in it."""
     arena = Arena(1, idle_bytes=idle_bytes)
-    lenders = Lenders(lambda: None)
+    foreign_slabs = ForeignSlabs(lambda: None)
     free, kept = arena.allocate(4 * PAGE), arena.allocate(COPY_BYTES + PAGE)
-    lenders.attach(kept.slab.number, os.dup(kept.slab.descriptor), kept.slab.nbytes)
+    foreign_slabs.attach(kept.slab.number, os.dup(kept.slab.descriptor), kept.slab.nbytes)
     kept.memory[5] = 7
-    lenders.borrow(kept.address, kept.memory.nbytes)
+    foreign_slabs.borrow(kept.address, kept.memory.nbytes)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.write(file, b"mine" * PAGE)
-    for slab in (kept.slab, lenders.slabs[kept.slab.number]):
+    for slab in (kept.slab, foreign_slabs.slabs[kept.slab.number]):
         os.dup2(file, slab.descriptor, inheritable=False)
     os.close(file)
-    private = lenders.borrow(kept.address, kept.memory.nbytes, private=True)
+    private = foreign_slabs.borrow(kept.address, kept.memory.nbytes, private=True)
     private[6] = 8
     assert (private[5], kept.memory[5], kept.memory[6]) == (7, 7, 0)
     # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped
     # anew there
-    assert not [view for view in (*SHARED.values(), *PRIVATE.values()) if view[4] is lenders]
+    assert not [view for view in (*SHARED.values(), *PRIVATE.values()) if view[4] is foreign_slabs]
     del free
     again = [arena.allocate(4 * PAGE) for _ in range(3)]
     for number, slot in enumerate(again):
@@ -206,8 +206,8 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == b"mine" * PAGE
     with pytest.raises(OSError, match="close only what you open"):
         _ = kept.slab.descriptor
-    numbers = {slab._kept._number for slab in (kept.slab, lenders.slabs[kept.slab.number])}
-    lenders.close()
+    numbers = {slab._kept._number for slab in (kept.slab, foreign_slabs.slabs[kept.slab.number])}
+    foreign_slabs.close()
     arena.close()
     del kept, again, private, slot, slab
     gc.collect()
@@ -221,15 +221,15 @@ def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_ag
     tmp_path: Path,
 ) -> None:
     """Its number may be another file's, which was mapped in its place, and closed."""
-    lenders, slot = borrowed_pair(80_000)
-    (kept, _) = lenders._unmapped[slot.slab.number]
+    foreign_slabs, slot = borrowed_pair(80_000)
+    (kept, _) = foreign_slabs._unmapped[slot.slab.number]
     with open(tmp_path / "file", "wb") as file:
         os.dup2(file.fileno(), kept.number, inheritable=False)
         with pytest.raises(SharedMemoryError):
-            lenders.borrow(slot.address, 80_000)
-        assert lenders.take_missing() == [slot.slab.number]
-        lenders.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
-        assert lenders.borrow(slot.address, 80_000).nbytes == 80_000
+            foreign_slabs.borrow(slot.address, 80_000)
+        assert foreign_slabs.take_missing() == [slot.slab.number]
+        foreign_slabs.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
+        assert foreign_slabs.borrow(slot.address, 80_000).nbytes == 80_000
         os.close(kept._number)  # which nobody else has
 
 

@@ -24,7 +24,7 @@ from conftest import linux_only, open_descriptors
 
 import mpgrad
 from mpgrad.memory import arena as arenas
-from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
 from mpgrad.system import PORTABLE
 
 pytestmark = pytest.mark.quick
@@ -258,19 +258,21 @@ def test_what_a_helper_writes_is_its_own(pool: mpgrad.Pool) -> None:
 # --- what it costs, and what is left
 
 
-def borrowed(count: int, copies: bool = PORTABLE) -> tuple[Lenders, list[Slot], list[torch.Tensor]]:
+def borrowed(
+    count: int, copies: bool = PORTABLE
+) -> tuple[ForeignSlabs, list[Slot], list[torch.Tensor]]:
     arena = Arena(1)
-    lenders = Lenders(lambda: None, copies)
+    foreign_slabs = ForeignSlabs(lambda: None, copies)
     slots = [arena.allocate(4 * SIZE) for _ in range(count)]
     slab = slots[0].slab
-    lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
+    foreign_slabs.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     for number, slot in enumerate(slots):
         torch.frombuffer(slot.memory, dtype=torch.float32).fill_(number)
     tensors = [
-        torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
+        torch.frombuffer(foreign_slabs.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
         for slot in slots
     ]
-    return lenders, slots, tensors
+    return foreign_slabs, slots, tensors
 
 
 def write(slots: Sequence[Slot], number: float) -> None:
@@ -280,16 +282,16 @@ def write(slots: Sequence[Slot], number: float) -> None:
 
 @linux_only("private mappings")
 def test_memory_is_given_back_when_the_child_has_ended() -> None:
-    lenders, slots, tensors = borrowed(3)
+    foreign_slabs, slots, tensors = borrowed(3)
     child = Child(lambda: numbers(tensors))
     tensors[0].fill_(50)  # a page of our own, which is not to be seen later
     tensors.clear()
-    assert lenders.collect() == []
+    assert foreign_slabs.collect() == []
     assert child.ask() == [0, 1, 2]
-    assert sorted(lenders.collect()) == [(slot.address, 1) for slot in slots]
+    assert sorted(foreign_slabs.collect()) == [(slot.address, 1) for slot in slots]
     write(slots, 60)
     again = [
-        torch.frombuffer(lenders.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
+        torch.frombuffer(foreign_slabs.borrow(slot.address, 4 * SIZE), dtype=torch.float32)
         for slot in slots
     ]
     assert numbers(again) == [60, 60, 60]
@@ -299,12 +301,12 @@ def test_memory_is_given_back_when_the_child_has_ended() -> None:
 def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mpgrad.Pool) -> None:
     memory = pool2._scheduler.memory
     results = pool2.map(full, range(3))
-    addresses = {address for address, _ in memory.lenders._views}
+    addresses = {address for address, _ in memory.foreign_slabs._views}
     child = Child(lambda: numbers(results))
     results.clear()
     child.ask()
     deadline = time.monotonic() + 5
-    while addresses & {address for address, _ in memory.lenders._views}:
+    while addresses & {address for address, _ in memory.foreign_slabs._views}:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -313,36 +315,36 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
 def test_children_that_overlap_keep_only_what_they_see() -> None:
     """What was kept for one was kept for the next one, too: where there always was one, nothing was
     ever given back."""
-    lenders, slots, tensors = borrowed(3)
+    foreign_slabs, slots, tensors = borrowed(3)
     children = [Child(lambda: numbers(tensors))]
     tensors.pop()
     children.append(Child(lambda: numbers(tensors)))
     tensors.clear()
     children.append(Child(lambda: numbers(tensors)))
     assert children.pop(0).ask() == [0, 1, 2]
-    assert lenders.collect() == [(slots[2].address, 1)]
+    assert foreign_slabs.collect() == [(slots[2].address, 1)]
     write(slots[2:], 60)
     assert children.pop(0).ask() == [0, 1]
-    assert sorted(lenders.collect()) == [(slot.address, 1) for slot in slots[:2]]
+    assert sorted(foreign_slabs.collect()) == [(slot.address, 1) for slot in slots[:2]]
     assert children.pop().ask() == []
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
 def test_many_children_leave_no_descriptors(copies: bool) -> None:
-    lenders, slots, tensors = borrowed(3, copies or PORTABLE)
+    foreign_slabs, slots, tensors = borrowed(3, copies or PORTABLE)
     before = sorted(open_descriptors())
     for _ in range(8):
         assert Child(lambda: numbers(tensors)).ask() == [0, 1, 2]
-    lenders.collect()
+    foreign_slabs.collect()
     assert sorted(open_descriptors()) == before
     tensors.clear()
-    assert len(lenders.collect()) == len(slots)
+    assert len(foreign_slabs.collect()) == len(slots)
 
 
 @pytest.mark.parametrize("lacking", ["mappings", "descriptors", "the slab's descriptor"])
 def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lenders, slots, tensors = borrowed(3)
-    (slab,) = lenders.slabs.values()
+    foreign_slabs, slots, tensors = borrowed(3)
+    (slab,) = foreign_slabs.slabs.values()
     number = slab.descriptor
 
     def refused(*_: object) -> None:
@@ -363,11 +365,11 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     tensors.clear()
     if not PORTABLE:
-        assert lenders.collect() == []
+        assert foreign_slabs.collect() == []
     if lacking != "descriptors":  # else the child has no copies, or nobody has waited for them
         write(slots, 60)
     assert child.ask() == [0, 1, 2]
-    lenders.close()  # nothing is kept any longer
+    foreign_slabs.close()  # nothing is kept any longer
     if lacking == "the slab's descriptor":
         os.close(number)  # which is ours now
 
@@ -377,14 +379,14 @@ def test_what_another_thread_borrows_during_a_fork(
     copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other threads may run between the fork and what prepares it."""
-    lenders, slots, tensors = borrowed(2, copies or PORTABLE)
+    foreign_slabs, slots, tensors = borrowed(2, copies or PORTABLE)
     prepare = arenas.Fork.prepare
     tensors.pop()
-    lenders.collect()
+    foreign_slabs.collect()
 
     def borrow() -> None:
         tensors.append(
-            torch.frombuffer(lenders.borrow(slots[1].address, 4 * SIZE), dtype=torch.float32)
+            torch.frombuffer(foreign_slabs.borrow(slots[1].address, 4 * SIZE), dtype=torch.float32)
         )
 
     def prepare_and_borrow(fork: arenas.Fork) -> None:
@@ -397,7 +399,7 @@ def test_what_another_thread_borrows_during_a_fork(
     child = Child(lambda: numbers(tensors))
     monkeypatch.undo()
     tensors.pop()
-    returned = lenders.collect()
+    returned = foreign_slabs.collect()
     if returned:
         write([slots[1]], 60)
     assert returned == [] or copies or PORTABLE
@@ -405,8 +407,8 @@ def test_what_another_thread_borrows_during_a_fork(
 
 
 def test_programs_that_are_started_keep_nothing() -> None:
-    lenders, slots, tensors = borrowed(1)
+    foreign_slabs, slots, tensors = borrowed(1)
     with subprocess.Popen(["sleep", "60"], preexec_fn=os.getpid) as program:
         tensors.clear()
-        assert lenders.collect() == [(slots[0].address, 1)]
+        assert foreign_slabs.collect() == [(slots[0].address, 1)]
         program.kill()

@@ -31,7 +31,7 @@ from mpgrad.scheduling.chunk_writer import NEAR
 from mpgrad.scheduling.queue import CallQueue
 from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.asides import Whereabouts, in_order
-from mpgrad.workers.run import Tracker
+from mpgrad.workers.run import ProgressWriter
 
 
 def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> None:
@@ -482,11 +482,11 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
 
     for module in ("mpgrad.workers.run", "mpgrad.scheduling.worker_handle"):
         monkeypatch.setattr(f"{module}.in_order", lambda: did.append("in order"))
-    tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
-    Tracker.begin(tracker, 7, 3)
+    progress: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
+    ProgressWriter.begin(progress, 7, 3)
     assert did[-5:] == [(0, Whereabouts.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
     under_way: Any = SentChunks()
-    under_way.whereabouts = tracker._numbers
+    under_way.whereabouts = progress._numbers
     did.clear()
     assert under_way.unbegun() == []
     assert did == [0, "in order", 1, "in order", 0]

@@ -61,7 +61,7 @@ class Environment:
 def simulated(world: World) -> Iterator[None]:
     """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is
     not asked for modes."""
-    lenders = type("Lenders", (SimulatedLenders,), {"world": world})
+    foreign_slabs = type("ForeignSlabs", (SimulatedLenders,), {"world": world})
     replies = CountedReplies()
     with contextlib.ExitStack() as stack:
         for place, name, value in (
@@ -71,7 +71,7 @@ def simulated(world: World) -> Iterator[None]:
                 "watch",
                 here_alone(lambda view: None, arena.watch),
             ),  # children would look where there is nothing
-            (caller_memory, "Lenders", lenders),
+            (caller_memory, "ForeignSlabs", foreign_slabs),
             (admissions, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),

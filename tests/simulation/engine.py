@@ -30,7 +30,7 @@ import torch
 from mpgrad.engines.launch import Exit
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
-from mpgrad.memory.arena import Lenders
+from mpgrad.memory.arena import ForeignSlabs
 from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
@@ -153,7 +153,7 @@ class SimulatedSlot:
         self.memory = slab.memory[place * SLOT_BYTES : place * SLOT_BYTES + 8]
 
 
-class SimulatedLenders(Lenders):
+class SimulatedLenders(ForeignSlabs):
     """The real one, with simulated slabs. The system may refuse to map some memory."""
 
     world: World

@@ -8,21 +8,21 @@ import os
 import pytest
 import torch
 
-from mpgrad.memory.arena import Arena, Lenders
+from mpgrad.memory.arena import Arena, ForeignSlabs
 from mpgrad.wire import tensor_refs
 
 pytestmark = pytest.mark.quick
 
 
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
-    arena, lenders = Arena(1), Lenders(lambda: None)
+    arena, foreign_slabs = Arena(1), ForeignSlabs(lambda: None)
     payload = tensor_refs.Payload()
     placed = tensor_refs.Packer(arena).place(tensor, tensor_refs.flags_of(tensor))
     for slab in arena.made:
-        lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
+        foreign_slabs.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     ref = payload.add(placed)
     riding = memoryview(bytearray(b"".join(payload.parts)))
-    return tensor_refs.view(ref, riding, lambda ref: lenders.borrow(ref.place, ref.nbytes))
+    return tensor_refs.view(ref, riding, lambda ref: foreign_slabs.borrow(ref.place, ref.nbytes))
 
 
 @pytest.mark.parametrize("size", [1, 50])

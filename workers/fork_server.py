@@ -62,12 +62,12 @@ def main(descriptor: int) -> None:
     # a worker's collector then leaves the inherited objects, and so their shared pages, alone
     gc.freeze()
     gc.enable()
-    fork_server = Nursery(socket.socket(fileno=descriptor), parent)
+    fork_server = ForkServer(socket.socket(fileno=descriptor), parent)
     fork_server.run()
     os._exit(0)  # nothing to tidy up, and the workers end when this process does
 
 
-class Nursery:
+class ForkServer:
     """Forks workers when the parent says so, and reports what became of each, once."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mpgrad.memory.accelerator import DeviceSlab, Lane
+from mpgrad.memory.accelerator import DeviceChannel, DeviceSlab
 
 pytestmark = pytest.mark.quick
 
@@ -169,9 +169,9 @@ class Pair:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         kinds: Any = gpu
-        self.departures = Lane(kinds, 0, 0, 2, streamed=True, in_process=True)
-        self.arrivals = Lane(kinds, 0, 0, 3, streamed=True, in_process=True)
-        self.worker = Lane(kinds, 0, 1, 2, streamed=False, in_process=True)
+        self.departures = DeviceChannel(kinds, 0, 0, 2, streamed=True, in_process=True)
+        self.arrivals = DeviceChannel(kinds, 0, 0, 3, streamed=True, in_process=True)
+        self.worker = DeviceChannel(kinds, 0, 1, 2, streamed=False, in_process=True)
         self.caller_stream, self.worker_stream = gpu.stream(0), gpu.stream(0)
 
     def call(self, x: Cells) -> tuple[Any, Any]:
@@ -180,22 +180,22 @@ class Pair:
         with self.gpu.on(self.caller_stream):
             sent = self.departures.write_bytes(x)
         with self.gpu.on(self.worker_stream):
-            for lane in (self.departures, self.arrivals):  # `Station.arrive`
-                self.worker_stream.wait_event(lane._event)
+            for channel in (self.departures, self.arrivals):  # `WorkerDevice.arrive`
+                self.worker_stream.wait_event(channel._event)
             seen = self.opened(sent, self.worker)
             own = seen.copied()
             result = Cells(self.gpu, [None] * own.numel(), 0, own.numel())
             result.compute(own, lambda value: (value, "seen"))
             slot = self.worker.write_bytes(result)
-            self.worker.finish()  # `Station.finish`
+            self.worker.finish()  # `WorkerDevice.finish`
         return slot, sent
 
     def take(self, slot: Any) -> Any:
         """The dispatcher's thread keeps what a worker gave."""
         return self.arrivals.write_bytes(self.opened(slot, self.arrivals).bytes, at_once=True)
 
-    def opened(self, slot: Any, lane: Lane) -> Any:
-        slab = DeviceSlab(slot.slab.number, lane, slot.slab.bytes)
+    def opened(self, slot: Any, channel: DeviceChannel) -> Any:
+        slab = DeviceSlab(slot.slab.number, channel, slot.slab.bytes)
         start = slot.memory.bytes.start
         return slab.memory[start : start + slot.memory.nbytes]
 
