@@ -40,7 +40,7 @@ from mpgrad.errors import RemoteError, RemoteTraceback, write
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import ClassUnpickler
 from mpgrad.tracebacks import is_own, outside, shown
-from mpgrad.wire.messages import Logged, Logger, LogLevels, Printed, Warned
+from mpgrad.wire.messages import LoggedRecord, Logger, LogLevels, PrintedText, WarningReport
 
 __all__ = [
     "OF_THREAD",
@@ -175,10 +175,10 @@ def log_here(
 # --- what tasks printed, logged and warned of
 
 
-def given_again(message: Printed | Logged) -> None:
+def given_again(message: PrintedText | LoggedRecord) -> None:
     """Print, or log, in the caller what a task has printed or logged."""
     try:
-        if isinstance(message, Printed):
+        if isinstance(message, PrintedText):
             printed_again(message)
         else:
             logged_again(message)
@@ -190,7 +190,7 @@ def given_again(message: Printed | Logged) -> None:
         )
 
 
-def printed_again(printed: Printed) -> None:
+def printed_again(printed: PrintedText) -> None:
     stream = sys.stdout if printed.stream == "stdout" else sys.stderr
     if stream is None:  # a program without a console has none
         return
@@ -200,7 +200,7 @@ def printed_again(printed: Printed) -> None:
         stream.write(printed.text)
 
 
-def logged_again(logged: Logged) -> None:
+def logged_again(logged: LoggedRecord) -> None:
     record = loads_record(logged.record)
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
@@ -264,10 +264,10 @@ def log_levels() -> LogLevels:
 ALREADY_WARNED: dict[Any, Any] = {}
 
 
-Warnings = deque[Warned] | tuple[()]  # of tasks, that have come
+Warnings = deque[WarningReport] | tuple[()]  # of tasks, that have come
 
 
-def taken(warned: Warnings) -> Iterator[Warned]:
+def taken(warned: Warnings) -> Iterator[WarningReport]:
     """Each once, though several threads may ask."""
     while warned:
         try:

@@ -2,7 +2,7 @@
 Perfetto (ui.perfetto.dev) opens.
 
     a thread of the caller ──► `span` ──► CallerSpan
-    the scheduling thread (`scheduling.notes`) ──► TracedChunk ◄── a worker's `Recorded`
+    the scheduling thread (`scheduling.notes`) ──► TracedChunk ◄── a worker's `ChunkTrace`
     a Trace that has ended ──► `events_of`
 
 Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of

@@ -6,7 +6,7 @@ does. But `sys.stdout` of a notebook, of a test runner or under `redirect_stdout
 and log handlers are not inherited at all. Warnings go to the caller too, whose filters say what
 becomes of them, as they do for a serial loop.
 
-    print, logging ──► OutputStream, LogHandler ──► Outlet ──► Printed, Logged
+    print, logging ──► OutputStream, LogHandler ──► Outlet ──► PrintedText, LoggedRecord
     warnings ──► TaskWarnings ──► the answer
     faulthandler ──► a pipe, whose other end the parent has
 faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
@@ -43,16 +43,16 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.system import Kept
-from mpgrad.wire.asides import LastWords
+from mpgrad.wire.agent_messages import CrashTraceback
 from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import (
     TRACEBACK_SIGNAL,
     Failure,
-    Logged,
+    LoggedRecord,
     LogLevels,
     Message,
-    Printed,
-    Warned,
+    PrintedText,
+    WarningReport,
 )
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "described",
     "failure",
     "given_in_words",
-    "promise_last_words",
+    "register_crash_traceback",
 ]
 
 
@@ -158,7 +158,7 @@ class OutputStream(io.TextIOBase):
         with self._order:
             text = "".join(drained(self._pieces))
             if text:
-                self._outlet.put(Printed(self._name, text))
+                self._outlet.put(PrintedText(self._name, text))
 
 
 class LogHandler(logging.Handler):
@@ -169,7 +169,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self._outlet.is_ours:
-                self._outlet.put(Logged(dumps_record(record)))
+                self._outlet.put(LoggedRecord(dumps_record(record)))
         except Exception:
             self.handleError(record)
 
@@ -232,13 +232,13 @@ class TaskWarnings:
     """Those since the last answer, each once, in order."""
 
     def __init__(self) -> None:
-        self._given: dict[Warned, None] = {}
+        self._given: dict[WarningReport, None] = {}
 
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
         warnings.showwarning = self._show
 
-    def take(self) -> list[Warned]:
+    def take(self) -> list[WarningReport]:
         """For the answer."""
         if not self._given:
             return []
@@ -270,7 +270,7 @@ class TaskWarnings:
             Exception
         ):  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
-        self._given[Warned(pickled, filename, lineno)] = None
+        self._given[WarningReport(pickled, filename, lineno)] = None
 
 
 # --- failures
@@ -329,7 +329,7 @@ def described(value: Any) -> str:
 # --- last words
 
 
-def promise_last_words(link: Link) -> None:
+def register_crash_traceback(link: Link) -> None:
     """Have this process leave its stack to the parent, or to its site, which passes it on."""
     try:
         theirs, ours = os.pipe()
@@ -338,7 +338,7 @@ def promise_last_words(link: Link) -> None:
     try:
         # what does not fit in is left out: nobody reads before we are dead
         os.set_blocking(ours, False)
-        link.send([LastWords()], (), [theirs])
+        link.send([CrashTraceback()], (), [theirs])
     finally:
         os.close(theirs)
     faulthandler.enable(ours)

@@ -2,11 +2,11 @@
 of the parent), and its loop.
 
     serve ──► begin ──► Worker ◄── frames
-    requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
+    requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable
-               Returned, NewSlab ... ─► WorkerMemory
+               ReturnedSlots, NewSlab ... ─► WorkerMemory
                Follow ─► FOLLOWER
-    timelines  Record ─► Recorded, with each answer
+    timelines  Record ─► ChunkTrace, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the
 task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool
@@ -58,35 +58,35 @@ from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.pickling.reducers import share_loaded_scripts
 from mpgrad.system import PORTABLE, receive_descriptors, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
-from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
+from mpgrad.wire.agent_messages import LackingMemory, ProgressRecord, ProgressRecordLocation
 from mpgrad.wire.frames import Channel, Frame, Link, drained
 from mpgrad.wire.messages import (
     Backwards,
+    ChunkTrace,
     Collect,
     Define,
-    Direct,
+    DirectTransfer,
+    DroppedSlabs,
     Follow,
     Forget,
     Forward,
     Gradients,
     Message,
+    MissingSlabs,
     NewSlab,
-    Ready,
+    ReadyReport,
     Record,
-    Recorded,
     Release,
     Results,
-    Returned,
-    SlabsGone,
-    SlabsMissing,
+    ReturnedSlots,
+    SlotTrial,
     Span,
     Start,
-    StartFailed,
+    StartFailure,
     Stop,
-    Try,
 )
 from mpgrad.wire.tensor_refs import Payload
-from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
+from mpgrad.workers.console import Outlet, TaskWarnings, failure, register_crash_traceback
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
 from mpgrad.workers.graphs import CHECKPOINTS, HOOKS, GraphTable
 from mpgrad.workers.memory import MemoryMonitor, WorkerDevice, WorkerMemory, worker_device
@@ -138,13 +138,13 @@ class Worker:
             Define: functions.define,
             Forget: functions.forget,
             Release: graphs.forget,
-            Returned: memory.take_back,
+            ReturnedSlots: memory.take_back,
             NewSlab: memory.attach,
-            SlabsGone: memory.detach,
-            SlabsMissing: memory.tell_again,
-            Lacking: memory.note_lacking,
-            Direct: worker_device.go_direct,
-            Try: lambda message: self._send(memory.try_out(message)),
+            DroppedSlabs: memory.detach,
+            MissingSlabs: memory.tell_again,
+            LackingMemory: memory.note_lacking,
+            DirectTransfer: worker_device.go_direct,
+            SlotTrial: lambda message: self._send(memory.try_out(message)),
             Record: self._record,
         }
 
@@ -155,9 +155,11 @@ class Worker:
 
     def announce(self, pid: int) -> None:
         if not self._link.shares_memory:  # for the site: it looks there for the caller
-            here = WhereaboutsHere(self._progress.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
+            here = ProgressRecordLocation(
+                self._progress.address & OFFSET_MASK, 8 * ProgressRecord.COUNT
+            )
             self._link.send([here], (), [self._progress.descriptor])
-        self._send(Ready(pid, self._progress.address))
+        self._send(ReadyReport(pid, self._progress.address))
 
     def handle(self, frame: Frame) -> None:
         self._worker_device.arrive()
@@ -170,7 +172,7 @@ class Worker:
         if type(frame.messages[-1]) not in self._requests and (
             returns := self._memory.take_returns()
         ):
-            self._link.send([Returned(returns)])
+            self._link.send([ReturnedSlots(returns)])
 
     def _answer(self, message: Any, payload: memoryview) -> None:
         runner, outer = self._runner, self._runner.spans
@@ -184,7 +186,7 @@ class Worker:
         recorded = []
         if spans is not None and self._records:
             done = len(answered.outcomes) if isinstance(answered, (Results, Gradients)) else 0
-            recorded.append(Recorded(message.chunk, done, began, time.monotonic_ns(), spans))
+            recorded.append(ChunkTrace(message.chunk, done, began, time.monotonic_ns(), spans))
         self._send(answered, outgoing.parts, recorded)
 
     def _record(self, message: Record) -> None:
@@ -192,20 +194,20 @@ class Worker:
         self._records = message.on
 
     def _send(
-        self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()
+        self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[ChunkTrace] = ()
     ) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._memory.announce_slabs()
         messages: list[Message] = []
         if returns := self._memory.take_returns():
-            messages.append(Returned(returns))
+            messages.append(ReturnedSlots(returns))
         messages += recorded
         messages.append(answer)
         if missing := self._memory.take_missing():
-            messages.append(SlabsMissing(missing))
+            messages.append(MissingSlabs(missing))
         if dropped := drained(self._memory.arena.dropped):
-            messages.append(SlabsGone(dropped))
+            messages.append(DroppedSlabs(dropped))
         self._link.send(messages, parts)
 
 
@@ -224,11 +226,11 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         start = first.messages[0]
         assert isinstance(start, Start)
         if start.remote:
-            link.lend_by_bytes()
+            link.lend_by_value()
         if in_process:
             settle(start, number)
             outlet = Outlet(link, start.log_levels)
-            promise_last_words(link)
+            register_crash_traceback(link)
         begin_as_new(is_process=in_process)
         worker = begin(number, link, start, setting)
         if outlet is not None and worker is not None:
@@ -269,7 +271,7 @@ def begin(
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         worker = Worker(number, link, graphs, device)  # which takes shared memory
     except BaseException as error:
-        link.send([StartFailed(failure(error, phase))])
+        link.send([StartFailure(failure(error, phase))])
         return None
     worker.announce(os.getpid())
     return worker
@@ -326,7 +328,7 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
         EOFError, ConnectionError
     ):  # the parent is gone, and nobody is left to tell
         link.receive()  # what it is told first
-        link.send([StartFailed(failure(error, "start"))])
+        link.send([StartFailure(failure(error, "start"))])
     os._exit(1)
 
 

@@ -53,33 +53,33 @@ from mpgrad.memory.accelerator import (
 from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
 from mpgrad.system import PORTABLE, limiting, memory_limit, memory_used, own_cgroups, resident_bytes
 from mpgrad.torch_state.modes import seed_item
-from mpgrad.wire.asides import Lacking
+from mpgrad.wire.agent_messages import LackingMemory
 from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import (
     BackwardCall,
-    Direct,
+    DirectTransfer,
+    DroppedSlabs,
     ForwardCall,
+    MissingSlabs,
     NewSlab,
-    Rederive,
-    Rerun,
-    Returned,
-    SlabsGone,
-    SlabsMissing,
-    Tried,
-    Try,
+    Recompute,
+    RecomputeBackward,
+    ReturnedSlots,
+    SlotTrial,
+    TrialOutcome,
 )
 from mpgrad.wire.tensor_refs import (
     ANSWERED_BYTES,
     DEVICE,
     REQUIRES_GRAD,
     SHARED,
-    Bucket,
     Devices,
+    PackedTensor,
+    PackedTensors,
     Packer,
     Payload,
-    Placed,
+    TensorBucket,
     TensorRef,
-    Together,
     lent,
     redirected,
     rows_of,
@@ -117,7 +117,7 @@ class WorkerMemory:
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
         """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots
         are given back."""
-        if isinstance(refs, Bucket):
+        if isinstance(refs, TensorBucket):
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
         try:
@@ -145,10 +145,12 @@ class WorkerMemory:
                 raise
         return self.views(refs, content)
 
-    def give_back_unread(self, *steps: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
+    def give_back_unread(
+        self, *steps: ForwardCall | BackwardCall | Recompute | RecomputeBackward
+    ) -> None:
         """What was lent to us for something that does not run."""
         for step in steps:
-            call = step.call if isinstance(step, (Rerun, Rederive)) else step
+            call = step.call if isinstance(step, (Recompute, RecomputeBackward)) else step
             refs = call.tensors if isinstance(call, ForwardCall) else call.grads
             self._unread.extend((ref.place, 1) for ref in lent(refs))
 
@@ -175,40 +177,40 @@ class WorkerMemory:
             return self.lend(together, payload)
         each_device = [None] * len(tensors) if caller_devices is None else caller_devices
         triples = zip(tensors, flags, each_device, strict=True)
-        place = self.packer.place
+        pack = self.packer.pack
         return self.lend(
-            [None if each is None else place(each, own, home) for each, own, home in triples],
+            [None if each is None else pack(each, own, device) for each, own, device in triples],
             payload,
         )
 
     @overload
     def lend(
-        self, placed: Sequence[Placed] | Together, payload: Payload
+        self, packed: Sequence[PackedTensor] | PackedTensors, payload: Payload
     ) -> Sequence[TensorRef]: ...
     @overload
     def lend(
-        self, placed: Sequence[Placed | None], payload: Payload
+        self, packed: Sequence[PackedTensor | None], payload: Payload
     ) -> Sequence[TensorRef | None]: ...
     def lend(
-        self, placed: Sequence[Placed | None] | Together, payload: Payload
+        self, packed: Sequence[PackedTensor | None] | PackedTensors, payload: Payload
     ) -> Sequence[TensorRef | None]:
         """References to what was placed, for the message with this `payload`."""
         holders = (
-            [placed.holder]
-            if isinstance(placed, Together)
-            else [each.holder for each in placed if each is not None]
+            [packed.holder]
+            if isinstance(packed, PackedTensors)
+            else [each.holder for each in packed if each is not None]
         )
         for holder in holders:
             if isinstance(holder, Slot):
                 self._lend_slot(holder)
-        return payload.add_all(placed)
+        return payload.add_all(packed)
 
     def _lend_slot(self, slot: Slot) -> None:
         self._lent[slot.address] = slot
         if not self._link.shares_memory:
             self._link.carry(slot)
 
-    def take_back(self, message: Returned) -> None:
+    def take_back(self, message: ReturnedSlots) -> None:
         for address, _ in message.slots:  # a result is lent once, so once is all
             slot = self._lent.pop(address)
             if not self._link.shares_memory:
@@ -229,20 +231,20 @@ class WorkerMemory:
             self._foreign_slabs.attach(message.number, self._link.take_descriptor(), message.nbytes)
 
     def take_missing(self) -> list[int]:
-        """See `SlabsMissing`."""
+        """See `MissingSlabs`."""
         return self._foreign_slabs.take_missing()
 
-    def tell_again(self, message: SlabsMissing) -> None:
+    def tell_again(self, message: MissingSlabs) -> None:
         self.arena.tell_again(message.numbers)
 
-    def detach(self, message: SlabsGone) -> None:
+    def detach(self, message: DroppedSlabs) -> None:
         for number in message.numbers:
             self._foreign_slabs.detach(number)
 
-    def note_lacking(self, message: Lacking) -> None:
+    def note_lacking(self, message: LackingMemory) -> None:
         self._foreign_slabs.lacking = message.pieces
 
-    def try_out(self, message: Try) -> Tried:
+    def try_out(self, message: SlotTrial) -> TrialOutcome:
         return self._worker_device.try_out(message, self._foreign_slabs.borrow, self._lend_slot)
 
 
@@ -427,7 +429,7 @@ class WorkerDevice:
 
     # --- slabs
 
-    def go_direct(self, message: Direct) -> None:
+    def go_direct(self, message: DirectTransfer) -> None:
         """From here on results may travel as slots."""
         self._is_direct = True
 
@@ -465,21 +467,21 @@ class WorkerDevice:
         return self.setup.accelerator.open_event(handle.raw, code - 1)
 
     def try_out(
-        self, message: Try, borrow: Callable[[int, int], Any], lend: Callable[[Any], None]
-    ) -> Tried:
+        self, message: SlotTrial, borrow: Callable[[int, int], Any], lend: Callable[[Any], None]
+    ) -> TrialOutcome:
         """Read the caller's slot, and write one for the caller to read."""
         assert self._channel is not None
         try:
             found = borrow(message.address, message.nbytes).copied()
             if bytes(found.tolist()) != message.mark:
-                return Tried("a worker found other bytes than were written", None)
+                return TrialOutcome("a worker found other bytes than were written", None)
             slot = self._channel.write(found)
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
             self.finish()
         except (OSError, RuntimeError, MemoryError) as error:
-            return Tried(str(error), None)
+            return TrialOutcome(str(error), None)
         lend(slot)
-        return Tried("", Try(slot.address, message.nbytes, message.mark))
+        return TrialOutcome("", SlotTrial(slot.address, message.nbytes, message.mark))
 
     # --- which tensor belongs where
 

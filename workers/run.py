@@ -8,7 +8,7 @@ over.
     Backwards ──► each: before: run the call again, or the backward that made its graph
                     ──► differentiate ──► lend ──► Gradients
                             └──► captures' gradients: added up
-    Collect ──► the sum ──► lend ──► Collected
+    Collect ──► the sum ──► lend ──► CollectedSums
 
 An eager backward is run for a loss right after its forward, while the graph is hot in the cache,
 for the gradient that is predicted. Gradients of inputs travel with the result; those of captures
@@ -16,7 +16,7 @@ too, or they are added up here until the caller collects them. Unless the graph 
 and a caller whose backward turns out to be another one has it made again.
 
 Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
-`Whereabouts`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
+`ProgressRecord`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
 the caller records a timeline, that also notes when.
 Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises.
     Whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a
@@ -46,20 +46,20 @@ from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import under
 from mpgrad.torch_state.private import plus
-from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.messages import (
     BackwardCall,
     Backwards,
     Collect,
-    Collected,
-    Eager,
+    CollectedSums,
+    EagerOptions,
     Failure,
     Forward,
     ForwardCall,
     Gradients,
-    Missing,
-    Rederive,
-    Rerun,
+    MissingGraph,
+    Recompute,
+    RecomputeBackward,
     Result,
     Results,
     Span,
@@ -72,10 +72,10 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
+    PackedTensor,
+    PackedTensors,
     Payload,
-    Placed,
     TensorRef,
-    Together,
     check_carriable,
     flags_in,
     flags_of,
@@ -118,32 +118,32 @@ class ProgressWriter:
     """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
     def __init__(self, arena: Arena) -> None:
-        self._slot = arena.allocate(8 * Whereabouts.COUNT)
+        self._slot = arena.allocate(8 * ProgressRecord.COUNT)
         self._numbers = self._slot.memory.cast("q")
         self.address = self._slot.address
         self.descriptor: int = self._slot.slab.descriptor
 
     def is_skipped(self, chunk: int) -> bool:
-        return chunk in self._numbers[Whereabouts.SKIPPED :]
+        return chunk in self._numbers[ProgressRecord.SKIPPED :]
 
     def begin(self, chunk: int, position: int) -> None:
         """A call of the chunk begins."""
         numbers = self._numbers
-        numbers[Whereabouts.STARTED] = time.monotonic_ns()
-        numbers[Whereabouts.OFFSET] = -1
-        if numbers[Whereabouts.CHUNK] == chunk:
-            numbers[Whereabouts.POSITION] = position
+        numbers[ProgressRecord.STARTED] = time.monotonic_ns()
+        numbers[ProgressRecord.OFFSET] = -1
+        if numbers[ProgressRecord.CHUNK] == chunk:
+            numbers[ProgressRecord.POSITION] = position
         else:
             # whoever reads both finds them to go together, or this
-            numbers[Whereabouts.CHUNK] = Whereabouts.BETWEEN
+            numbers[ProgressRecord.CHUNK] = ProgressRecord.BETWEEN
             in_order()
-            numbers[Whereabouts.POSITION] = position
+            numbers[ProgressRecord.POSITION] = position
             in_order()
-            numbers[Whereabouts.CHUNK] = chunk
+            numbers[ProgressRecord.CHUNK] = chunk
 
     def begin_item(self, offset: int) -> None:
         """Note the item of a bundle: for who has to say which one a worker died of. -1: none."""
-        self._numbers[Whereabouts.OFFSET] = offset
+        self._numbers[ProgressRecord.OFFSET] = offset
 
 
 class Stage:
@@ -190,7 +190,7 @@ class CallRun:
         given: list[torch.Tensor],
         entrances: Sequence[Entrance],
         worker_device: WorkerDevice,
-        eager: Eager | None,
+        eager: EagerOptions | None,
     ) -> None:
         """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
         need gradients."""
@@ -584,8 +584,8 @@ class Runner:
         try:
             eager = None if function.code.is_cut_short else message.eager
             run = self._run(message, call, function, incoming, stage, eager)
-            placed = self._place(run, call.origin, stage)
-            refs = self._memory.lend(placed, payload)
+            packed = self._pack(run, call.origin, stage)
+            refs = self._memory.lend(packed, payload)
             graph = run.graph
             gradients = None
             if graph is not None and eager is not None and run.has_begun:
@@ -596,7 +596,7 @@ class Runner:
                 shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays
             )
             sums = None if gradients is None else run.sums
-            del run, placed
+            del run, packed
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
@@ -610,12 +610,12 @@ class Runner:
 
     def _run(
         self,
-        message: Forward | Rerun,
+        message: Forward | Recompute,
         call: ForwardCall,
         function: Function,
         payload: memoryview,
         stage: Stage,
-        eager: Eager | None = None,
+        eager: EagerOptions | None = None,
     ) -> CallRun:
         """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it
         came."""
@@ -670,7 +670,7 @@ class Runner:
         run.end()
         return run
 
-    def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
+    def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
         """Copies of the results' tensors, to be had where the call came from (`origin`)."""
         packer = self._memory.packer
         if len(run.shapes) > 1:
@@ -686,10 +686,10 @@ class Runner:
             self._worker_device.caller_devices_of(run.tensors, origin),
             strict=False,
         )
-        placed: list[Placed] = []
+        packed: list[PackedTensor] = []
         for stage.offset, (_, count) in enumerate(run.shapes):
-            placed += itertools.starmap(packer.place, itertools.islice(rows, count))
-        return placed
+            packed += itertools.starmap(packer.pack, itertools.islice(rows, count))
+        return packed
 
     def _lend_gradients(
         self, call: int, run: CallRun, graph: GraphEdges, payload: Payload
@@ -713,7 +713,7 @@ class Runner:
     def backward(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
         payload = Payload()
-        outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
+        outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
         reached: list[tuple[int, Sequence[int]]] = []
         stage = Stage(self.spans)
         with under(message.modes):
@@ -732,7 +732,7 @@ class Runner:
                     if found is not None and found.reached:
                         reached.append((position, found.reached))
                     outcomes.append(
-                        Missing()
+                        MissingGraph()
                         if found is None
                         else self._memory.lend_all(found.gradients, found.caller_devices, payload)
                     )
@@ -747,18 +747,18 @@ class Runner:
         return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
 
     def _step(
-        self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage
+        self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
     ) -> BackwardResult | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is
         not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
         with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
-            if isinstance(step, Rederive):
+            if isinstance(step, RecomputeBackward):
                 return self._differentiate(step.call, incoming, stage)
             return self._run_again(step, incoming, stage)
 
-    def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> BackwardResult:
+    def _run_again(self, step: Recompute, incoming: memoryview, stage: Stage) -> BackwardResult:
         """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
         if (
@@ -834,24 +834,24 @@ class Runner:
             gradients, graph.caller_devices(call.wanted, call.captures and call.apart), reached
         )
 
-    def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
+    def collect(self, message: Collect, incoming: memoryview) -> tuple[CollectedSums, Payload]:
         """Hands over a sum, which is not here any more then; no gradients and 0 calls where there
         was none."""
         payload = Payload()
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
-            return Collected(message.chunk, [], 0), payload
+            return CollectedSums(message.chunk, [], 0), payload
         sums = function.sums.take(message.graph_task, message.levels)
         if sums is None:
-            return Collected(message.chunk, [], 0), payload
+            return CollectedSums(message.chunk, [], 0), payload
         try:
-            return Collected(
+            return CollectedSums(
                 message.chunk,
                 self._memory.lend_all(sums.sums, function.caller_devices, payload),
                 sums.calls,
             ), payload
         except BaseException as error:
-            return Collected(message.chunk, failure(error, "backward"), 0), payload
+            return CollectedSums(message.chunk, failure(error, "backward"), 0), payload
         finally:
             self._worker_device.finish()
 

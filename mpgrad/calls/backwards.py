@@ -41,15 +41,15 @@ from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import Level, within
 from mpgrad.tracebacks import shown
-from mpgrad.wire.messages import Eager, Failure
+from mpgrad.wire.messages import EagerOptions, Failure
 from mpgrad.wire.tensor_refs import (
     REQUIRES_GRAD,
+    PackedTensor,
     Packer,
-    Placed,
     TensorRef,
     is_like_a_loss,
+    packed_again,
     place_of,
-    placed_again,
     staged_again,
     views,
 )
@@ -97,7 +97,7 @@ class ReceivedGradients(NamedTuple):
             if ref is not None and ref.flags & REQUIRES_GRAD
         ]
 
-    def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
+    def passed_on(self, place: int, staged_by: Packer | None = None) -> PackedTensor | None:
         """One of them, for another worker; `staged_by`: for one that can read the CPU's memory
         only."""
         ref = self.refs[place]
@@ -107,7 +107,7 @@ class ReceivedGradients(NamedTuple):
         if ref.place >= 0:
             memories = {ref.place: memories[place_of(self.refs, ref)]}
         if staged_by is None:
-            return placed_again(ref, self.payload, memories)
+            return packed_again(ref, self.payload, memories)
         return staged_again(staged_by, ref, self.payload, memories)
 
 
@@ -154,7 +154,7 @@ class GraphOwner:
         environment: bytes | None,
         deterministic: bool,
         timeout: float | None,
-        eager: Eager | None,
+        eager: EagerOptions | None,
         learns: bool,
     ) -> None:
         """`modes` and `environment` are those of the calls."""

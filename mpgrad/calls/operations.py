@@ -42,12 +42,12 @@ from mpgrad.pickling.exceptions import one_more
 from mpgrad.pickling.state import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
-from mpgrad.wire.messages import Result, Warned, owners, split
+from mpgrad.wire.messages import Result, WarningReport, owners, split
 from mpgrad.wire.tensor_refs import (
     LEAF,
     PARAMETER,
     REQUIRES_GRAD,
-    Sparse,
+    SparseParts,
     TensorRef,
     flags_in,
     stand_in,
@@ -139,7 +139,7 @@ class Operation:
         self.limit: float = math.inf
         self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
         self.mutated = False  # a call wrote into a captured tensor
-        self.warned: deque[Warned] = deque()  # warnings of tasks
+        self.warned: deque[WarningReport] = deque()  # warnings of tasks
 
     # --- the caller's side
 
@@ -633,11 +633,11 @@ class DeliveredResult(NamedTuple):
         """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be
         given their memory later."""
         refs = self.result.tensors
-        if not any(isinstance(ref.form, Sparse) for ref in refs):
+        if not any(isinstance(ref.form, SparseParts) for ref in refs):
             return list(map(stand_in, refs))
         views = self.views(private=True)
         return [
-            there if isinstance(ref.form, Sparse) else stand_in(ref)
+            there if isinstance(ref.form, SparseParts) else stand_in(ref)
             for ref, there in zip(refs, views, strict=True)
         ]
 

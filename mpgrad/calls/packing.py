@@ -35,18 +35,18 @@ from mpgrad.torch_state.private import (
     transforms_are_active,
     without_subclasses,
 )
-from mpgrad.wire.messages import Eager, Parts, Structure, is_plain, owners, plain_structure
+from mpgrad.wire.messages import EagerOptions, Parts, Structure, is_plain, owners, plain_structure
 from mpgrad.wire.tensor_refs import (
     BUCKETED_BYTES,
     DEVICE,
     HOOKED,
+    INLINE_BYTES,
     LEAF,
     REQUIRES_GRAD,
-    RIDE_BYTES,
     SHARED,
+    PackedTensor,
+    PackedTensors,
     Packer,
-    Placed,
-    Together,
     check_carriable,
     flags_of,
     have_attributes,
@@ -75,7 +75,7 @@ __all__ = [
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 # by id of the tensor, which the entry keeps from being another's
-Shared = dict[int, tuple[torch.Tensor, Placed]]
+Shared = dict[int, tuple[torch.Tensor, PackedTensor]]
 
 
 class PickledFunction(NamedTuple):
@@ -138,7 +138,7 @@ class SharedFunction:
         self.gathers = request is not None and request.gathers
         staged = request is not None and request.staged
         with without_subclasses():
-            self.refs, self.slot, self.slots = packer.place_together(captures, sharing, staged)
+            self.refs, self.slot, self.slots = packer.pack_together(captures, sharing, staged)
         if request is not None:
             request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -166,7 +166,7 @@ class OperationOptions(NamedTuple):
     stop_at_failure: bool = True
     return_errors: bool = False  # in the place of the results that they prevented
     request: Request | None = None  # where its calls are to run
-    eager: Eager | None = None  # how backwards of losses are run with the calls
+    eager: EagerOptions | None = None  # how backwards of losses are run with the calls
     # what calls are given is all there, and all results are waited for together
     at_rest: bool = False
 
@@ -193,7 +193,7 @@ class PackedCall:
         "leaves",
         "options",
         "origin",
-        "placed",
+        "packed",
         "route",
         "structure",
         "ungated",
@@ -205,7 +205,7 @@ class PackedCall:
         self,
         index: int,
         shape: Structure,
-        placed: list[Placed] | Together,
+        packed: list[PackedTensor] | PackedTensors,
         dependencies: Sequence[Any] = (),
     ) -> None:
         self.index = index
@@ -216,10 +216,10 @@ class PackedCall:
         self.leaves: Sequence[torch.Tensor] = ()
         self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
-        self.placed: list[Placed] | Together = placed
+        self.packed: list[PackedTensor] | PackedTensors = packed
         # `operations.Dependency`s: until the call has its node, or turns out to need none
         self.dependencies = dependencies
-        self.dependency_results: Parts = ()  # what they led to: their tensors are the last of `placed`
+        self.dependency_results: Parts = ()  # what they led to: their tensors are the last of `packed`
         self.gated: Sequence[torch.Tensor] = ()
         # with their versions: gradients were off, but `fn` may want them
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
@@ -231,24 +231,24 @@ class PackedCall:
 
     def forget_tensors(self) -> None:
         """The worker has them, and nobody will ask for them again."""
-        self.placed = []
+        self.packed = []
 
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
         return (
-            self.placed.nbytes
-            if isinstance(self.placed, Together)
-            else sum([each.nbytes for each in self.placed])
+            self.packed.nbytes
+            if isinstance(self.packed, PackedTensors)
+            else sum([each.nbytes for each in self.packed])
         )
 
     @property
     def message_bytes(self) -> int:
         """Of what rides in the message: small tensors, and pickles of arguments."""
-        if isinstance(self.placed, Together):
-            total = self.placed.message_bytes
+        if isinstance(self.packed, PackedTensors):
+            total = self.packed.message_bytes
         else:
-            total = sum([len(each.body) for each in self.placed if each.body is not None])
+            total = sum([len(each.body) for each in self.packed if each.body is not None])
         others = (*self.dependency_results, *self.bundle)
         for shape in (
             (self.structure, *[shape for shape, _ in others]) if others else (self.structure,)
@@ -299,20 +299,20 @@ def pack_call(
     item = index if item is None else item
     shape, tensors, dependencies = arguments_structure(item, args, kwargs, known, streams)
     with without_subclasses():
-        placed = []
+        packed = []
         staged = request is not None and request.staged
         for tensor in tensors:
             check_carriable(tensor, "item", item, packer.kind)
             if shared is None:
-                placed.append(packer.place(tensor, flags_of(tensor), None, staged))
+                packed.append(packer.pack(tensor, flags_of(tensor), None, staged))
             else:
-                placed.append(place_once(packer, tensor, shared, staged))
-        call = PackedCall(index, shape, placed, dependencies)
+                packed.append(pack_once(packer, tensor, shared, staged))
+        call = PackedCall(index, shape, packed, dependencies)
         if request is not None:
             call.route, call.origin = request.of(tensors)
         lent = [
             tensor
-            for tensor, each in zip(tensors, placed, strict=True)
+            for tensor, each in zip(tensors, packed, strict=True)
             if isinstance(each.holder, BorrowedMemory)
         ]
         if lent:
@@ -346,20 +346,20 @@ def pack_bundle(
     packer, grad, streams, _, known, _ = packing
     lone = lone_tensors(calls)
     items = None if lone is None else Items(lone, list(map(flags_of, lone)), [(1, 1)] * len(lone))
-    placed: list[Placed] | Together | None = None
+    packed: list[PackedTensor] | PackedTensors | None = None
     if items is not None and not have_more_behind(items):
-        placed = packer.bucketed(items.tensors, items.flags)
-    if placed is None:
+        packed = packer.bucketed(items.tensors, items.flags)
+    if packed is None:
         items = each_item(packer, item, calls, known, streams)
     if items is None or have_more_behind(items):
         return None
     together, flags, bundle = items
-    if placed is None:
+    if packed is None:
         with without_subclasses():
-            placed = packer.together(together, flags) or list(map(packer.place, together, flags))
-    if isinstance(placed, list) and any(isinstance(each.holder, BorrowedMemory) for each in placed):
+            packed = packer.together(together, flags) or list(map(packer.pack, together, flags))
+    if isinstance(packed, list) and any(isinstance(each.holder, BorrowedMemory) for each in packed):
         return None  # one that is written to must not concern others
-    call = PackedCall(index, None, placed)
+    call = PackedCall(index, None, packed)
     call.bundle, call.items = bundle, len(bundle)
     need = [own & REQUIRES_GRAD for own in flags]
     call.leaves = list(itertools.compress(together, need))
@@ -415,7 +415,7 @@ def each_item(
                 ):
                     return None
             items.flags.extend(map(flags_of, tensors))
-        if dependencies or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
+        if dependencies or (isinstance(shape, bytes) and len(shape) > INLINE_BYTES):
             return None
         items.tensors.extend(tensors)
         items.parts.append((shape, len(tensors)))
@@ -427,13 +427,13 @@ def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
-def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
+def pack_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> PackedTensor:
     """As it was placed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
         known = shared[id(tensor)] = (
             tensor,
-            packer.place(tensor, flags_of(tensor) | SHARED, None, staged),
+            packer.pack(tensor, flags_of(tensor) | SHARED, None, staged),
         )
     return known[1]
 
@@ -574,7 +574,7 @@ class Request:
         """At a call that others have given something meanwhile. Raises as `of_codes`."""
         if not self.gathers or not call.origin:
             call.route, call.origin = self.of_codes(
-                [placed.flags // DEVICE for placed in call.placed]
+                [packed.flags // DEVICE for packed in call.packed]
             )
 
     def _but_all(self, route: frozenset[int]) -> frozenset[int] | None:

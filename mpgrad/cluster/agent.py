@@ -17,7 +17,7 @@ its frames.
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body)
                    ("gone", worker, exit code, last words)
-                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed,
+                   ("at", worker, its `ProgressRecord`): before "overrun" and "gone", when followed,
                         each second
                    ("skipped", worker, place, chunk): written, and all that it had answered by then
                         has been passed on
@@ -57,8 +57,14 @@ from typing import Any, NamedTuple
 from mpgrad.engines.launch import Launcher, exit_gap, launched, process_launcher
 from mpgrad.memory import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
-from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
-from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
+from mpgrad.wire.agent_messages import (
+    CrashTraceback,
+    LackingMemory,
+    ProgressRecord,
+    ProgressRecordLocation,
+    in_order,
+)
+from mpgrad.wire.pipe import Pipe, RawFrame, framed, read_crash_traceback
 
 __all__ = [
     "AgentWorker",
@@ -288,7 +294,7 @@ class NodeAgent:
                 number, nbytes = rest
                 self._slabs[number] = SlabReplica(nbytes)
             case "write":
-                self._write_mirror(*rest)
+                self._write_replica(*rest)
             case "forget":
                 self._slabs.pop(rest[0]).close()
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
@@ -303,9 +309,9 @@ class NodeAgent:
         match kind:
             case "frame":
                 self._pass_on(worker, *rest)
-            case "skip" if worker.whereabouts is not None:
+            case "skip" if worker.progress_record is not None:
                 place, chunk = rest
-                worker.whereabouts[place] = chunk
+                worker.progress_record[place] = chunk
                 self._read(worker)  # what it answered before it could see that
                 self._say("skipped", worker.number, place, chunk)
             case "limit":
@@ -323,7 +329,7 @@ class NodeAgent:
             case "end":
                 self._bury(worker)
 
-    def _write_mirror(self, address: int, content: memoryview) -> None:
+    def _write_replica(self, address: int, content: memoryview) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
@@ -356,7 +362,7 @@ class NodeAgent:
         try:
             if worker.has_started and worker.lacking != self._lacking:
                 worker.lacking = self._lacking
-                worker.send_raw(framed([Lacking(self._lacking)], ()))
+                worker.send_raw(framed([LackingMemory(self._lacking)], ()))
             worker.has_started = True
             worker.send_raw(frame, [slab.descriptor for slab in new])
         except ConnectionError:
@@ -458,13 +464,13 @@ class NodeAgent:
         while (found := self._launcher.exited(worker.number)) is None:
             if time.monotonic() - since > EXIT_PATIENCE and not is_said:
                 self._launcher.kill(worker.number)
-                self._say("gone", worker.number, None, worker.take_last_words())
+                self._say("gone", worker.number, None, worker.take_crash_traceback())
                 is_said = True
             await asyncio.sleep(exit_gap(since))
         if found.refusal is not None:
             self._say("refused", worker.number, str(found.refusal))
         elif not is_said:
-            self._say("gone", worker.number, found.code, worker.take_last_words())
+            self._say("gone", worker.number, found.code, worker.take_crash_traceback())
 
     def _buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
@@ -532,7 +538,7 @@ def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
 # --- a worker, as its site sees it
 
 
-Pieces = list[tuple[int, int, str]]  # see `Lacking`
+Pieces = list[tuple[int, int, str]]  # see `LackingMemory`
 
 
 class AgentWorker(Pipe):
@@ -542,8 +548,8 @@ class AgentWorker(Pipe):
         super().__init__(end, blocking=False)
         self.number = number
         self.pid = 0  # once the caller has heard it
-        self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
-        self._last_words: int | None = None  # a pipe
+        self.progress_record: memoryview | None = None  # of int64, once the worker has shown them
+        self._crash_traceback: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
         # seconds for each call of a chunk that is not answered, by chunk, in that order
@@ -562,12 +568,12 @@ class AgentWorker(Pipe):
             descriptor = self.take_descriptor()
             if descriptor is None:  # none was free to receive it with
                 continue
-            if isinstance(message, LastWords):
-                self._last_words = descriptor
-            elif isinstance(message, WhereaboutsHere):
+            if isinstance(message, CrashTraceback):
+                self._crash_traceback = descriptor
+            elif isinstance(message, ProgressRecordLocation):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))
-                    self.whereabouts = memory[
+                    self.progress_record = memory[
                         message.offset : message.offset + message.nbytes
                     ].cast("q")
                 os.close(descriptor)
@@ -575,13 +581,13 @@ class AgentWorker(Pipe):
     def where(self) -> list[int]:
         """What it has written of where it is; nothing where it goes on in this moment, or nobody
         could be shown it."""
-        if (numbers := self.whereabouts) is None:
+        if (numbers := self.progress_record) is None:
             return []
-        at = numbers[Whereabouts.CHUNK]
+        at = numbers[ProgressRecord.CHUNK]
         in_order()
-        found = list(numbers[: Whereabouts.SKIPPED])
+        found = list(numbers[: ProgressRecord.SKIPPED])
         in_order()
-        return found if at == found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
+        return found if at == found[ProgressRecord.CHUNK] == numbers[ProgressRecord.CHUNK] else []
 
     def next_overrun(self) -> tuple[int, int, float]:
         """The first chunk with a limit, the call that it is at, and when that will have taken too
@@ -590,10 +596,10 @@ class AgentWorker(Pipe):
         The position is -1 where it has not begun that chunk. Only who has sent it knows whether it
         has something else to do.
         """
-        at, position, started = Whereabouts.BETWEEN, -1, 0.0
+        at, position, started = ProgressRecord.BETWEEN, -1, 0.0
         if found := self.where():
-            at, position = found[Whereabouts.CHUNK], found[Whereabouts.POSITION]
-            started = found[Whereabouts.STARTED] / 1e9
+            at, position = found[ProgressRecord.CHUNK], found[ProgressRecord.POSITION]
+            started = found[ProgressRecord.STARTED] / 1e9
         for chunk in [chunk for chunk in self.limits if chunk < at]:
             del self.limits[chunk]
         chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
@@ -603,6 +609,6 @@ class AgentWorker(Pipe):
             else (chunk, -1, self.heard_at + seconds)
         )
 
-    def take_last_words(self) -> str:
+    def take_crash_traceback(self) -> str:
         """Of who is dead."""
-        return "" if self._last_words is None else last_words_in(self._last_words)
+        return "" if self._crash_traceback is None else read_crash_traceback(self._crash_traceback)

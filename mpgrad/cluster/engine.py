@@ -11,7 +11,7 @@ taking us for dead.
 
 What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that
 names it, however many workers of the site are lent it. What a worker lends has its bytes in the
-frame, and a mirror here (`wire.frames.Mirror`).
+frame, and a mirror here (`wire.frames.SlabReplicas`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
     carrier gives.
@@ -40,9 +40,9 @@ from mpgrad.engines.launch import Exit
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.exceptions import carried
-from mpgrad.wire.asides import Whereabouts
-from mpgrad.wire.frames import Frame, Mirror, address_of, unframed
-from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
+from mpgrad.wire.agent_messages import ProgressRecord
+from mpgrad.wire.frames import Frame, SlabReplicas, address_of, unframed
+from mpgrad.wire.messages import DroppedSlabs, Failure, Message, NewSlab, ReadyReport, StartFailure
 from mpgrad.wire.pipe import Traffic, framed, parts_of
 
 __all__ = [
@@ -517,7 +517,7 @@ class AgentHandle:
 
     # --- memory that is mirrored there
 
-    def mirror(self, slab: Any) -> ReplicatedSlab:
+    def replicas(self, slab: Any) -> ReplicatedSlab:
         if slab.number not in self._slabs:
             self._slabs[slab.number] = ReplicatedSlab(set(), Counter())
             self.tell("slab", slab.number, slab.nbytes)
@@ -529,7 +529,7 @@ class AgentHandle:
             self._slabs[number].workers.add(worker)
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
-        address, lent = address_of(holder), self.mirror(holder.slab).lent
+        address, lent = address_of(holder), self.replicas(holder.slab).lent
         # who has what is not ours may have written there
         if not lent[address] or isinstance(holder, BorrowedMemory):
             self.tell("write", address, PickleBuffer(holder.memory))
@@ -579,12 +579,12 @@ class AgentLink:
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit: Exit | None = None
         self._exit_code: int | None = None  # as far as it is known
-        self.last_words = ""
+        self.crash_traceback = ""
         self.nbytes_resident = 0
         self.overrun: tuple[int, int] | None = None
-        self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        self.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
         self.skipped: dict[int, int] = {}
-        self._mirror = Mirror()  # of the worker's slabs
+        self._replicas = SlabReplicas()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         agent.links[number] = self
         agent.idle_since = math.inf
@@ -616,14 +616,14 @@ class AgentLink:
                 self.overrun = None  # it has gone on since
             case "at":
                 (numbers,) = rest  # as the worker has written them, by its own clock
-                self.whereabouts[: len(numbers)] = array.array("q", numbers)
+                self.progress_record[: len(numbers)] = array.array("q", numbers)
             case "skipped":
                 place, chunk = rest
                 self.skipped[place] = chunk
             case "overrun":
                 self.overrun = rest
             case "gone":
-                code, self.last_words = rest
+                code, self.crash_traceback = rest
                 self.ended = True
                 self._exit_code = self._exit_code if code is None else code
             case "refused":
@@ -648,12 +648,12 @@ class AgentLink:
             "frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new
         )
         for message in messages:
-            if isinstance(message, SlabsGone):
+            if isinstance(message, DroppedSlabs):
                 self.agent.part(self.number, message.numbers)
 
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
-            self.agent.mirror(slab)
+            self.agent.replicas(slab)
             # alone in its frame, which may have to wait at the site
             self.send([NewSlab(slab.number, slab.nbytes)])
 
@@ -671,10 +671,10 @@ class AgentLink:
         header, body = self.frames.popleft()
         self.agent.engine.traffic.frames_received += 1
         body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
-        messages, payload, mirrors = self._mirror.open(*unframed(header, body))
-        self._descriptors.extend(mirrors)
+        messages, payload, replicas = self._replicas.open(*unframed(header, body))
+        self._descriptors.extend(replicas)
         for message in messages:
-            if isinstance(message, Ready):
+            if isinstance(message, ReadyReport):
                 self.agent.refusals = 0
                 self.agent.tell("watch", self.number, message.pid)
         return Frame(messages, payload)
@@ -723,5 +723,5 @@ class AgentLink:
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""
         failure = Failure(carried(RuntimeError(why)), "", "start")
-        frame = framed([StartFailed(failure)], ())
+        frame = framed([StartFailure(failure)], ())
         self.frames.append(parts_of(frame))

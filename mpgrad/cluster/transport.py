@@ -1,7 +1,7 @@
 """What carries bytes between the caller and the sites of a cluster, starts sites, and says which
 nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
 
-    ClusterEngine ── nodes, start_site, exchange, kill_site ──► Transport ═══ NodeAgent, on a node
+    ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
 A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
 late, or twice (see `agent.RecordReceiver`).
 

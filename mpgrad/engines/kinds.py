@@ -6,7 +6,7 @@ name. Caller's side.
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
 write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.
-Where the two sides share no memory, the links mirror it (see `wire.frames.Mirror`).
+Where the two sides share no memory, the links mirror it (see `wire.frames.SlabReplicas`).
 
 Nobody outside this package compares the names of engines.
 """
@@ -64,8 +64,8 @@ class WorkerLink(Link, Protocol):
     skipped: dict[int, int]
 
     @property
-    def whereabouts(self) -> memoryview | None:
-        """A copy of the worker's `Whereabouts`, of int64; None: they are shared."""
+    def progress_record(self) -> memoryview | None:
+        """A copy of the worker's `ProgressRecord`, of int64; None: they are shared."""
 
     @property
     def node(self) -> str:
@@ -81,9 +81,9 @@ class WorkerLink(Link, Protocol):
         """Why it is not the worker's fault that it has ended, where it is known not to be."""
 
     @property
-    def last_words(self) -> str:
+    def crash_traceback(self) -> str:
         """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see
-        `asides.LastWords`)."""
+        `asides.CrashTraceback`)."""
 
     @property
     def could_start(self) -> bool:
@@ -98,11 +98,11 @@ class WorkerLink(Link, Protocol):
         """Whether there is something to `receive` at this moment, or the end."""
 
     def skip(self, place: int, chunk: int) -> None:
-        """Write that into the worker's `Whereabouts`, which it does not share with us; or do
+        """Write that into the worker's `ProgressRecord`, which it does not share with us; or do
         nothing, where it does."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `whereabouts` up to date for so long; else it is what it was at an
+        """Keep the copy of the `progress_record` up to date for so long; else it is what it was at an
         overrun, or at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:

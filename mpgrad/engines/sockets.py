@@ -40,12 +40,12 @@ class LocalLink:
 
     node = ""
     lost = ""
-    last_words = ""
+    crash_traceback = ""
     has_place = True
     could_start = keeps_time = is_leaving = False
     exit: Exit | None = None
     overrun: tuple[int, int] | None = None
-    whereabouts = None
+    progress_record = None
 
     def resident_bytes(self, pid: int) -> int:
         return resident_bytes(pid)

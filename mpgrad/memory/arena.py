@@ -145,7 +145,7 @@ class Slot:
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
-            self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
+            self._arena.note_dead(self.slab, self.address & OFFSET_MASK, self._capacity)
 
 
 class BorrowedMemory(NamedTuple):
@@ -202,7 +202,7 @@ class Arena:
             if self._closed:
                 raise PoolClosedError("the pool is closed, and its shared memory is gone")
             self.slots_made += 1
-            self._take_in_the_dead()
+            self._reclaim_dead()
             free = self._fitting(capacity)
             if free is not None:
                 capacity = free
@@ -212,7 +212,7 @@ class Arena:
             self.bytes_in_use += capacity
             return Slot(self, slab, offset, capacity, nbytes)
 
-    def bury(self, slab: Slab, offset: int, capacity: int) -> None:
+    def note_dead(self, slab: Slab, offset: int, capacity: int) -> None:
         """A slot has died. Called from finalizers."""
         if not self._closed:
             self._dead.append((slab, offset, capacity))
@@ -221,7 +221,7 @@ class Arena:
         """Make freed slots reusable, and give the system what is too much."""
         if self._dead:
             with self._lock:
-                self._take_in_the_dead()
+                self._reclaim_dead()
 
     def tell_again(self, numbers: Iterable[int]) -> None:
         """A borrower does not know these slabs: where there still is one, it counts as made."""
@@ -229,7 +229,7 @@ class Arena:
             slab for number in numbers if (slab := self._slabs.get(number)) is not None
         )
 
-    def _take_in_the_dead(self) -> None:
+    def _reclaim_dead(self) -> None:
         """Assumes: the lock is held."""
         while self._dead:
             slab, offset, capacity = self._dead.popleft()

@@ -88,7 +88,13 @@ from mpgrad.pickling.streams import (
 from mpgrad.torch_state.generators import learn
 from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
-from mpgrad.wire.tensor_refs import PLAIN, RIDE_BYTES, check_carriable, check_class, have_attributes
+from mpgrad.wire.tensor_refs import (
+    INLINE_BYTES,
+    PLAIN,
+    check_carriable,
+    check_class,
+    have_attributes,
+)
 
 __all__ = [
     "MOST_READ",
@@ -549,7 +555,7 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     `taken_out`."""
     memory = buffer.raw()
     if (
-        memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules
+        memory.nbytes <= INLINE_BYTES or "numpy" not in sys.modules
     ):  # numpy makes buffers of tensors again
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer

@@ -45,10 +45,10 @@ from mpgrad.torch_state.modes import Modes, Watch, current_modes
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
+    PackedTensor,
+    PackedTensors,
     Packer,
-    Placed,
-    Together,
-    placed_again,
+    packed_again,
     staged_again,
 )
 
@@ -181,24 +181,24 @@ def put_in(call: PackedCall, outcome: DeliveredResult, packer: Packer | None) ->
     """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come
     there."""
     refs = outcome.result.tensors
-    assert not isinstance(call.placed, Together)
+    assert not isinstance(call.packed, PackedTensors)
     if outcome.graph is None:  # then only leaves need gradients
         refs = [
             ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD)
             for ref in refs
         ]
     if packer is None:
-        call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+        call.packed += [packed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
-        call.placed += [
+        call.packed += [
             staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs
         ]
     call.dependency_results = (*call.dependency_results, (outcome.result.structure, len(refs)))
 
 
 def kept_promises(
-    parts: Sequence[Placed | Promise], staged_by: Packer | None
-) -> list[Placed | Promise]:
+    parts: Sequence[PackedTensor | Promise], staged_by: Packer | None
+) -> list[PackedTensor | Promise]:
     there = (
         part.backward.outcome.passed_on(part.place, staged_by)
         if isinstance(part, Promise)
@@ -295,7 +295,7 @@ class GradientSender:
 
     def _place(
         self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
-    ) -> Sequence[Placed | Promise] | Together:
+    ) -> Sequence[PackedTensor | Promise] | PackedTensors:
         """Copies of the tensors, in their order; promises stay what they are."""
         packer, staged = self._packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
@@ -303,11 +303,11 @@ class GradientSender:
         together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
         if together is not None:
             return together
-        placed = (
-            packer.place(tensor, own, None, staged)
+        packed = (
+            packer.pack(tensor, own, None, staged)
             for tensor, own in zip(tensors, flags, strict=True)
         )
-        return [part if isinstance(part, Promise) else next(placed) for part in parts]
+        return [part if isinstance(part, Promise) else next(packed) for part in parts]
 
     def request_sum(self, worker: Any, request: SumRequest) -> None:
         self._life.check_alive()

@@ -6,7 +6,7 @@ GPU, or between some containers). So nobody asks what the machine is: each worke
 reads a slot of ours and gives one of its own to be read, and until all have, tensors are staged:
 they go through the CPU's memory, and whoever gets them puts them on their device.
 
-    offer: our slot, Try ──► the worker reads it ──► Tried, with a slot of its own ──► tried: Direct
+    offer: our slot, SlotTrial ──► the worker reads it ──► TrialOutcome, with a slot of its own ──► tried: DirectTransfer
 Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
 """
 
@@ -25,7 +25,7 @@ from mpgrad.memory import owner_of
 from mpgrad.memory.accelerator import INSTALLED, DeviceChannel, DeviceSetup, Region, name_of
 from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
-from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
+from mpgrad.wire.messages import DirectTransfer, Message, NewSlab, SlotTrial, TrialOutcome
 from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
@@ -131,7 +131,7 @@ class DeviceTransfer:
 
     # --- the trial
 
-    def offer(self, code: int) -> tuple[Slot, Try] | None:
+    def offer(self, code: int) -> tuple[Slot, SlotTrial] | None:
         """A slot for a new worker to read; None where there cannot be one."""
         channel = self._arrivals[code]  # where nothing has to be waited for
         mark = secrets.token_bytes(MARK_BYTES)
@@ -144,12 +144,12 @@ class DeviceTransfer:
         except (OSError, RuntimeError, MemoryError) as error:
             self._refuse(code, str(error))
             return None
-        return slot, Try(slot.address, MARK_BYTES, mark)
+        return slot, SlotTrial(slot.address, MARK_BYTES, mark)
 
     def tried(
         self,
         worker: WorkerHandle,
-        message: Tried,
+        message: TrialOutcome,
         foreign_slabs: ForeignSlabs,
         others: Sequence[WorkerHandle],
     ) -> list[Message]:
@@ -171,7 +171,7 @@ class DeviceTransfer:
             return []
         worker.direct = True
         self._is_direct = not self._is_refused and all(each.direct for each in others)
-        return [Direct()]
+        return [DirectTransfer()]
 
     def _refuse(self, code: int, reason: str) -> None:
         """From here on tensors are staged; the first time the log says why."""

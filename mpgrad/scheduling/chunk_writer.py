@@ -5,7 +5,7 @@ that has to live until the worker has given it back. Caller's side.
 What the worker knows is left out of a message, what it lacks goes before:
 
     calls ──► [Define,] Forward
-    backwards ──► [Define,] Backwards([Rerun, [Rederive ...,]] BackwardCall ...)
+    backwards ──► [Define,] Backwards([Recompute, [RecomputeBackward ...,]] BackwardCall ...)
 
 The states of a graph:
 
@@ -54,10 +54,10 @@ from mpgrad.wire.messages import (
     ForwardCall,
     Message,
     ModulesState,
-    Rederive,
-    Rerun,
+    Recompute,
+    RecomputeBackward,
 )
-from mpgrad.wire.tensor_refs import Payload, Placed, TensorRef, Together
+from mpgrad.wire.tensor_refs import PackedTensor, PackedTensors, Payload, TensorRef
 
 __all__ = [
     "CHUNKS_UNDER_WAY",
@@ -223,7 +223,7 @@ class ChunkWriter:
         return ModulesState(state.number, None if is_known else state.pickled, len(state.tensors))
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = self._pack(call.placed, payload)
+        tensors = self._pack(call.packed, payload)
         return ForwardCall(
             number,
             call.item,
@@ -235,7 +235,7 @@ class ChunkWriter:
         )
 
     def _backward_call(
-        self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]
+        self, backward: Backward, payload: Payload, before: Sequence[Recompute | RecomputeBackward]
     ) -> BackwardCall:
         return BackwardCall(
             backward.call,
@@ -259,7 +259,7 @@ class ChunkWriter:
         messages: list[Message],
         again: bool,
         environment: bytes | None,
-    ) -> list[Rerun | Rederive]:
+    ) -> list[Recompute | RecomputeBackward]:
         """What makes `graph` again, where it is missing there; or where it was freed, and that does
         not count.
 
@@ -274,7 +274,7 @@ class ChunkWriter:
             other = None if lineage.environment == environment else lineage.environment
             return [
                 *before,
-                Rederive(lineage.modes, self._backward_call(lineage, payload, ()), other),
+                RecomputeBackward(lineage.modes, self._backward_call(lineage, payload, ()), other),
             ]
         assert isinstance(lineage, PackedCall)
         options = lineage.options
@@ -285,7 +285,7 @@ class ChunkWriter:
         other = None if own == environment else own
         is_consumed = state is GraphState.CONSUMED and not again
         return [
-            Rerun(
+            Recompute(
                 function.number,
                 options.modes,
                 options.seed,
@@ -295,17 +295,19 @@ class ChunkWriter:
             )
         ]
 
-    def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
+    def _pack(
+        self, packed: Sequence[PackedTensor] | PackedTensors, payload: Payload
+    ) -> Sequence[TensorRef]:
         """References for a message whose payload this is; what lies in slots is lent to the
         worker."""
-        if isinstance(placed, Together):
-            if placed.holder is not None:
-                self._lent_slots.lend(placed.holder.address, placed.holder)
-            return payload.add_all(placed)
-        for each in placed:
+        if isinstance(packed, PackedTensors):
+            if packed.holder is not None:
+                self._lent_slots.lend(packed.holder.address, packed.holder)
+            return payload.add_all(packed)
+        for each in packed:
             if each.holder is not None:
                 self._lent_slots.lend(each.address, each.holder)
-        return payload.add_all(placed)
+        return payload.add_all(packed)
 
     def forget(self, functions: Sequence[int]) -> None:
         self.functions.difference_update(functions)

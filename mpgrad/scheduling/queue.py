@@ -34,7 +34,7 @@ from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.tracer import Tracer
 from mpgrad.scheduling.worker_handle import SEEN, WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Backwards, Message, Record, Rerun
+from mpgrad.wire.messages import Backwards, Message, Recompute, Record
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["CallQueue", "Deliveries"]
@@ -414,5 +414,5 @@ def recomputed_by(message: Message) -> int:
     """How many calls run again for the backwards of this message."""
     if not isinstance(message, Backwards):
         return 0
-    reruns = [step for call in message.calls for step in call.before if isinstance(step, Rerun)]
+    reruns = [step for call in message.calls for step in call.before if isinstance(step, Recompute)]
     return sum(max(1, len(step.call.bundle)) for step in reruns)

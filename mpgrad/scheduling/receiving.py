@@ -32,28 +32,28 @@ from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import Kept
-from mpgrad.wire.asides import LastWords, Whereabouts
+from mpgrad.wire.agent_messages import CrashTraceback, ProgressRecord
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
-    Collected,
+    ChunkTrace,
+    CollectedSums,
+    DroppedSlabs,
     Failure,
     Gradients,
-    Logged,
-    Missing,
+    LoggedRecord,
+    MissingGraph,
+    MissingSlabs,
     NewSlab,
-    Printed,
-    Ready,
-    Recorded,
+    PrintedText,
+    ReadyReport,
     Result,
     Results,
-    Returned,
-    SlabsGone,
-    SlabsMissing,
-    StartFailed,
-    Tried,
+    ReturnedSlots,
+    StartFailure,
+    TrialOutcome,
 )
 from mpgrad.wire.pipe import UnreadableFrame
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorBucket, TensorRef, lent
 
 __all__ = ["Answers", "Receiver", "failed_again"]
 
@@ -149,10 +149,10 @@ class Receiver:
                 case Gradients():
                     chunk = self._take(worker, message.chunk)
                     self.backwards_done += sum(
-                        not isinstance(each, Missing) for each in message.outcomes
+                        not isinstance(each, MissingGraph) for each in message.outcomes
                     )
                     self._answers.gradients(worker, chunk, message, frame.payload)
-                case Collected():
+                case CollectedSums():
                     self._answers.collected(
                         worker, self._take(worker, message.chunk), message, frame.payload
                     )
@@ -164,24 +164,24 @@ class Receiver:
                     self._memory.foreign_slabs.attach(
                         message.number, worker.link.take_descriptor(), message.nbytes
                     )
-                case SlabsGone():
+                case DroppedSlabs():
                     self._deliveries.unmap(message.numbers)
-                case SlabsMissing():
+                case MissingSlabs():
                     for number in message.numbers:
                         worker.lent_slots.tell_again(number)
-                case Returned():
+                case ReturnedSlots():
                     for address, times in message.slots:
                         self._take_back(worker, address, times)
-                case LastWords():
+                case CrashTraceback():
                     pipe = worker.link.take_descriptor()
-                    worker.last_words = None if pipe is None else Kept(pipe)
-                case Ready():
+                    worker.crash_traceback = None if pipe is None else Kept(pipe)
+                case ReadyReport():
                     self._ready(worker, message)
-                case Recorded():
+                case ChunkTrace():
                     self._tracer.answered(worker, message)
-                case Printed() | Logged():
+                case PrintedText() | LoggedRecord():
                     later(given_again, message)
-                case Tried() if self._memory.device_transfer is not None:
+                case TrialOutcome() if self._memory.device_transfer is not None:
                     others = [
                         each for each in self._deliveries.workers.values() if not each.retiring
                     ]
@@ -189,7 +189,7 @@ class Receiver:
                         worker, message, self._memory.foreign_slabs, others
                     ):
                         self._deliveries.transmit(worker, told)
-                case StartFailed() if not worker.ready:
+                case StartFailure() if not worker.ready:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
                     raise UnreadableFrame(
@@ -197,18 +197,18 @@ class Receiver:
                     )
         self._reading = False
 
-    def _ready(self, worker: WorkerHandle, message: Ready) -> None:
+    def _ready(self, worker: WorkerHandle, message: ReadyReport) -> None:
         if worker.link.shares_memory:
             with contextlib.suppress(
                 SharedMemoryError
             ):  # then nothing is known of how far it has come
-                memory = self._memory.foreign_slabs.slab(slab_of(message.whereabouts)).memory
-                offset = message.whereabouts & OFFSET_MASK
-                worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast(
-                    "q"
-                )
+                memory = self._memory.foreign_slabs.slab(slab_of(message.progress_record)).memory
+                offset = message.progress_record & OFFSET_MASK
+                worker.under_way.progress_record = memory[
+                    offset : offset + 8 * ProgressRecord.COUNT
+                ].cast("q")
         else:
-            worker.under_way.whereabouts = worker.link.whereabouts
+            worker.under_way.progress_record = worker.link.progress_record
             worker.under_way.link = worker.link
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
@@ -357,7 +357,7 @@ class Answers:
         for backward in chunk.backwards[len(message.outcomes) :]:  # cancelled, and not begun
             worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
-            if isinstance(found, Missing):
+            if isinstance(found, MissingGraph):
                 worker.graphs.note_lost(backward.call)
                 # whoever collects the sum may have been ahead of us
                 backward.apart = backward.captures
@@ -396,7 +396,7 @@ class Answers:
             worker.releases.append(number)
 
     def collected(
-        self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview
+        self, worker: WorkerHandle, chunk: Chunk, message: CollectedSums, payload: memoryview
     ) -> None:
         request = chunk.request
         assert request is not None
@@ -444,7 +444,7 @@ class Answers:
         found: dict[int, BorrowedMemory | Slot] = {}
         refused: SharedMemoryError | None = None
         for ref, alone in [
-            (ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)
+            (ref, not isinstance(refs, TensorBucket)) for refs in many for ref in lent(refs)
         ]:
             try:
                 memory = self._foreign_slabs.borrow(ref.place, ref.nbytes, findable=alone)

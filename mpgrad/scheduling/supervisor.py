@@ -189,7 +189,7 @@ class WorkerSupervisor:
             log_levels(),
             current_environment() if settings.since is None else settings.since.begin,
             None if settings.remote else preparation(),
-            b"" if device_transfer is None else device_transfer.post(device),
+            b"" if device_transfer is None else device_transfer.setup(device),
             settings.remote,
         )
         self._deliveries.transmit(worker, [start])

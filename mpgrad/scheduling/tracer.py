@@ -17,7 +17,7 @@ from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.timeline import Trace, TracedCall, TracedChunk, WorkerName
-from mpgrad.wire.messages import Recorded
+from mpgrad.wire.messages import ChunkTrace
 
 __all__ = ["Tracer"]
 
@@ -64,7 +64,7 @@ class Tracer:
             trace.chunks.append(traced)
             self._under_way[worker.number, number] = traced
 
-    def answered(self, worker: WorkerHandle, message: Recorded) -> None:
+    def answered(self, worker: WorkerHandle, message: ChunkTrace) -> None:
         traced = self._under_way.pop((worker.number, message.chunk), None)
         if (
             traced is not None and self.trace is not None

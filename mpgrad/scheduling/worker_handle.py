@@ -2,7 +2,7 @@
 it has been sent, lent and told, and how far it has come with that. Caller's side; decisions are the
 scheduler's.
 
-A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`),
+A worker writes what it begins into memory that the caller reads (see `wire.asides.ProgressRecord`),
 and looks there, before each call, whether the caller has had the chunk skipped. Where no memory is
 shared a site reads and writes there for us, some time later: so of a chunk that runs nothing can be
 taken back, but what was skipped in time comes back unrun.
@@ -31,10 +31,10 @@ from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
 from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack
-from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
-from mpgrad.wire.pipe import UnreadableFrame, last_words_in
+from mpgrad.wire.messages import DroppedSlabs, Forget, Message, MissingSlabs, Release, ReturnedSlots
+from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = [
@@ -76,7 +76,7 @@ class WorkerHandle:
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.termination: Termination | None = None  # it has been told to end, for that call
         # our end of the pipe that it writes its stack into, should it crash
-        self.last_words: Kept | None = None
+        self.crash_traceback: Kept | None = None
         self.stack = ""  # what came of it
         # what was wrong with what it sent, for which it was killed
         self.garbled: UnreadableFrame | None = None
@@ -230,7 +230,7 @@ class WorkerHandle:
         # first: one that its owner's death took away may be lent again, for a result that lies
         # there
         if self.lent_slots.gone_slabs:
-            self.link.send([SlabsGone(drained(self.lent_slots.gone_slabs))])
+            self.link.send([DroppedSlabs(drained(self.lent_slots.gone_slabs))])
         if new_slabs := self.lent_slots.take_new_slabs():
             self.link.introduce(new_slabs)
         updates = self._take_updates()
@@ -244,9 +244,9 @@ class WorkerHandle:
         """As messages; what is taken counts as told."""
         updates: list[Message] = []
         if self.returns:
-            updates.append(Returned(drained(self.returns)))
+            updates.append(ReturnedSlots(drained(self.returns)))
         if self.missing_slabs:
-            updates.append(SlabsMissing(self.missing_slabs))
+            updates.append(MissingSlabs(self.missing_slabs))
             self.missing_slabs = []
         self.note_consumed()
         if self._to_release:
@@ -280,12 +280,12 @@ class WorkerHandle:
         """It is gone; graphs may refer to it for long."""
         self.lent_slots.end()
         self.under_way.end()
-        if self.last_words is not None:
-            if self.last_words.is_ours:
-                self.stack = shown_stack(last_words_in(self.last_words.number))
-            self.last_words = None
-        elif self.link.last_words:
-            self.stack = shown_stack(self.link.last_words)
+        if self.crash_traceback is not None:
+            if self.crash_traceback.is_ours:
+                self.stack = shown_stack(read_crash_traceback(self.crash_traceback.number))
+            self.crash_traceback = None
+        elif self.link.crash_traceback:
+            self.stack = shown_stack(self.link.crash_traceback)
 
 
 # --- chunks under way
@@ -306,7 +306,7 @@ class SentChunks:
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
-        self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
+        self.progress_record: memoryview | None = None  # of int64, see `ProgressRecord`
         self.link: WorkerLink | None = None  # to who reads and writes there for us, where we cannot
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
@@ -347,7 +347,7 @@ class SentChunks:
     def end(self) -> None:
         """The worker is gone."""
         self.chunks.clear()
-        self.whereabouts = None
+        self.progress_record = None
 
     # --- where it is
 
@@ -363,12 +363,12 @@ class SentChunks:
         """The position of the call that the worker is at, in the first chunk, and since when; -1
         where it is at none."""
         chunk = next(iter(self.chunks), None)
-        whereabouts = self.whereabouts
-        if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
+        progress_record = self.progress_record
+        if progress_record is None or progress_record[ProgressRecord.CHUNK] != chunk:
             return -1, self.since
         in_order()
-        return whereabouts[Whereabouts.POSITION], max(
-            self.since, whereabouts[Whereabouts.STARTED] / 1e9
+        return progress_record[ProgressRecord.POSITION], max(
+            self.since, progress_record[ProgressRecord.STARTED] / 1e9
         )
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
@@ -382,7 +382,7 @@ class SentChunks:
     @property
     def offset(self) -> int:
         """Of the item that it is at, in a bundle."""
-        return 0 if self.whereabouts is None else self.whereabouts[Whereabouts.OFFSET]
+        return 0 if self.progress_record is None else self.progress_record[ProgressRecord.OFFSET]
 
     @property
     def is_at_wanted(self) -> bool:
@@ -407,14 +407,14 @@ class SentChunks:
         There is one for each that a process is sent at a time; in the caller's own there may be
         more of them.
         """
-        whereabouts = self.whereabouts
-        if whereabouts is None:
+        progress_record = self.progress_record
+        if progress_record is None:
             return False
-        places = range(Whereabouts.SKIPPED, Whereabouts.COUNT)
-        free = [place for place in places if whereabouts[place] not in self.chunks]
-        if not free or any(whereabouts[place] == number for place in places):
+        places = range(ProgressRecord.SKIPPED, ProgressRecord.COUNT)
+        free = [place for place in places if progress_record[place] not in self.chunks]
+        if not free or any(progress_record[place] == number for place in places):
             return False
-        whereabouts[free[0]] = number
+        progress_record[free[0]] = number
         self._skipped[number] = time.monotonic()
         if self.link is not None:
             self.link.skip(free[0], number)
@@ -433,19 +433,19 @@ class SentChunks:
         that was written is all that it will run. Before that it may have looked at one more, of
         which we do not read yet, but not at two.
         """
-        whereabouts = self.whereabouts
-        if whereabouts is None:
+        progress_record = self.progress_record
+        if progress_record is None:
             return []
         if self.link is not None:
             return self._skipped_by_agent(self.link)
         for_others = self._for_others()
         now = time.monotonic()
-        at = whereabouts[Whereabouts.CHUNK]
+        at = progress_record[ProgressRecord.CHUNK]
         in_order()
-        position = whereabouts[Whereabouts.POSITION]
+        position = progress_record[ProgressRecord.POSITION]
         in_order()
         if (
-            at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]
+            at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]
         ):  # it goes on in this moment
             return []
         found = []
@@ -492,7 +492,7 @@ class SentChunks:
     @property
     def has_for_others(self) -> bool:
         """There are calls behind the one that it is at, which it can be told not to begin."""
-        if self.whereabouts is None or not (
+        if self.progress_record is None or not (
             len(self.chunks) > 1 or any(len(chunk.calls) > 1 for chunk in self.chunks.values())
         ):
             return False

@@ -38,7 +38,7 @@ from mpgrad.torch_state.modes import (
     under_hooks,
 )
 from mpgrad.torch_state.private import outside_transforms, tracer, without_subclasses
-from mpgrad.wire.messages import Eager
+from mpgrad.wire.messages import EagerOptions
 from mpgrad.wire.tensor_refs import need_no_pickle, with_more_behind
 
 __all__ = [
@@ -143,7 +143,7 @@ class Starter:
         )
         return kind(how, owner, captures, streams, listener)
 
-    def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
+    def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> EagerOptions | None:
         """How backwards of losses are run with their calls; None where nobody knows what gradient
         they will get.
 
@@ -159,7 +159,7 @@ class Starter:
             or self._options.deterministic
             or torch.are_deterministic_algorithms_enabled()
         )
-        return Eager(predicted.gradient, keeps=not predicted.is_confirmed, apart=apart)
+        return EagerOptions(predicted.gradient, keeps=not predicted.is_confirmed, apart=apart)
 
     def check_modes(self) -> None:
         """

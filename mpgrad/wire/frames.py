@@ -29,14 +29,14 @@ from typing import Any, NamedTuple, Protocol
 
 from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slab, Slot
-from mpgrad.wire.messages import Carried, Message, NewSlab, SlabsGone
+from mpgrad.wire.messages import CarriedSlots, DroppedSlabs, Message, NewSlab
 from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, UnreadableFrame, framed
 
 __all__ = [
     "Channel",
     "Frame",
     "Link",
-    "Mirror",
+    "SlabReplicas",
     "address_of",
     "drained",
     "in_frames",
@@ -56,7 +56,7 @@ class Channel(Pipe):
 
     def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
         super().__init__(end, blocking, traffic)
-        self._mirror: Mirror | None = None  # that the other end has of what is lent to it
+        self._replicas: SlabReplicas | None = None  # that the other end has of what is lent to it
         self.shares_memory = True
 
     def send(
@@ -71,14 +71,14 @@ class Channel(Pipe):
             ConnectionError: the other end is gone.
             OSError: what has to wait needs descriptors of its own, and there are none.
         """
-        if self._mirror is not None:
-            messages, payload = self._mirror.enclose(messages, payload)
+        if self._replicas is not None:
+            messages, payload = self._replicas.enclose(messages, payload)
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 
-    def lend_by_bytes(self) -> None:
+    def lend_by_value(self) -> None:
         """From now on: the other end is a site's, which passes frames on to another machine, and
         cannot look into them."""
-        self._mirror = Mirror()
+        self._replicas = SlabReplicas()
         self.shares_memory = False
 
     def introduce(self, slabs: Sequence[Any]) -> None:
@@ -86,12 +86,12 @@ class Channel(Pipe):
             self.send(messages, (), descriptors if self.shares_memory else ())
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
-        if self._mirror is not None:
-            self._mirror.carry(holder)
+        if self._replicas is not None:
+            self._replicas.carry(holder)
 
     def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
-        if self._mirror is not None:
-            self._mirror.drop(holder, times)
+        if self._replicas is not None:
+            self._replicas.drop(holder, times)
 
     def receive(self) -> Frame | None:
         """The next frame; None where the parent's end has no whole frame yet, and should wait until
@@ -157,7 +157,7 @@ def drained(queue: deque[Any]) -> list[Any]:
     return found
 
 
-class Mirror:
+class SlabReplicas:
     """What one end of a link has of the other's slabs, and has given the other of its own."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Mirror:
         for message in messages:
             if isinstance(message, NewSlab):
                 self._known.add(message.number)
-            elif isinstance(message, SlabsGone):
+            elif isinstance(message, DroppedSlabs):
                 self._known.difference_update(message.numbers)
         carried = {
             address: memory
@@ -199,7 +199,7 @@ class Mirror:
         for address in carried:
             del self._to_carry[address]
         slots = [(address, memory.nbytes) for address, memory in carried.items()]
-        return [Carried(slots), *messages], [*payload, *map(bytes, carried.values())]
+        return [CarriedSlots(slots), *messages], [*payload, *map(bytes, carried.values())]
 
     def open(
         self, messages: list[Message], payload: memoryview
@@ -216,11 +216,11 @@ class Mirror:
                 if isinstance(message, NewSlab):
                     slab = self._slabs[message.number] = Slab.make(message.number, message.nbytes)
                     descriptors.append(os.dup(slab.descriptor))
-                elif isinstance(message, SlabsGone):
+                elif isinstance(message, DroppedSlabs):
                     for number in message.numbers:
                         self._slabs.pop(number, None)
             first = messages[0] if messages else None
-            if not isinstance(first, Carried):
+            if not isinstance(first, CarriedSlots):
                 return messages, payload, descriptors
             place = payload.nbytes - sum(nbytes for _, nbytes in first.slots)
             payload, behind = payload[:place], payload[place:]

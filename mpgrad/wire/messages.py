@@ -1,11 +1,11 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
-    worker ► parent   LastWords Ready StartFailed Results Gradients Collected Printed Logged
-    both ways         NewSlab Carried SlabsGone SlabsMissing Returned
-    devices           Try Direct to the worker, Tried to the parent
-    timelines         Record to the worker, Recorded to the parent
-A site says something of its own, too: see `asides`.
+    worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums PrintedText LoggedRecord
+    both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
+    devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
+    timelines         Record to the worker, ChunkTrace to the parent
+A site says something of its own, too: see `agent_messages`.
 
 Many items, of a bundle or of claimed results, have their tensors in a row. One record, `Parts`,
 says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
@@ -30,7 +30,7 @@ from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import Level
-from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
+from mpgrad.wire.agent_messages import CrashTraceback, LackingMemory, ProgressRecordLocation
 from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
@@ -38,12 +38,14 @@ __all__ = [
     "TRACEBACK_SIGNAL",
     "BackwardCall",
     "Backwards",
-    "Carried",
+    "CarriedSlots",
+    "ChunkTrace",
     "Collect",
-    "Collected",
+    "CollectedSums",
     "Define",
-    "Direct",
-    "Eager",
+    "DirectTransfer",
+    "DroppedSlabs",
+    "EagerOptions",
     "Failure",
     "Follow",
     "Forget",
@@ -51,33 +53,31 @@ __all__ = [
     "ForwardCall",
     "Gradients",
     "LogLevels",
-    "Logged",
+    "LoggedRecord",
     "Logger",
     "Message",
-    "Missing",
+    "MissingGraph",
+    "MissingSlabs",
     "ModulesState",
     "NewSlab",
     "Parts",
-    "Printed",
-    "Ready",
+    "PrintedText",
+    "ReadyReport",
+    "Recompute",
+    "RecomputeBackward",
     "Record",
-    "Recorded",
-    "Rederive",
     "Release",
-    "Rerun",
     "Result",
     "Results",
-    "Returned",
-    "SlabsGone",
-    "SlabsMissing",
+    "ReturnedSlots",
+    "SlotTrial",
     "Span",
     "Start",
-    "StartFailed",
+    "StartFailure",
     "Stop",
     "Structure",
-    "Tried",
-    "Try",
-    "Warned",
+    "TrialOutcome",
+    "WarningReport",
     "is_plain",
     "owners",
     "plain_structure",
@@ -113,33 +113,33 @@ class NewSlab(NamedTuple):
     code: int = 0  # of the device
 
 
-class Carried(NamedTuple):
+class CarriedSlots(NamedTuple):
     """First in its frame, where memory is not shared: slots whose bytes stand behind the payload,
     one after another."""
 
     slots: list[tuple[int, int]]  # address and size
 
 
-class SlabsGone(NamedTuple):
+class DroppedSlabs(NamedTuple):
     """These slabs of the sender are no more."""
 
     numbers: list[int]
 
 
-class SlabsMissing(NamedTuple):
+class MissingSlabs(NamedTuple):
     """The sender had no descriptor free to receive these slabs with, when they were made; it would
     have them again."""
 
     numbers: list[int]
 
 
-class Returned(NamedTuple):
+class ReturnedSlots(NamedTuple):
     """Slots that the receiver lent: each address, and how many times it had been received."""
 
     slots: list[tuple[int, int]]
 
 
-class Try(NamedTuple):
+class SlotTrial(NamedTuple):
     """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long,
     there should be `mark`."""
 
@@ -148,15 +148,15 @@ class Try(NamedTuple):
     mark: bytes
 
 
-class Tried(NamedTuple):
-    """Why the sender cannot read what `Try` named, or ""; and in return a slot of its own, where it
+class TrialOutcome(NamedTuple):
+    """Why the sender cannot read what `SlotTrial` named, or ""; and in return a slot of its own, where it
     can."""
 
     refusal: str
-    back: Try | None
+    back: SlotTrial | None
 
 
-class Direct(NamedTuple):
+class DirectTransfer(NamedTuple):
     """From here on results may travel as slots on the device: both sides can read each other's."""
 
 
@@ -169,7 +169,7 @@ class Record(NamedTuple):
     on: bool
 
 
-class Recorded(NamedTuple):
+class ChunkTrace(NamedTuple):
     """What was done for a chunk, before its answer in the same frame.
 
     Times are nanoseconds of the worker's `time.monotonic_ns`: on one machine that is the caller's
@@ -291,11 +291,11 @@ class Forward(NamedTuple):
     modes: Modes
     seed: int | None
     stop_at_failure: bool
-    eager: Eager | None
+    eager: EagerOptions | None
     calls: list[ForwardCall]
 
 
-class Eager(NamedTuple):
+class EagerOptions(NamedTuple):
     """How backwards of losses are run right after their forwards."""
 
     gradient: float  # that is predicted
@@ -305,7 +305,7 @@ class Eager(NamedTuple):
     apart: bool
 
 
-class Rerun(NamedTuple):
+class Recompute(NamedTuple):
     """Run a call for its graph only: the first one is lost. Or it was dropped where `consumed`: then
     this one is run through.
 
@@ -343,11 +343,11 @@ class BackwardCall(NamedTuple):
     graph: int | None
     grads: Sequence[TensorRef]
     parts: list[int]
-    before: Sequence[Rerun | Rederive] = ()
+    before: Sequence[Recompute | RecomputeBackward] = ()
 
 
-class Rederive(NamedTuple):
-    """Run a backward for the graph of its gradients only. `environment`: as in `Rerun`."""
+class RecomputeBackward(NamedTuple):
+    """Run a backward for the graph of its gradients only. `environment`: as in `Recompute`."""
 
     modes: Modes
     call: BackwardCall
@@ -385,12 +385,12 @@ class Stop(NamedTuple):
 # --- worker to parent
 
 
-class Ready(NamedTuple):
-    """The worker has started; at `whereabouts` in shared memory lie a few int64, see
-    `asides.Whereabouts`."""
+class ReadyReport(NamedTuple):
+    """The worker has started; at `progress_record` in shared memory lie a few int64, see
+    `agent_messages.ProgressRecord`."""
 
     pid: int
-    whereabouts: int
+    progress_record: int
 
 
 class Failure(NamedTuple):
@@ -407,7 +407,7 @@ class Failure(NamedTuple):
     given: str = ""
 
 
-class StartFailed(NamedTuple):
+class StartFailure(NamedTuple):
     failure: Failure
 
 
@@ -430,7 +430,7 @@ class Result(NamedTuple):
     strays: Sequence[tuple[int, str]] = ()
 
 
-class Warned(NamedTuple):
+class WarningReport(NamedTuple):
     """A warning that a task gave: the pickle of its message, an instance of its category, and where
     it was given."""
 
@@ -439,7 +439,7 @@ class Warned(NamedTuple):
     line: int
 
 
-class Missing(NamedTuple):
+class MissingGraph(NamedTuple):
     """The outcome of a backward whose graph was dropped, for want of memory, before it came."""
 
 
@@ -462,7 +462,7 @@ class Results(NamedTuple):
     own_seconds: float
     eager_seconds: float
     mutated: bool
-    warned: list[Warned]
+    warned: list[WarningReport]
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[int] = ()
@@ -473,27 +473,27 @@ class Gradients(NamedTuple):
     as those of `Results`."""
 
     chunk: int
-    outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
-    warned: list[Warned]
+    outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]
+    warned: list[WarningReport]
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[tuple[int, Sequence[int]]] = ()
 
 
-class Printed(NamedTuple):
+class PrintedText(NamedTuple):
     """What a task wrote to "stdout" or "stderr"."""
 
     stream: str
     text: str
 
 
-class Logged(NamedTuple):
+class LoggedRecord(NamedTuple):
     """The pickle of a `logging.LogRecord`."""
 
     record: bytes
 
 
-class Collected(NamedTuple):
+class CollectedSums(NamedTuple):
     """The sums, and of how many calls."""
 
     chunk: int
@@ -571,12 +571,12 @@ def split(
 
 Message = (
     NewSlab
-    | Carried
-    | Lacking
-    | WhereaboutsHere
-    | SlabsGone
-    | SlabsMissing
-    | Returned
+    | CarriedSlots
+    | LackingMemory
+    | ProgressRecordLocation
+    | DroppedSlabs
+    | MissingSlabs
+    | ReturnedSlots
     | Define
     | Forget
     | Forward
@@ -586,17 +586,17 @@ Message = (
     | Follow
     | Start
     | Stop
-    | LastWords
-    | Ready
-    | StartFailed
+    | CrashTraceback
+    | ReadyReport
+    | StartFailure
     | Results
     | Gradients
-    | Collected
-    | Printed
-    | Logged
-    | Try
-    | Tried
-    | Direct
+    | CollectedSums
+    | PrintedText
+    | LoggedRecord
+    | SlotTrial
+    | TrialOutcome
+    | DirectTransfer
     | Record
-    | Recorded
+    | ChunkTrace
 )

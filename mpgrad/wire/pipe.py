@@ -40,8 +40,8 @@ __all__ = [
     "Traffic",
     "UnreadableFrame",
     "framed",
-    "last_words_in",
     "parts_of",
+    "read_crash_traceback",
 ]
 
 HEADER = struct.Struct("<4sQQI")
@@ -97,7 +97,7 @@ class UnreadableFrame(EOFError):
     comes after it is not read."""
 
 
-class Outgoing:
+class OutgoingFrame:
     """A frame on its way."""
 
     __slots__ = ("_owned", "data", "descriptors", "taken")
@@ -128,7 +128,7 @@ class Pipe:
         end.setblocking(blocking)
         self._kept = OPEN[end] = Kept(end.fileno())
         self._blocking = blocking
-        self._outgoing: deque[Outgoing] = deque()
+        self._outgoing: deque[OutgoingFrame] = deque()
         self._is_flushing = False
         # descriptors of each frame that has any; None if they were lost
         self._received: deque[list[int] | None] = deque()
@@ -156,7 +156,7 @@ class Pipe:
         """
         self._traffic.frames_sent += 1
         self._traffic.bytes_sent += len(frame)
-        outgoing = Outgoing(memoryview(frame), descriptors)
+        outgoing = OutgoingFrame(memoryview(frame), descriptors)
         try:
             self._outgoing.append(outgoing)
             self.flush()
@@ -194,7 +194,7 @@ class Pipe:
         finally:
             self._is_flushing = False
 
-    def _send_some(self, outgoing: Outgoing, rest: memoryview) -> bool:
+    def _send_some(self, outgoing: OutgoingFrame, rest: memoryview) -> bool:
         """Whether the pipe took something, which is noted; with the first bytes it takes the
         descriptors."""
         self._traffic.system_calls += 1
@@ -354,7 +354,7 @@ def parts_of(frame: bytes | memoryview) -> RawFrame:
     return RawFrame((pickled, payload, descriptors), memoryview(frame)[HEADER.size :])
 
 
-def last_words_in(pipe: int) -> str:
+def read_crash_traceback(pipe: int) -> str:
     """What has been written into it, by who is dead; closes it."""
     os.set_blocking(pipe, False)  # a process that it forked may hold the other end
     found = b""

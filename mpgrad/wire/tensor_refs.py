@@ -7,9 +7,9 @@ indices and values lie like tensors in a message. Many references go together, i
 bucket where the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
-                 core ──► bytes, or a slot: Placed ──► Payload ──► TensorRef
+                 core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
                tensors ──► laid_out ──► references to one run after another, cores ──► fill
-               tensors ──► Together ──► Payload ──► Bucket where they are alike, or Columns
+               tensors ──► PackedTensors ──► Payload ──► TensorBucket where they are alike, or TensorColumns
     receiver   references, memory ──► view, views ──► tensors
 A small tensor rides in the message itself, a large one lies in a slot and sends its address. Up to
 RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a
@@ -58,27 +58,27 @@ __all__ = [
     "DTYPES",
     "GAPPED",
     "HOOKED",
+    "INLINE_BYTES",
     "LEAF",
     "NUMBER_OF_DTYPE",
     "PARAMETER",
     "PLACE",
     "PLAIN",
     "REQUIRES_GRAD",
-    "RIDE_BYTES",
     "SHARED",
     "SPARSE_LAYOUTS",
     "SPREAD",
-    "Bucket",
-    "Columns",
     "Devices",
     "Form",
+    "PackedTensor",
+    "PackedTensors",
     "Packer",
     "Payload",
-    "Placed",
     "Row",
-    "Sparse",
+    "SparseParts",
+    "TensorBucket",
+    "TensorColumns",
     "TensorRef",
-    "Together",
     "brought_here",
     "check_carriable",
     "check_class",
@@ -93,8 +93,8 @@ __all__ = [
     "lent",
     "need_no_pickle",
     "overlaps",
+    "packed_again",
     "place_of",
-    "placed_again",
     "redirected",
     "rows_of",
     "staged_again",
@@ -143,7 +143,7 @@ PLACE: Final = 3  # in a row
 FLAGS: Final = 5
 
 
-class Columns(Sequence[TensorRef]):
+class TensorColumns(Sequence[TensorRef]):
     """References to many tensors, a column for each of their fields.
 
     They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through
@@ -156,7 +156,7 @@ class Columns(Sequence[TensorRef]):
         self.columns = columns
 
     def __reduce__(self) -> Any:
-        return Columns, self.columns
+        return TensorColumns, self.columns
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -167,22 +167,22 @@ class Columns(Sequence[TensorRef]):
     @overload
     def __getitem__(self, place: int) -> TensorRef: ...
     @overload
-    def __getitem__(self, place: slice) -> Columns: ...
-    def __getitem__(self, place: int | slice) -> TensorRef | Columns:
+    def __getitem__(self, place: slice) -> TensorColumns: ...
+    def __getitem__(self, place: int | slice) -> TensorRef | TensorColumns:
         found = [column[place] for column in self.columns]
-        return Columns(*found) if isinstance(place, slice) else TensorRef._make(found)
+        return TensorColumns(*found) if isinstance(place, slice) else TensorRef._make(found)
 
     def rows(self) -> Iterator[Row]:
         return zip(*self.columns, strict=True)
 
-    def moved(self, start: int) -> Columns:
+    def moved(self, start: int) -> TensorColumns:
         """The same, if the payload in which the tensors ride begins at `start` of a larger one."""
         columns = list(self.columns)
         columns[PLACE] = [place - start for place in columns[PLACE]]
-        return Columns(*columns)
+        return TensorColumns(*columns)
 
 
-class Bucket(Sequence[TensorRef]):
+class TensorBucket(Sequence[TensorRef]):
     """References to many tensors of one dtype and the same flags, which lie one after another in
     one run of memory.
 
@@ -210,11 +210,18 @@ class Bucket(Sequence[TensorRef]):
         self._offsets: Sequence[int] = ()
 
     def __reduce__(self) -> Any:
-        return Bucket, (self.dtype, self.shapes, self.counts, self.place, self.nbytes, self.flags)
+        return TensorBucket, (
+            self.dtype,
+            self.shapes,
+            self.counts,
+            self.place,
+            self.nbytes,
+            self.flags,
+        )
 
-    def moved(self, start: int) -> Bucket:
-        """See `Columns.moved`."""
-        return Bucket(
+    def moved(self, start: int) -> TensorBucket:
+        """See `TensorColumns.moved`."""
+        return TensorBucket(
             self.dtype, self.shapes, self.counts, self.place - start, self.nbytes, self.flags
         )
 
@@ -298,25 +305,25 @@ def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]: ...
 def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]:
     """The same without an object each, where they are together."""
     # to ask isinstance of a `Sequence` takes four times as long
-    return refs.rows() if type(refs) is Columns or type(refs) is Bucket else refs
+    return refs.rows() if type(refs) is TensorColumns or type(refs) is TensorBucket else refs
 
 
 def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
     """Of each reference."""
-    if type(refs) is Bucket:
+    if type(refs) is TensorBucket:
         return [refs.flags] * len(refs)
-    return refs.columns[FLAGS] if type(refs) is Columns else [ref.flags for ref in refs]
+    return refs.columns[FLAGS] if type(refs) is TensorColumns else [ref.flags for ref in refs]
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
     """Those that lie in shared memory, each slot once: the sender waits until they are given
     back."""
-    if type(refs) is Bucket:
+    if type(refs) is TensorBucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
-class Sparse(NamedTuple):
+class SparseParts(NamedTuple):
     """What a sparse tensor is made of: indices and values, whose places are offsets from its
     own."""
 
@@ -325,7 +332,7 @@ class Sparse(NamedTuple):
     parts: tuple[TensorRef, ...]
 
 
-Form = tuple[int, ...] | Sparse | None  # the stride; None: contiguous
+Form = tuple[int, ...] | SparseParts | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
@@ -341,7 +348,7 @@ DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
-    """Whether this may be a loss, or the gradient of one, that workers predict: see `Eager`."""
+    """Whether this may be a loss, or the gradient of one, that workers predict: see `EagerOptions`."""
     return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
 
@@ -490,7 +497,7 @@ def have_attributes(tensors: Sequence[Any]) -> bool:
 
 def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
     """Under which the memory of `ref`, one of `refs`, was borrowed."""
-    return refs.place if type(refs) is Bucket else ref.place
+    return refs.place if type(refs) is TensorBucket else ref.place
 
 
 def redirected(ref: TensorRef, code: int) -> TensorRef:
@@ -538,7 +545,7 @@ def views(
 ) -> Any:
     """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one
     that is kept would keep."""
-    if type(refs) is Bucket:
+    if type(refs) is TensorBucket:
         found = refs.views(payload, borrow)
         return [tensor.clone() for tensor in found] if refs.place >= 0 else found
     return [None if row is None else view(row, payload, borrow) for row in rows_of(refs)]
@@ -550,7 +557,7 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
         return view_elsewhere(TensorRef._make(row), payload, borrow)
-    if isinstance(form, Sparse):
+    if isinstance(form, SparseParts):
         return view_sparse(TensorRef._make(row), form, payload, borrow)
     dtype = DTYPES[number]
     if nbytes == 0:
@@ -577,7 +584,7 @@ def view_elsewhere(
     on the way."""
     device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
-    if isinstance(stride, Sparse):
+    if isinstance(stride, SparseParts):
         return view(redirected(ref, 0), payload, lambda ref: memory).to(device)
     dtype = DTYPES[ref.dtype]
     flat_shape = (ref.nbytes // dtype.itemsize,)
@@ -597,7 +604,10 @@ def view_elsewhere(
 
 
 def view_sparse(
-    ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]
+    ref: TensorRef,
+    form: SparseParts,
+    payload: memoryview,
+    borrow: Callable[[TensorRef], memoryview],
 ) -> torch.Tensor:
     """A sparse tensor whose indices and values are views."""
     memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
@@ -624,7 +634,7 @@ def hear_of_beta_state() -> None:
 # --- the sender: cores of tensors
 
 
-RIDE_BYTES = 8192  # of a tensor that rides in the message, at most
+INLINE_BYTES = 8192  # of a tensor that rides in the message, at most
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
 # times its elements is what travels with its gaps, at most: there most cache lines hold an element,
 # and are read
@@ -668,7 +678,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
 
 
-def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
+def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, SparseParts, int]:
     """The indices and values of `tensor` as one run of bytes, and how they go together."""
     is_coo = tensor.layout is torch.sparse_coo
     if is_coo:
@@ -687,7 +697,9 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
     )
     return (
         core,
-        Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)),
+        SparseParts(
+            SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)
+        ),
         0,
     )
 
@@ -698,7 +710,7 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu()
     core, stride, how = dense_core(tensor.detach())
     here = core.cpu()
-    if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
+    if stride is None or isinstance(stride, SparseParts) or here.numel() == 0:
         return here
     return strided(here.as_strided((here.numel(),), (1,)), tuple(tensor.shape), stride, how)
 
@@ -755,7 +767,7 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 # --- the sender: tensors into messages and slots
 
 
-RIDE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
+INLINE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
 BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
 # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
 ANSWERED_BYTES = 64 << 10
@@ -763,7 +775,7 @@ MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
-class Placed(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor made ready to send: its bytes, or the memory that has to live until the receiver
     gives it back."""
 
@@ -777,9 +789,9 @@ class Placed(NamedTuple):
     holder: Slot | BorrowedMemory | None
 
 
-def placed_again(
+def packed_again(
     ref: TensorRef, payload: memoryview, memories: Mapping[int, BorrowedMemory | Slot]
-) -> Placed:
+) -> PackedTensor:
     """What one process has sent us, ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
@@ -788,8 +800,8 @@ def placed_again(
         holder = memories[place]
         # on a device it has come into a slot of ours
         address = holder.address if isinstance(holder, Slot) else place
-        return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
-    return Placed(
+        return PackedTensor(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
+    return PackedTensor(
         dtype,
         shape,
         form,
@@ -838,15 +850,15 @@ class Packer:
 
     def together(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
-    ) -> Together | None:
+    ) -> PackedTensors | None:
         """None where they are few, or one of them is missing or has to go another way."""
         return self.bucketed(tensors, flags) or (
-            self._all_riding(tensors, flags) if len(tensors) >= MANY else None
+            self._all_inline(tensors, flags) if len(tensors) >= MANY else None
         )
 
     def bucketed(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
-    ) -> Together | None:
+    ) -> PackedTensors | None:
         """None where they are not alike, or one by one, or too large."""
         alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
         if alike is None:
@@ -859,12 +871,12 @@ class Packer:
         parts = alike if unit == 1 else filled_up(alike, counts, unit)
         nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
         if (
-            nbytes > RIDE_TOGETHER and self._devices is not None
+            nbytes > INLINE_TOGETHER and self._devices is not None
         ):  # there each tensor is named by itself
             return None
         shapes = [tuple(tensor.shape) for tensor in alike]
         with torch.no_grad(), without_autocast():
-            if nbytes <= RIDE_TOGETHER:
+            if nbytes <= INLINE_TOGETHER:
                 flat = flattened(parts)
                 body, slot, place = ctypes.string_at(flat.data_ptr(), nbytes), None, -1
             else:
@@ -874,24 +886,24 @@ class Packer:
                 torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
         self.bytes_copied += sum(counts) * dtype.itemsize
         how = 0 if slot is None else self._flags
-        bucket = Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how)
-        return Together(bucket, nbytes, body, slot)
+        bucket = TensorBucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how)
+        return PackedTensors(bucket, nbytes, body, slot)
 
-    def _all_riding(
+    def _all_inline(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
-    ) -> Together | None:
+    ) -> PackedTensors | None:
         """None where one of them has to go another way."""
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
             if (
-                tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride()
+                tensor.nbytes > INLINE_BYTES and 0 not in tensor.stride()
             ):  # an expanded one travels as small as it is
                 return None
             core, form, how = dense_core(tensor)
             nbytes = core.nbytes
-            if nbytes > RIDE_BYTES:
+            if nbytes > INLINE_BYTES:
                 return None
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
             rest = -nbytes % ALIGNMENT
@@ -909,34 +921,40 @@ class Packer:
             offset += nbytes + rest
             copied += nbytes
         self.bytes_copied += copied
-        return Together(Columns(*zip(*rows, strict=True)), offset, b"".join(bodies), None)
+        return PackedTensors(
+            TensorColumns(*zip(*rows, strict=True)), offset, b"".join(bodies), None
+        )
 
-    def place(
+    def pack(
         self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False
-    ) -> Placed:
+    ) -> PackedTensor:
         """`code`: the device on which the receiver is to have it; None for where it lies. `staged`:
         by the CPU's memory."""
         if code or not tensor.is_cpu:
-            return self._place_elsewhere(
+            return self._pack_for_device(
                 tensor, flags, device_code(tensor) if code is None else code, staged
             )
         core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
         number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
-        if nbytes <= RIDE_BYTES:
+        if nbytes <= INLINE_BYTES:
             self.bytes_copied += nbytes
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
-            return Placed(number, shape, form, -1, nbytes, flags, body, None)
+            return PackedTensor(number, shape, form, -1, nbytes, flags, body, None)
         if self._known is not None and (found := self._known(core)) is not None:
             address, holder = found
-            return Placed(number, shape, form, address, nbytes, flags | SHARED, None, holder)
+            return PackedTensor(number, shape, form, address, nbytes, flags | SHARED, None, holder)
         slot = self._arena.allocate(nbytes)
         copy_into(slot.memory, core)
         self.bytes_copied += nbytes
-        return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
+        return PackedTensor(
+            number, shape, form, slot.address, nbytes, flags | self._flags, None, slot
+        )
 
-    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
+    def _pack_for_device(
+        self, tensor: torch.Tensor, flags: int, code: int, staged: bool
+    ) -> PackedTensor:
         """A tensor that lies on a device, or is to.
 
         Small ones take a slot there too: to ride in a message they would have to come to the CPU,
@@ -944,14 +962,14 @@ class Packer:
         """
         channel = None if staged or code == 0 else self._way(tensor)
         if channel is None:
-            placed = self.place(brought_here(tensor), flags)
-            return placed._replace(flags=placed.flags | code * DEVICE)
+            packed = self.pack(brought_here(tensor), flags)
+            return packed._replace(flags=packed.flags | code * DEVICE)
         core, form, how = dense_core(tensor.detach())
         slot = channel.write(core)
         nbytes = slot.memory.nbytes
         self.bytes_copied += nbytes
         flags |= how | code * DEVICE
-        return Placed(
+        return PackedTensor(
             NUMBER_OF_DTYPE[tensor.dtype],
             tuple(tensor.shape),
             form,
@@ -975,7 +993,7 @@ class Packer:
             else None
         )
 
-    def place_together(
+    def pack_together(
         self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
         """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one
@@ -1003,10 +1021,10 @@ class Packer:
                     ref = ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE)
                 found.append(ref)
             else:
-                placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
-                assert isinstance(placed.holder, Slot)
-                slots.append(placed.holder)
-                found.append(Payload().add(placed))
+                packed = self._pack_for_device(tensor, flags_of(tensor), code, staged=False)
+                assert isinstance(packed.holder, Slot)
+                slots.append(packed.holder)
+                found.append(Payload().add(packed))
         return found, slot, slots
 
 
@@ -1015,12 +1033,12 @@ def staged_again(
     ref: TensorRef,
     payload: memoryview,
     memories: Mapping[int, BorrowedMemory | Slot],
-) -> Placed:
-    """As `placed_again`, for a worker that can read the CPU's memory only."""
+) -> PackedTensor:
+    """As `packed_again`, for a worker that can read the CPU's memory only."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):
-        return placed_again(ref, payload, memories)
+        return packed_again(ref, payload, memories)
     tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
-    return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
+    return packer.pack(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
 
 
 def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
@@ -1055,13 +1073,13 @@ def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
         return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
 
 
-class Together:
+class PackedTensors:
     """Many tensors made ready to send, as one."""
 
     __slots__ = ("body", "holder", "nbytes", "refs")
 
     def __init__(
-        self, refs: Bucket | Columns, nbytes: int, body: bytes, holder: Slot | None
+        self, refs: TensorBucket | TensorColumns, nbytes: int, body: bytes, holder: Slot | None
     ) -> None:
         self.refs = refs  # those that ride have places in a payload of their own, the body
         self.nbytes = nbytes
@@ -1080,30 +1098,34 @@ class Payload:
         self.parts: list[bytes] = []
         self.nbytes = 0
 
-    def add(self, placed: Placed) -> TensorRef:
-        dtype, shape, form, address, nbytes, flags, body, _ = placed
+    def add(self, packed: PackedTensor) -> TensorRef:
+        dtype, shape, form, address, nbytes, flags, body, _ = packed
         return TensorRef(
             dtype, shape, form, address if body is None else self._append(body), nbytes, flags
         )
 
     @overload
-    def add_all(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
+    def add_all(self, packed: Sequence[PackedTensor] | PackedTensors) -> Sequence[TensorRef]: ...
     @overload
-    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
-    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+    def add_all(
+        self, packed: Sequence[PackedTensor | None] | PackedTensors
+    ) -> Sequence[TensorRef | None]: ...
+    def add_all(
+        self, packed: Sequence[PackedTensor | None] | PackedTensors
+    ) -> Sequence[TensorRef | None]:
         """References to them, None where one is missing; those that ride are in this payload from
         now on."""
-        if isinstance(placed, Together):
-            start = -1 - self._append(placed.body) if placed.body else 0
-            return placed.refs.moved(start) if start else placed.refs
-        if len(placed) < MANY or None in placed:
-            return [None if each is None else self.add(each) for each in placed]
-        dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
+        if isinstance(packed, PackedTensors):
+            start = -1 - self._append(packed.body) if packed.body else 0
+            return packed.refs.moved(start) if start else packed.refs
+        if len(packed) < MANY or None in packed:
+            return [None if each is None else self.add(each) for each in packed]
+        dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*packed, strict=True)
         places = [
             where if body is None else self._append(body)
             for where, body in zip(addresses, bodies, strict=True)
         ]
-        return Columns(dtypes, shapes, forms, places, sizes, flags)
+        return TensorColumns(dtypes, shapes, forms, places, sizes, flags)
 
     def _append(self, body: bytes) -> int:
         """Its place."""

@@ -173,7 +173,9 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
     receive = scheduler.receiver._receive
 
     def count(worker: object, frame: object) -> None:
-        returned.extend(1 for message in frame.messages if type(message).__name__ == "Collected")
+        returned.extend(
+            1 for message in frame.messages if type(message).__name__ == "CollectedSums"
+        )
         receive(worker, frame)
 
     scheduler.receiver._receive = count

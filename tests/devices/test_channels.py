@@ -214,7 +214,7 @@ def run(seed: int, left_out: str = "") -> list[tuple[Any, Any]]:
             x.compute(raw, lambda value: ("computed", value))
         slot, sent = pair.call(x)
         kept = pair.take(slot)
-        del slot, sent  # both sides say so, `Returned`, and the slots are used again
+        del slot, sent  # both sides say so, `ReturnedSlots`, and the slots are used again
         if k % 2:
             with gpu.on(pair.caller_stream):
                 value = kept.memory.copied()

@@ -36,7 +36,7 @@ from mpgrad.cluster.transport import AgentOptions, LocalTransport, Node, Reply
 from mpgrad.engines.kinds import ENGINES, EngineKind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
-from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.agent_messages import ProgressRecord
 from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
@@ -365,19 +365,23 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
         assert worker.next_overrun()[2] == float("inf")
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
-        worker.whereabouts = numbers = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        worker.progress_record = numbers = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
         # which has no limit; perhaps it was answered, and perhaps not
-        numbers[Whereabouts.CHUNK] = 5
+        numbers[ProgressRecord.CHUNK] = 5
         assert worker.next_overrun() == (7, -1, 102.0)
-        numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION], numbers[Whereabouts.STARTED] = (
+        (
+            numbers[ProgressRecord.CHUNK],
+            numbers[ProgressRecord.POSITION],
+            numbers[ProgressRecord.STARTED],
+        ) = (
             7,
             4,
             101 * 10**9,
         )
         assert worker.next_overrun() == (7, 4, 103.0)
-        numbers[Whereabouts.CHUNK] = 8  # the one before is answered
+        numbers[ProgressRecord.CHUNK] = 8  # the one before is answered
         assert worker.next_overrun() == (9, -1, 103.0)
-        numbers[Whereabouts.CHUNK] = 10
+        numbers[ProgressRecord.CHUNK] = 10
         assert worker.next_overrun()[2] == float("inf")
 
 

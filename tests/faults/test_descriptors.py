@@ -29,8 +29,8 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.wire.asides import LastWords
-from mpgrad.wire.messages import NewSlab, Results, Returned, StartFailed, Stop
+from mpgrad.wire.agent_messages import CrashTraceback
+from mpgrad.wire.messages import NewSlab, Results, ReturnedSlots, StartFailure, Stop
 from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
 
 TESTS = {
@@ -242,22 +242,22 @@ def results(chunk: int, outcomes: Any) -> Results:
 
 
 FORGED = {
-    "two at a time": framed([1], [], 3) + framed([LastWords()], []),
+    "two at a time": framed([1], [], 3) + framed([CrashTraceback()], []),
     "exabytes": header(1 << 63, 1 << 63),
     "terabytes": header(1 << 45),
     "too many descriptors": header(4, 0, 1 << 20),
-    "no descriptor": framed([LastWords()], []),
+    "no descriptor": framed([CrashTraceback()], []),
     "no slab": framed([NewSlab(7, 4096)], []),
     "an integer": framed(5, []),  # type: ignore[arg-type]
     "nothing": framed(None, []),  # type: ignore[arg-type]
     "strings": framed(["a"], []),
     "of the parent": framed([Stop()], []),
-    "of the start": framed([StartFailed(None)], []),  # type: ignore[arg-type]
+    "of the start": framed([StartFailure(None)], []),  # type: ignore[arg-type]
     "exits": framed([Raises("SystemExit(3)")], []),
     "interrupts": framed([Raises("KeyboardInterrupt")], []),
     "unknown chunk": framed([results(1 << 40, [])], []),
     "no outcomes": framed([results(3, 5)], []),
-    "not lent": framed([Returned([(1 << 50, 1)])], []),
+    "not lent": framed([ReturnedSlots([(1 << 50, 1)])], []),
 }
 
 

@@ -277,7 +277,7 @@ def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | 
     """
     from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
-    ref = Payload().add(Packer(Arena(1)).place(torch.zeros(4), 0))
+    ref = Payload().add(Packer(Arena(1)).pack(torch.zeros(4), 0))
     refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -625,7 +625,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.worker_handle import SentChunks
-    from mpgrad.wire.asides import Whereabouts
+    from mpgrad.wire.agent_messages import ProgressRecord
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(
@@ -639,16 +639,16 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
     under_way = SentChunks()
-    under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+    under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
-    under_way.whereabouts[Whereabouts.CHUNK] = 1  # which it runs
+    under_way.progress_record[ProgressRecord.CHUNK] = 1  # which it runs
     ((_, taken),) = under_way.take_back()
     assert len(taken) == 4
     del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
     under_way.chunks[3] = chunk(second, range(1))
     second.limit = 0
     under_way.cancel(second)  # type: ignore[arg-type]
-    assert set(under_way.whereabouts[Whereabouts.SKIPPED :]) == {2, 3}
+    assert set(under_way.progress_record[ProgressRecord.SKIPPED :]) == {2, 3}
 
 
 def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,21 +657,21 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
     from mpgrad.scheduling.worker_handle import WorkerHandle
-    from mpgrad.wire.asides import Whereabouts
+    from mpgrad.wire.agent_messages import ProgressRecord
 
     operation: Any = types.SimpleNamespace(limit=9, options=types.SimpleNamespace(chunksize=None))
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
-    worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+    worker.under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(
             operation, [(number, types.SimpleNamespace(index=number))], [], None, None
         )  # type: ignore[list-item]
-    worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
+    worker.under_way.progress_record[ProgressRecord.CHUNK] = 1
     monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()
     ((_, taken),) = worker.under_way.take_back()
-    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[
-        Whereabouts.SKIPPED :
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress_record[
+        ProgressRecord.SKIPPED :
     ]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]

@@ -71,17 +71,17 @@ def test_the_smallest_room_counts(limit: Limit) -> None:
 @pytest.mark.quick
 def test_shared_memory_ends_where_the_group_does(limit: Limit) -> None:
     limit("batch/job/step", GIB, int(0.94 * GIB))
-    arena, mirrored = Arena(1), agent.SlabReplica(GIB)
+    arena, replica = Arena(1), agent.SlabReplica(GIB)
     arena.allocate(1 << 20)
     with pytest.raises(
         mpgrad.SharedMemoryError,
         match=r"no room in shared memory .* 10,737,4\d\d bytes of memory free",
     ):
         arena.allocate(16 << 20)
-    mirrored.write(0, bytes(1 << 20))
+    replica.write(0, bytes(1 << 20))
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        mirrored.write(1 << 20, bytes(16 << 20))
-    mirrored.close()
+        replica.write(1 << 20, bytes(16 << 20))
+    replica.close()
 
 
 MANY_RESULTS = """

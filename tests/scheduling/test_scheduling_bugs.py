@@ -30,7 +30,7 @@ from mpgrad.calls import operations
 from mpgrad.scheduling.chunk_writer import NEAR
 from mpgrad.scheduling.queue import CallQueue
 from mpgrad.scheduling.worker_handle import SentChunks
-from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.workers.run import ProgressWriter
 
 
@@ -482,15 +482,15 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
 
     for module in ("mpgrad.workers.run", "mpgrad.scheduling.worker_handle"):
         monkeypatch.setattr(f"{module}.in_order", lambda: did.append("in order"))
-    progress: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
+    progress: Any = SimpleNamespace(_numbers=Numbers([0] * ProgressRecord.COUNT))
     ProgressWriter.begin(progress, 7, 3)
-    assert did[-5:] == [(0, Whereabouts.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
+    assert did[-5:] == [(0, ProgressRecord.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
     under_way: Any = SentChunks()
-    under_way.whereabouts = progress._numbers
+    under_way.progress_record = progress._numbers
     did.clear()
     assert under_way.unbegun() == []
     assert did == [0, "in order", 1, "in order", 0]
-    monkeypatch.setattr("mpgrad.wire.asides.KEEPS_ORDER", False)
+    monkeypatch.setattr("mpgrad.wire.agent_messages.KEEPS_ORDER", False)
     in_order()
 
 

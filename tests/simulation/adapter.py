@@ -38,7 +38,7 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.worker_handle import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
-from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, Placed
+from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, PackedTensor
 
 UPDATE_PATIENCE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
@@ -238,9 +238,11 @@ def add_call(
 ) -> None:
     """A call that is sent as the number of its task, with memory of the caller's if there is a
     `slot`."""
-    placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
+    packed = (
+        [] if slot is None else [PackedTensor(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
+    )
     call = PackedCall(
-        operation.added, task.number, placed, [source.dependency() for source in sources]
+        operation.added, task.number, packed, [source.dependency() for source in sources]
     )
     if items > 1:
         call.bundle, call.items = [(None, 1)] * items, items

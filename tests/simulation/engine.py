@@ -31,34 +31,34 @@ from mpgrad.engines.launch import Exit
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.memory.arena import ForeignSlabs
-from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.agent_messages import ProgressRecord
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     TRACEBACK_SIGNAL,
     BackwardCall,
     Backwards,
     Collect,
-    Collected,
+    CollectedSums,
     Define,
+    DroppedSlabs,
     Failure,
     Follow,
     Forget,
     Forward,
     ForwardCall,
     Gradients,
-    Missing,
+    MissingGraph,
+    MissingSlabs,
     NewSlab,
-    Ready,
-    Rederive,
+    ReadyReport,
+    Recompute,
+    RecomputeBackward,
     Release,
-    Rerun,
     Result,
     Results,
-    Returned,
-    SlabsGone,
-    SlabsMissing,
+    ReturnedSlots,
     Start,
-    StartFailed,
+    StartFailure,
     Stop,
 )
 from mpgrad.wire.pipe import Traffic
@@ -68,7 +68,7 @@ R = TypeVar("R")
 Steps = Generator[None, None, R]  # of a worker
 SLOT_BYTES = 64
 SLAB_SLOTS = 256
-WHEREABOUTS_BYTES = 8 * Whereabouts.COUNT
+PROGRESS_RECORD_BYTES = 8 * ProgressRecord.COUNT
 TWICE = "backward ran twice through a graph that was not retained"
 
 
@@ -279,7 +279,7 @@ class SimulatedWorker:
         # what it has
         self.slab = SimulatedSlab(number << OWNER_BITS)
         world.slabs[self.slab.number] = self.slab
-        self.numbers = self.slab.memory[:WHEREABOUTS_BYTES].cast("q")
+        self.numbers = self.slab.memory[:PROGRESS_RECORD_BYTES].cast("q")
         # its code, and the address of its captures
         self.functions: dict[int, tuple[int, int | None]] = {}
         self.codes: set[int] = set()
@@ -330,10 +330,10 @@ class SimulatedWorker:
             yield
         if self.world.chance(self.world.rates.failed_start):
             self.world.starts_fail = True
-            self.link.answer([StartFailed(failure("start"))])
+            self.link.answer([StartFailure(failure("start"))])
             return
         self.link.answer([NewSlab(self.slab.number, self.slab.nbytes)])
-        self.link.answer([Ready(self.number, self.slab.start)])
+        self.link.answer([ReadyReport(self.number, self.slab.start)])
         self.is_ready = True
         self.world.note(f"worker {self.number} is ready")
         while not self.told_to_stop:
@@ -391,7 +391,7 @@ class SimulatedWorker:
                 for call in message.calls:
                     self._release(call)
                     self.dropped.discard(call)
-            case Returned():
+            case ReturnedSlots():
                 for address, _ in message.slots:
                     self.check(
                         address in self.lent, "a worker gets back what it has not lent", address
@@ -400,11 +400,11 @@ class SimulatedWorker:
                     self._free.append(address & OFFSET_MASK)
             case NewSlab():
                 self.slabs.add(message.number)
-            case SlabsGone():
+            case DroppedSlabs():
                 self.slabs.difference_update(message.numbers)
             case Stop():
                 self.told_to_stop = True
-            case SlabsMissing():
+            case MissingSlabs():
                 pass
             case _:
                 self.check(False, "a worker is told what it does not understand", message)
@@ -465,7 +465,7 @@ class SimulatedWorker:
 
     def _take_returns(self) -> list[Any]:
         returned, self._returns = list(self._returns.items()), Counter()
-        return [Returned(returned)] if returned else []
+        return [ReturnedSlots(returned)] if returned else []
 
     def _answer(self, message: Any, payload: bytearray) -> None:
         self.at_call = False
@@ -474,14 +474,14 @@ class SimulatedWorker:
     # --- where it is
 
     def _begin(self, chunk: int, position: int) -> None:
-        self.numbers[Whereabouts.STARTED] = int(self.world.now * 1e9)
-        self.numbers[Whereabouts.OFFSET] = -1
-        self.numbers[Whereabouts.POSITION] = position
-        self.numbers[Whereabouts.CHUNK] = chunk
+        self.numbers[ProgressRecord.STARTED] = int(self.world.now * 1e9)
+        self.numbers[ProgressRecord.OFFSET] = -1
+        self.numbers[ProgressRecord.POSITION] = position
+        self.numbers[ProgressRecord.CHUNK] = chunk
         self.at_call = True
 
     def _is_skipped(self, chunk: int) -> bool:
-        return chunk in self.numbers[Whereabouts.SKIPPED :].tolist()
+        return chunk in self.numbers[ProgressRecord.SKIPPED :].tolist()
 
     # --- forwards
 
@@ -599,32 +599,32 @@ class SimulatedWorker:
                 found = self._step(step, payload)
                 if found is None or isinstance(found, Failure):
                     break
-            outcomes.append(Missing() if found is None else found)
+            outcomes.append(MissingGraph() if found is None else found)
         for call in message.calls[len(outcomes) :]:
             for step in (*call.before, call):
                 self._give_back_unread(step)
         self._answer(Gradients(message.chunk, outcomes, [], self._take_dropped(), 0), payload)
 
-    def _give_back_unread(self, step: Rerun | Rederive | BackwardCall) -> None:
-        if isinstance(step, Rerun):
+    def _give_back_unread(self, step: Recompute | RecomputeBackward | BackwardCall) -> None:
+        if isinstance(step, Recompute):
             self.excused.add(step.call.call)
             self._returns.update(self._lent_to_us(step.call.tensors))
         else:
-            call = step.call if isinstance(step, Rederive) else step
+            call = step.call if isinstance(step, RecomputeBackward) else step
             self.excused.add(call.call)
             if call.graph is not None:
                 self.excused.add(call.graph)
             self._returns.update(self._lent_to_us(call.grads))
 
-    def _step(self, step: Rerun | Rederive | BackwardCall, payload: bytearray) -> Any:
-        if isinstance(step, Rerun):
+    def _step(self, step: Recompute | RecomputeBackward | BackwardCall, payload: bytearray) -> Any:
+        if isinstance(step, Recompute):
             self._run_again(step)
             return ()
-        if isinstance(step, Rederive):
+        if isinstance(step, RecomputeBackward):
             return self._differentiate(step.call, bytearray())
         return self._differentiate(step, payload)
 
-    def _run_again(self, step: Rerun) -> None:
+    def _run_again(self, step: Recompute) -> None:
         call = step.call
         self.check(
             step.function in self.functions,
@@ -686,7 +686,7 @@ class SimulatedWorker:
         payload = bytearray()
         sums = self.sums.pop((message.function, message.graph_task), [])
         refs = [self._lend(sum(sums), payload)] if sums else []
-        self._answer(Collected(message.chunk, refs, len(sums)), payload)
+        self._answer(CollectedSums(message.chunk, refs, len(sums)), payload)
 
 
 def gradient_of(call: int, graph_task: int) -> float:
@@ -704,8 +704,8 @@ class SimulatedLink:
     shares_memory = True
     keeps_time = False
     overrun: tuple[int, int] | None = None
-    whereabouts: memoryview | None = None
-    last_words = ""
+    progress_record: memoryview | None = None
+    crash_traceback = ""
     has_place = True
     could_start = False
 
@@ -774,7 +774,7 @@ class SimulatedLink:
         if self._answers:
             frame = self._answers.popleft()
             for message in frame.messages:
-                if isinstance(message, (Results, Gradients, Collected)):
+                if isinstance(message, (Results, Gradients, CollectedSums)):
                     self._unanswered.pop(message.chunk, None)
                     if self.world.events is not None:
                         self.world.note(
@@ -813,8 +813,8 @@ class SimulatedLink:
     def _tell_truth(self) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
         chunk, parts = next(iter(self._unanswered.items()), (None, []))
-        has_begun = self.numbers[Whereabouts.CHUNK] == chunk
-        position = self.numbers[Whereabouts.POSITION] if has_begun else 0
+        has_begun = self.numbers[ProgressRecord.CHUNK] == chunk
+        position = self.numbers[ProgressRecord.POSITION] if has_begun else 0
         for each in itertools.chain(*self._unanswered.values()) if self.lost else parts[:position]:
             if isinstance(each, Task):
                 each.was_caught = True
@@ -892,7 +892,7 @@ class AgentLink(SimulatedLink):
 
     def __init__(self, world: World, worker: SimulatedWorker, node: str) -> None:
         super().__init__(world, worker, node)
-        self.whereabouts = memoryview(bytearray(WHEREABOUTS_BYTES)).cast("q")
+        self.progress_record = memoryview(bytearray(PROGRESS_RECORD_BYTES)).cast("q")
         self._lent = 0  # how often something was, and has not been given back
         self._skips: list[tuple[int, int]] = []  # that the site has not written yet
         self._limits: dict[int, float] = {}
@@ -901,8 +901,8 @@ class AgentLink(SimulatedLink):
 
     @property
     def numbers(self) -> memoryview:
-        assert self.whereabouts is not None
-        return self.whereabouts
+        assert self.progress_record is not None
+        return self.progress_record
 
     def answer(self, messages: list[Any], payload: bytearray | None = None) -> None:
         super().answer(messages, payload)
@@ -937,8 +937,8 @@ class AgentLink(SimulatedLink):
     def _next_overrun(self) -> tuple[int, int, float]:
         """As in `cluster.agent`."""
         at, position = (
-            self.worker.numbers[Whereabouts.CHUNK],
-            self.worker.numbers[Whereabouts.POSITION],
+            self.worker.numbers[ProgressRecord.CHUNK],
+            self.worker.numbers[ProgressRecord.POSITION],
         )
         limits = [chunk for chunk in self._limits if chunk >= at]
         if not limits:
@@ -948,12 +948,12 @@ class AgentLink(SimulatedLink):
             return (
                 chunk,
                 position,
-                self.worker.numbers[Whereabouts.STARTED] / 1e9 + self._limits[chunk],
+                self.worker.numbers[ProgressRecord.STARTED] / 1e9 + self._limits[chunk],
             )
         return chunk, -1, self._heard_at + self._limits[chunk]
 
     def _tell_where(self) -> None:
-        for place in range(Whereabouts.SKIPPED):
+        for place in range(ProgressRecord.SKIPPED):
             self.numbers[place] = self.worker.numbers[place]
 
     def skip(self, place: int, chunk: int) -> None:
@@ -985,7 +985,7 @@ class AgentLink(SimulatedLink):
 
 
 def in_words(message: Any) -> str:
-    if isinstance(message, Collected):
+    if isinstance(message, CollectedSums):
         return f"the sum of {message.calls}"
     return ", ".join(
         type(outcome).__name__ if isinstance(outcome, tuple) else "gradients"

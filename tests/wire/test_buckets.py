@@ -22,10 +22,10 @@ from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
-    Bucket,
+    PackedTensors,
     Packer,
     Payload,
-    Together,
+    TensorBucket,
     lent,
     view,
     views,
@@ -57,32 +57,32 @@ class Border:
 
     def __init__(self) -> None:
         self.packer = Packer(Arena(0))
-        self.placed: Together | None = None
+        self.packed: PackedTensors | None = None
 
-    def refs(self, tensors: list[Tensor], before: bytes = b"") -> tuple[Bucket, memoryview]:
-        self.placed = self.packer.bucketed(tensors, [0] * len(tensors))
-        assert self.placed is not None
+    def refs(self, tensors: list[Tensor], before: bytes = b"") -> tuple[TensorBucket, memoryview]:
+        self.packed = self.packer.bucketed(tensors, [0] * len(tensors))
+        assert self.packed is not None
         payload = Payload()
         if before:
             payload.parts.append(before)
             payload.nbytes = len(before)
-        refs = payload.add_all(self.placed)
+        refs = payload.add_all(self.packed)
         assert (
-            isinstance(refs, Bucket)
+            isinstance(refs, TensorBucket)
             and payload.nbytes == sum(map(len, payload.parts))
             and payload.nbytes % 16 == 0
         )
         again = pickle.loads(pickle.dumps(refs))
-        assert isinstance(again, Bucket)
+        assert isinstance(again, TensorBucket)
         return again, memoryview(bytearray(b"".join(payload.parts)))
 
     def borrow(self, ref: Any) -> Any:
         assert (
-            self.placed is not None
-            and self.placed.holder is not None
-            and ref.place == self.placed.holder.address
+            self.packed is not None
+            and self.packed.holder is not None
+            and ref.place == self.packed.holder.address
         )
-        return self.placed.holder.memory
+        return self.packed.holder.memory
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mpgrad.wire.frames import Channel
-from mpgrad.wire.messages import NewSlab, Returned
+from mpgrad.wire.messages import NewSlab, ReturnedSlots
 
 pytestmark = pytest.mark.quick
 
@@ -28,7 +28,7 @@ def test_frames_arrive_whole_in_any_pieces() -> None:
     ours, theirs = pair()
     payloads = [os.urandom(size) for size in (0, 1, 100, 300_000, 5_000_000, 7)]
     for number, payload in enumerate(payloads):
-        ours.send([Returned([(number, 1)])], [payload])
+        ours.send([ReturnedSlots([(number, 1)])], [payload])
     assert ours.has_outgoing  # the pipe does not hold 5 MB, and nobody reads yet
     received = []
     while len(received) < len(payloads):
@@ -49,10 +49,10 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
     ours, theirs = socket.socketpair()
     code = (
         "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages "
-        "import Returned;"
+        "import ReturnedSlots;"
         "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
         "print('here', flush=True);"
-        "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"
+        "end.send([ReturnedSlots([])], [b'x' * 1_000_000]); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

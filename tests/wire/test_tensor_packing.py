@@ -17,10 +17,10 @@ pytestmark = pytest.mark.quick
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
     arena, foreign_slabs = Arena(1), ForeignSlabs(lambda: None)
     payload = tensor_refs.Payload()
-    placed = tensor_refs.Packer(arena).place(tensor, tensor_refs.flags_of(tensor))
+    packed = tensor_refs.Packer(arena).pack(tensor, tensor_refs.flags_of(tensor))
     for slab in arena.made:
         foreign_slabs.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
-    ref = payload.add(placed)
+    ref = payload.add(packed)
     riding = memoryview(bytearray(b"".join(payload.parts)))
     return tensor_refs.view(ref, riding, lambda ref: foreign_slabs.borrow(ref.place, ref.nbytes))
 
@@ -52,5 +52,5 @@ def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None
 def test_the_payload_keeps_tensors_aligned() -> None:
     payload = tensor_refs.Payload()
     packing = tensor_refs.Packer(Arena(1))
-    refs = [payload.add(packing.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
+    refs = [payload.add(packing.pack(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
     assert [(-1 - ref.place) % tensor_refs.ALIGNMENT for ref in refs] == [0, 0, 0]

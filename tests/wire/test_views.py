@@ -10,13 +10,13 @@ import torch
 
 import mpgrad
 from mpgrad.torch_state.private import tree_leaves
-from mpgrad.wire.tensor_refs import GAPPED, RIDE_BYTES, SPREAD, dense_core
+from mpgrad.wire.tensor_refs import GAPPED, INLINE_BYTES, SPREAD, dense_core
 
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
-WIDE = RIDE_BYTES  # elements between two of a column
-LARGE = 2 * RIDE_BYTES  # elements of a tensor that lies in a slab, beside others
+WIDE = INLINE_BYTES  # elements between two of a column
+LARGE = 2 * INLINE_BYTES  # elements of a tensor that lies in a slab, beside others
 BEYOND = "out of bounds for storage of size"
 
 
@@ -38,8 +38,8 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
     "overlapping": lambda: base(12).unfold(0, 8, 1),
     "overlapping, with gaps": lambda: base(40)[2:].as_strided((3, 5), (2, 3)),
     "real": lambda: torch.view_as_complex(base(4, 5, 2)).imag,
-    "large": lambda: base(4, RIDE_BYTES // 2)[:, ::2],
-    "large, with an offset": lambda: base(RIDE_BYTES)[3:],
+    "large": lambda: base(4, INLINE_BYTES // 2)[:, ::2],
+    "large, with an offset": lambda: base(INLINE_BYTES)[3:],
     "with wide gaps": lambda: base(9, WIDE)[:, 3],
     "overlapping, with wide gaps": lambda: base(9 * WIDE).as_strided((9, 8, 2), (WIDE - 1, 1, 1)),
     "conjugated, with gaps": lambda: torch.view_as_complex(base(4, 10, 2))[:, ::2].conj(),

@@ -4,7 +4,7 @@ torch, as the site has none.
 A frame of a worker's that comes with descriptors is for the site, since descriptors end at the
 machine's border. With a shared-memory engine there is no site, and the frame is for the caller.
 
-`Whereabouts` are numbers in shared memory: whoever is on the worker's machine reads them, a site or
+`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, a site or
 the caller.
 """
 
@@ -14,7 +14,13 @@ import platform
 import threading
 from typing import NamedTuple
 
-__all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere", "in_order"]
+__all__ = [
+    "CrashTraceback",
+    "LackingMemory",
+    "ProgressRecord",
+    "ProgressRecordLocation",
+    "in_order",
+]
 
 # of stores, and of loads, as other processes see them
 KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -32,20 +38,20 @@ def in_order() -> None:
                 pass
 
 
-class Lacking(NamedTuple):
+class LackingMemory(NamedTuple):
     """Site to worker: what the caller has lent and the site could not mirror. Each takes the place
     of the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
 
 
-class LastWords(NamedTuple):
+class CrashTraceback(NamedTuple):
     """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python
     stack may be in it."""
 
 
-class Whereabouts:
-    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those
+class ProgressRecord:
+    """What the int64 at a worker's `ReadyReport.progress_record` are. Written by the worker, but for those
     that say otherwise."""
 
     COUNT = 6
@@ -57,8 +63,8 @@ class Whereabouts:
     SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 
-class WhereaboutsHere(NamedTuple):
-    """Worker to site: its `Whereabouts` lie there in the memory whose descriptor travels with the
+class ProgressRecordLocation(NamedTuple):
+    """Worker to site: its `ProgressRecord` lie there in the memory whose descriptor travels with the
     frame."""
 
     offset: int
