@@ -37,7 +37,7 @@ from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
 from mpgrad.submission.starting import Source
 from mpgrad.system import THREAD_VARIABLES, usable_cpus
-from mpgrad.tasks.wrappers import Delayed
+from mpgrad.tasks.wrappers import IndexedFunctions
 from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks
 
@@ -194,7 +194,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         with job.being_sent:
             try:
                 job.result = self._pool._submitter.run_async(
-                    Delayed(tuple(functions.values()), (self.nesting_level or 0) + 1),
+                    IndexedFunctions(tuple(functions.values()), (self.nesting_level or 0) + 1),
                     Source(calls, len(calls), at_rest=True, items=streams),
                     CallOptions(),
                     tell,

@@ -25,7 +25,7 @@ from mpgrad.pickling.exceptions import item_not_carried
 from mpgrad.pickling.state import ItemStreams, dumps_whole
 from mpgrad.pickling.streams import drawn
 from mpgrad.tasks.transform_programs import (
-    Batched,
+    BatchedProgram,
     DirectProgram,
     JvpProgram,
     Program,
@@ -314,7 +314,7 @@ class Mapped(torch.autograd.Function):
         # drawn once
         randomness = info.randomness if 1 + level_count() in plan.origin.vmaps else "same"
         programs: list[Program] = [
-            Batched(program, dims, common_dims, info.batch_size, randomness)
+            BatchedProgram(program, dims, common_dims, info.batch_size, randomness)
             for program, dims in zip(plan.programs, own_dims, strict=True)
         ]
         outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)

@@ -49,7 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
-from mpgrad.pickling.state import Recent, loads_with_state
+from mpgrad.pickling.state import RecentValues, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.pickling.structure import (
     MOST_READ,
@@ -59,7 +59,7 @@ from mpgrad.pickling.structure import (
     has_own_way,
     leads_to_libraries,
 )
-from mpgrad.pickling.unchanged import Sight
+from mpgrad.pickling.unchanged import FunctionFingerprint
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import (
     Level,
@@ -97,7 +97,7 @@ class LoadedFunction(NamedTuple):
     target: Any
     modules: Namespaces
     script: Mapping[str, Any]  # of these, when it was loaded
-    sight: Sight  # likewise
+    fingerprint: FunctionFingerprint  # likewise
 
 
 class FunctionPickle:
@@ -122,17 +122,19 @@ class FunctionPickle:
         kept, self._kept = self._kept, None
         if (
             kept is not None
-            and (now := Sight.of(kept.target)) is not None
-            and now.is_like(kept.sight)
+            and (now := FunctionFingerprint.of(kept.target)) is not None
+            and now.is_like(kept.fingerprint)
         ):
             kept.modules.begin_again(kept.script)
             self._under_way.append(kept)
             return kept.target, kept.modules, Streams()
         target, modules, streams = loads_with_state(self.pickled, captures, number, state, in_state)
         brings_more = modules.modules or modules.main or modules.placement
-        sight = None if brings_more else Sight.of(target)
-        if sight is not None and sight.settle():
-            self._under_way.append(LoadedFunction(target, modules, dict(modules.script), sight))
+        fingerprint = None if brings_more else FunctionFingerprint.of(target)
+        if fingerprint is not None and fingerprint.settle():
+            self._under_way.append(
+                LoadedFunction(target, modules, dict(modules.script), fingerprint)
+            )
         return target, modules, streams
 
     def take_back(self, target: Any) -> None:
@@ -188,7 +190,9 @@ class FunctionTable(dict[int, Function | Failure]):
         self._memory = memory
         self._worker_device = worker_device
         self._codes: dict[int, FunctionPickle] = {}
-        self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
+        self._states: RecentValues[bytes] = (
+            RecentValues()
+        )  # of the user's modules, see `ModulesState`
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
 
     def define(self, message: Define) -> None:

@@ -26,7 +26,7 @@ from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import BorrowedMemory
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.exceptions import item_not_carried, not_carried
-from mpgrad.pickling.state import ItemStreams, State
+from mpgrad.pickling.state import ItemStreams, ModuleSnapshot
 from mpgrad.pickling.streams import Root
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import (
@@ -86,7 +86,7 @@ class PickledFunction(NamedTuple):
     captures: list[torch.Tensor]
     # those that look at the same memory in the caller do so in a worker
     captures_share_memory: bool
-    state: State | None  # of the user's modules, where it uses these
+    state: ModuleSnapshot | None  # of the user's modules, where it uses these
 
 
 def pickled_function(
@@ -270,7 +270,7 @@ class PackingOptions(NamedTuple):
     grad: bool
     streams: ItemStreams
     request: Request | None = None
-    known: State | None = None
+    known: ModuleSnapshot | None = None
     shared: Shared | None = None
 
 
@@ -397,7 +397,7 @@ def each_item(
     packer: Packer,
     first: int,
     calls: Sequence[Arguments],
-    known: State | None,
+    known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> Items | None:
     """None where one of the tensors, or what holds them, is not for a bundle; raises as
@@ -448,7 +448,7 @@ class Futures:
     def mark(self, value: object) -> tuple[int] | None:
         """The number of a claim to its result; None where it is no future, or its value is in the
         caller."""
-        if not issubclass(type(value), structure.Deferred):
+        if not issubclass(type(value), structure.DeferredValue):
             return None
         if id(value) not in self._marks:
             dependency = value._dependency()  # type: ignore[attr-defined]
@@ -463,7 +463,7 @@ def arguments_structure(
     index: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    known: State | None,
+    known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot

@@ -35,7 +35,7 @@ from mpgrad.calls.operations import (
 )
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
-from mpgrad.pickling.structure import Deferred
+from mpgrad.pickling.structure import DeferredValue
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
@@ -209,7 +209,7 @@ class TaskException(Exception):
     gives what it really was."""
 
 
-class DifferentiableFuture(concurrent.futures.Future[R], Deferred, Listener):
+class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks
     for it.
 

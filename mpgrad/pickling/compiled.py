@@ -8,7 +8,7 @@ one object, and functions of one module share one dictionary of globals, as in t
 operation to operation.
 
     caller  compiled ──► (original, options)
-    worker  load: code and globals as before, values noted ──► Placement
+    worker  load: code and globals as before, values noted ──► GlobalsSnapshot
             call, backward: `with placement` puts the values in their places
 Guarantees: a call and its backward see the globals of their own operation, whatever was loaded
 since.
@@ -36,7 +36,7 @@ from mpgrad.torch_state.private import (
     made_by_compiler,
 )
 
-__all__ = ["MARK", "Placement", "reduce_compiled", "with_compiled_call", "without_marks"]
+__all__ = ["MARK", "GlobalsSnapshot", "reduce_compiled", "with_compiled_call", "without_marks"]
 
 Namespace = dict[str, Any]
 
@@ -54,7 +54,7 @@ MARKS = (
 )
 
 
-class Rooms(threading.local):
+class CompilerNamespaces(threading.local):
     """What a thread's compiled functions have in common, from operation to operation."""
 
     def __init__(self) -> None:
@@ -66,21 +66,21 @@ class Rooms(threading.local):
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         # by options: what was compiled under another one counts as not compiled
         self.contexts: dict[bytes, Any] = {}
-        self.placed: Placement | None = None  # whose values are in the namespaces
-        self.running: Placement | None = None
+        self.placed: GlobalsSnapshot | None = None  # whose values are in the namespaces
+        self.running: GlobalsSnapshot | None = None
 
 
-ROOMS = Rooms()
+ROOMS = CompilerNamespaces()
 
 
-class Placement:
+class GlobalsSnapshot:
     """The values of the globals that a function and its helpers were loaded with."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
         # globals as they came and that stay, by id of the former
         self._met: dict[int, tuple[Namespace, Namespace]] = {}
-        self._before: list[Placement | None] = []
+        self._before: list[GlobalsSnapshot | None] = []
 
     def __enter__(self) -> None:
         self._before.append(ROOMS.running)

@@ -46,7 +46,7 @@ from mpgrad.pickling.reducers import (
     rebuilt,
     reduce_exception,
 )
-from mpgrad.pickling.structure import Trial
+from mpgrad.pickling.structure import ProbePickler
 
 __all__ = [
     "ExceptionPickler",
@@ -199,23 +199,23 @@ def item_not_carried(
 def fails(may_wait: bool, value: object) -> bool:
     """Whether `value` cannot be pickled."""
     try:
-        Trial(io.BytesIO(), [] if may_wait else None).dump(value)
+        ProbePickler(io.BytesIO(), [] if may_wait else None).dump(value)
     except Exception:
         return True
     return False
 
 
-class Found(NamedTuple):
+class CulpritPath(NamedTuple):
     path: str  # from the value that was to be carried; "" where it is that itself
     culprit: object
 
 
-class Part(NamedTuple):
+class NamedPart(NamedTuple):
     name: str
     value: object
 
 
-def find(value: object, fails: Callable[[object], bool]) -> Found:
+def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
     """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries
     one."""
     deadline = time.monotonic() + SECONDS
@@ -230,7 +230,7 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
                 (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
             )
         if inner is None:
-            return Found(path, value)
+            return CulpritPath(path, value)
         seen.add(id(inner.value))
         if isinstance(value, types.FunctionType):
             path += (", " if path else "") + f"{value.__name__}'s {inner.name}"
@@ -251,67 +251,71 @@ SHORT.maxstring = SHORT.maxother = 60
 shown = SHORT.repr  # also of what fails to show itself
 
 
-def parts(value: object) -> Iterator[Part]:
+def parts(value: object) -> Iterator[NamedPart]:
     """What pickle would carry along with `value`, by the names that somebody would write who looks
     for it."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
     elif isinstance(value, torch.Tensor):
-        yield from (Part(f".{name}", each) for name, each in value.__dict__.items())
+        yield from (NamedPart(f".{name}", each) for name, each in value.__dict__.items())
     elif isinstance(value, types.MethodType):
-        yield Part("", value.__self__)
-        yield Part(".__func__", value.__func__)
+        yield NamedPart("", value.__self__)
+        yield NamedPart(".__func__", value.__func__)
     elif isinstance(value, functools.partial):
-        yield Part(".func", value.func)
-        yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
+        yield NamedPart(".func", value.func)
+        yield from (NamedPart(f".args[{number}]", each) for number, each in enumerate(value.args))
         yield from (
-            Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items()
+            NamedPart(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items()
         )
     elif isinstance(value, Mapping):
-        yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
-        yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
+        yield from (NamedPart(f"[{shown(key)}]", each) for key, each in list(value.items()))
+        yield from (NamedPart(f" (the key {shown(key)})", key) for key in list(value))
         yield from parts_of_state(value)
     elif isinstance(value, (list, tuple)):
-        yield from (Part(f"[{number}]", each) for number, each in enumerate(value))
+        yield from (NamedPart(f"[{number}]", each) for number, each in enumerate(value))
         yield from parts_of_state(value)
     elif isinstance(value, (set, frozenset)):
-        yield from (Part(f" (its member {shown(each)})", each) for each in list(value))
+        yield from (NamedPart(f" (its member {shown(each)})", each) for each in list(value))
     elif isinstance(value, type):
-        yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
-        yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
+        yield from (NamedPart(f".{name}", each) for name, each in list(vars(value).items()))
+        yield from (NamedPart(f" (its base {each.__name__})", each) for each in value.__bases__)
     elif isinstance(value, property):
-        yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
+        yield from (
+            NamedPart(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel")
+        )
     elif isinstance(value, functools._lru_cache_wrapper):
-        yield Part("", value.__wrapped__)
-        yield from (Part(f".{name}", each) for name, each in attributes_of_cache(value).items())
+        yield NamedPart("", value.__wrapped__)
+        yield from (
+            NamedPart(f".{name}", each) for name, each in attributes_of_cache(value).items()
+        )
         for entry in entries_with_tensors(value):
-            yield Part(f" (what its cache has for {shown(entry.key)})", entry.result)
-            yield Part(f" (the key {shown(entry.key)} of its cache)", entry.key)
+            yield NamedPart(f" (what its cache has for {shown(entry.key)})", entry.result)
+            yield NamedPart(f" (the key {shown(entry.key)} of its cache)", entry.key)
     elif (cached := getattr(value, "__wrapped__", None)) is not None:
-        yield Part("", cached)
+        yield NamedPart("", cached)
     else:
         yield from parts_of_state(value)
-        yield Part(" (its class)", type(value))
+        yield NamedPart(" (its class)", type(value))
 
 
-def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
+def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
     """All that its pickle has of it, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield Part(f"closure: {name}", cell.cell_contents)
+            yield NamedPart(f"closure: {name}", cell.cell_contents)
         except ValueError:  # not filled yet
             continue
     for name in sorted(uses_in(function.__code__).names & function.__globals__.keys()):
-        yield Part(f"global: {name}", function.__globals__[name])
+        yield NamedPart(f"global: {name}", function.__globals__[name])
     for number, each in enumerate(function.__defaults__ or ()):
-        yield Part(f"default {number}", each)
+        yield NamedPart(f"default {number}", each)
     for name, each in (function.__kwdefaults__ or {}).items():
-        yield Part(f"default: {name}", each)
+        yield NamedPart(f"default: {name}", each)
     for name, each in vars(function).items():
-        yield Part(f"attribute: {name}", each)
+        yield NamedPart(f"attribute: {name}", each)
 
 
-def parts_of_state(value: object) -> Iterator[Part]:
+def parts_of_state(value: object) -> Iterator[NamedPart]:
     """What it would have itself made again from: its attributes, unless it says otherwise."""
     try:
         reduced = value.__reduce_ex__(5)
@@ -321,16 +325,16 @@ def parts_of_state(value: object) -> Iterator[Part]:
         return
     own = type(value)
     yield from (
-        Part(f" (made from a {type(each).__name__})", each)
+        NamedPart(f" (made from a {type(each).__name__})", each)
         for each in reduced[1]
         if each is not own
     )
     state = reduced[2] if len(reduced) > 2 else None
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, dict):
-            yield from (Part(f".{name}", each) for name, each in attributes.items())
+            yield from (NamedPart(f".{name}", each) for name, each in attributes.items())
         elif attributes is not None:
-            yield Part(" (its state)", attributes)
+            yield NamedPart(" (its state)", attributes)
 
 
 def remedy_for(culprit: object) -> str:

@@ -11,7 +11,7 @@ is the worker's own import's.
 Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
 can read from it. So it gets those that its strings mention, then all names of its script that can
 be carried and are not large. For the others stand objects that raise an error, which says why,
-whatever is done with them (`NotCarried`): without them, `globals().get("w", 0)` would go on with 0.
+whatever is done with them (`UncarriedName`): without them, `globals().get("w", 0)` would go on with 0.
 
 Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
     import name`); one that is used in any other way, such as given to a function, travels with all
@@ -51,7 +51,7 @@ from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
 
 if TYPE_CHECKING:
-    from mpgrad.pickling.compiled import Placement
+    from mpgrad.pickling.compiled import GlobalsSnapshot
 
 __all__ = [
     "ABOUT_ITSELF",
@@ -61,16 +61,16 @@ __all__ = [
     "PLACED",
     "UNASKED_BYTES",
     "UNCARRIED",
-    "CarriedMain",
-    "GlobalsOf",
-    "LeftOf",
+    "GlobalsReference",
     "Lookups",
+    "MainModule",
     "Mark",
-    "NamesHere",
+    "NameUses",
+    "NamesReference",
     "Namespaces",
-    "SysOf",
-    "Uses",
-    "Wanted",
+    "OwnValueReference",
+    "SysReference",
+    "WantedName",
     "at_path",
     "attribute_here",
     "contents_of",
@@ -163,14 +163,14 @@ def module_of(function: types.FunctionType) -> str | None:
     return name if vars(sys.modules[name]) is function.__globals__ else None
 
 
-def name_of(value: Any) -> Wanted | None:
+def name_of(value: Any) -> WantedName | None:
     """Under which name a function or class stands in a module of the user's own."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
         return None
     if at_path(sys.modules[module], path) is not value:
         return None
-    return Wanted(module, path.partition(".")[0])
+    return WantedName(module, path.partition(".")[0])
 
 
 def at_path(found: Any, path: str) -> Any:
@@ -180,14 +180,14 @@ def at_path(found: Any, path: str) -> Any:
     return found
 
 
-class Wanted(NamedTuple):
+class WantedName(NamedTuple):
     """A name in a module of the user's own."""
 
     module: str
     name: str | None  # None: all that is in it
 
 
-class Uses(NamedTuple):
+class NameUses(NamedTuple):
     """What the code of a function, and of those defined in it, does with names."""
 
     names: frozenset[str]
@@ -197,7 +197,7 @@ class Uses(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def uses_in(code: types.CodeType) -> Uses:
+def uses_in(code: types.CodeType) -> NameUses:
     """Read from the bytecode."""
     loose, imports = set[str](), set[tuple[str, int, bool]]()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
@@ -216,14 +216,14 @@ def uses_in(code: types.CodeType) -> Uses:
     inner = [
         uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
     ]
-    return Uses(
+    return NameUses(
         frozenset(code.co_names).union(*(each.names for each in inner)),
         frozenset(loose).union(*(each.loose for each in inner)),
         frozenset(imports).union(*(each.imports for each in inner)),
     )
 
 
-def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
+def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[WantedName]:
     """What it uses as attributes of modules of the user's own; `given` are the values of its
     globals."""
     uses = uses_in(function.__code__)
@@ -249,15 +249,15 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
     waiting = list(found)
     while waiting:
         module = waiting.pop()
-        yield Wanted(module, "__name__")  # the module itself
+        yield WantedName(module, "__name__")  # the module itself
         if found[module]:
-            yield Wanted(module, None)
+            yield WantedName(module, None)
             continue
         contents = vars(sys.modules[module])
         if "__getattr__" in contents and uses.names - contents.keys():
-            yield Wanted(module, "__getattr__")
+            yield WantedName(module, "__getattr__")
         for name in uses.names & contents.keys():
-            yield Wanted(module, name)
+            yield WantedName(module, name)
             inner = contents[name]
             if (
                 isinstance(inner, types.ModuleType)
@@ -423,7 +423,7 @@ class Lookups:
 # --- and in the worker
 
 
-class NotCarried:
+class UncarriedName:
     """Stands for a name that a function finds at run time, and whose value did not come along.
 
     Whoever uses it is told why. Only `is` and `type` take it for an object of its own.
@@ -449,11 +449,11 @@ ASKED = (
     *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round"),
 )
 for asked in (*ASKED, *BINARY, *(f"r{each}" for each in BINARY)):
-    setattr(NotCarried, f"__{asked}__", refuse)
+    setattr(UncarriedName, f"__{asked}__", refuse)
 del asked
 
 
-class CarriedMain(types.ModuleType):
+class MainModule(types.ModuleType):
     """The caller's `__main__`: what functions have as their globals, as a module."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
@@ -474,14 +474,14 @@ class CarriedMain(types.ModuleType):
 
 # one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the
 # same
-MAINS: weakref.WeakValueDictionary[int, CarriedMain] = weakref.WeakValueDictionary()
+MAINS: weakref.WeakValueDictionary[int, MainModule] = weakref.WeakValueDictionary()
 
 
-def main_of(contents: dict[str, Any]) -> CarriedMain:
-    return MAINS.get(id(contents)) or MAINS.setdefault(id(contents), CarriedMain(contents))
+def main_of(contents: dict[str, Any]) -> MainModule:
+    return MAINS.get(id(contents)) or MAINS.setdefault(id(contents), MainModule(contents))
 
 
-class CarriedSys(types.ModuleType):
+class SysModule(types.ModuleType):
     """`sys`, whose `modules` have the caller's `__main__`."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
@@ -499,14 +499,14 @@ class CarriedSys(types.ModuleType):
         setattr(sys, name, value)
 
 
-class SysOf:
+class SysReference:
     """Stands for one in the caller."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self._contents = contents
 
     def __reduce__(self) -> Any:
-        return CarriedSys, (self._contents,)
+        return SysModule, (self._contents,)
 
 
 class Modules(collections.UserDict[str, types.ModuleType]):
@@ -520,7 +520,7 @@ class Modules(collections.UserDict[str, types.ModuleType]):
         return self._main if name == "__main__" else self.data[name]
 
 
-def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -> None:
+def fill_main(main: MainModule, state: tuple[dict[str, Any], dict[str, str]]) -> None:
     """Give it the names that came along, and say of the others why they did not."""
     names, uncarried = state
     vars(main).update(names)
@@ -536,7 +536,9 @@ def add_uncarried(
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
             remedy = "name it in the function that looks it up, or pass it"
-            given[name] = NotCarried(f"{path} was not carried to this worker ({reason}); {remedy}")
+            given[name] = UncarriedName(
+                f"{path} was not carried to this worker ({reason}); {remedy}"
+            )
 
 
 # --- modules that came from the caller
@@ -551,20 +553,20 @@ AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDi
 # --- on their way
 
 
-class GlobalsOf(NamedTuple):
+class GlobalsReference(NamedTuple):
     """Stands in a pickle for the globals of a module."""
 
     module: str
 
 
-class NamesHere:
+class NamesReference:
     """Stands in a pickle, as NAMES_HERE, for the modules that it is loaded with."""
 
 
 NAMES_HERE = ""
 
 
-class LeftOf(NamedTuple):
+class OwnValueReference(NamedTuple):
     """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
 
     module: str
@@ -572,7 +574,7 @@ class LeftOf(NamedTuple):
     type_name: str
 
 
-Mark = str | GlobalsOf | LeftOf  # a string: a module
+Mark = str | GlobalsReference | OwnValueReference  # a string: a module
 
 
 # --- and where they arrive
@@ -581,7 +583,7 @@ Mark = str | GlobalsOf | LeftOf  # a string: a module
 class Namespaces:
     """The modules of one state, see `mpgrad.pickling.state`."""
 
-    def __init__(self, placement: Placement | None = None) -> None:
+    def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
         # what the process has of the classes that travel by value, where it is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
         self.placement = placement  # where there are functions that the compiler made
@@ -612,7 +614,7 @@ class Namespaces:
     ) -> types.ModuleType:
         """What the `import` of a function finds."""
         if self.main is not None and name in ("__main__", "sys"):
-            return main_of(self.main) if name == "__main__" else CarriedSys(self.main)
+            return main_of(self.main) if name == "__main__" else SysModule(self.main)
         full = (
             importlib.util.resolve_name(
                 "." * level + name, (globals or {}).get("__package__") or ""
@@ -654,7 +656,7 @@ class Namespaces:
         return self.modules[name]
 
     def resolve(self, mark: Mark) -> Any:
-        if isinstance(mark, LeftOf):
+        if isinstance(mark, OwnValueReference):
             return left_in_class(mark) if "." in mark.name else left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
 
@@ -742,7 +744,7 @@ class CarriedModule(types.ModuleType):
             ) from error
 
 
-def left_here(mark: LeftOf) -> Any:
+def left_here(mark: OwnValueReference) -> Any:
     """The worker's own value, in the place of one that could not be carried."""
     path = f"{mark.module}.{mark.name}"
     try:
@@ -764,7 +766,7 @@ def left_here(mark: LeftOf) -> Any:
     return value
 
 
-def left_in_class(mark: LeftOf) -> Any:
+def left_in_class(mark: OwnValueReference) -> Any:
     """The attribute that a class has as the worker imported it: the caller may have set another one
     since."""
     path, _, name = mark.name.rpartition(".")
@@ -772,10 +774,10 @@ def left_in_class(mark: LeftOf) -> Any:
         kind = attribute_here(mark.module, path)
         return AS_IMPORTED.get(kind, vars(kind))[name]
     except (ImportError, AttributeError, KeyError) as error:
-        return NotHere(f"{mark.module}.{mark.name}", f"{type(error).__name__}: {error}")
+        return AbsentAttribute(f"{mark.module}.{mark.name}", f"{type(error).__name__}: {error}")
 
 
-class NotHere:
+class AbsentAttribute:
     """Stands for an attribute that was not carried, and is none of the worker's own: who wants it
     is told."""
 
@@ -792,7 +794,7 @@ class NotHere:
 # --- what `sys.modules` has while a call runs
 
 
-class PlacedModules:
+class ModuleOverlay:
     """What pickle and the like find in this process's modules while a call runs: what its functions
     find.
 
@@ -911,7 +913,7 @@ class PlacedModules:
 
 ABSENT = object()
 OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
-PLACED = PlacedModules()
+PLACED = ModuleOverlay()
 
 
 # --- what an initializer sets in a worker
@@ -958,7 +960,7 @@ def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def held_in(value: Any) -> Iterable[Any]:
-    if type(value) is NotCarried:
+    if type(value) is UncarriedName:
         return ()
     if isinstance(value, list | set | dict):
         return [*value, *value.values()] if isinstance(value, dict) else value

@@ -110,11 +110,11 @@ def by_name(value: Any) -> Any:
         return value
     for name, held in list(vars(sys.modules[home]).items()):
         if held is value:
-            return OfLibrary(home, name)
+            return LibraryReference(home, name)
     return value
 
 
-class OfLibrary:
+class LibraryReference:
     """Stands for what a library has under a name."""
 
     def __init__(self, module: str, name: str) -> None:
@@ -443,10 +443,10 @@ def reduce_reference(value: weakref.ref[Any]) -> Reduced:
 
 def dead_reference(kind: Any) -> Any:
     """One whose object is gone."""
-    return kind(Dead().method if kind is weakref.WeakMethod else Dead())
+    return kind(DeadReferent().method if kind is weakref.WeakMethod else DeadReferent())
 
 
-class Dead:
+class DeadReferent:
     """Nobody holds one."""
 
     def method(self) -> None: ...
@@ -460,7 +460,7 @@ class Referent(NamedTuple):
     is_alive: bool = True
 
     def again(self) -> Any:
-        return self.value if self.is_alive else weakref.proxy(Dead())
+        return self.value if self.is_alive else weakref.proxy(DeadReferent())
 
 
 PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
@@ -836,25 +836,25 @@ NO_TENSORS = {type(None), bool, int, float, complex, str, bytes, types.CodeType}
 ABSENT = object()
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """Of a cache of `functools`."""
 
     key: Any
     result: Any
 
 
-def entries(cached: Any) -> list[Entry]:
+def entries(cached: Any) -> list[CacheEntry]:
     """What is in the cache; what was used last comes last, where the cache is bounded."""
     inside = gc.get_referents(cached)  # all at once, whatever other threads do
     if cached.cache_parameters()["maxsize"] is None:
         # the other one has the attributes
         cache = next(each for each in inside if type(each) is dict)
-        return [Entry(*pair) for pair in list(cache.items())]
+        return [CacheEntry(*pair) for pair in list(cache.items())]
     found = []  # its type, then a key, its result and the type of the link between the two for each
     for place in range(1, len(inside), 3):
         if inside[place + 2] is not LINK:
             break
-        found.append(Entry(*inside[place : place + 2]))
+        found.append(CacheEntry(*inside[place : place + 2]))
     return found
 
 
@@ -882,7 +882,7 @@ def arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return key[:count], dict(zip(named[::2], named[1::2], strict=True))
 
 
-def entries_with_tensors(cached: Any) -> list[Entry]:
+def entries_with_tensors(cached: Any) -> list[CacheEntry]:
     learn()
     looked_at = iter(range(MOST_LOOKED_AT))
     return [
@@ -963,7 +963,7 @@ def reduce_by_value(cached: Any) -> tuple[Any, ...]:
     )
 
 
-class StandIn(functools.partial[Any]):
+class CacheFiller(functools.partial[Any]):
     """What a cached function calls: first to be given what is known already, then the function,
     with no frame in between."""
 
@@ -973,7 +973,7 @@ class StandIn(functools.partial[Any]):
 
 
 def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
-    made = functools.lru_cache(**parameters)(StandIn(function))
+    made = functools.lru_cache(**parameters)(CacheFiller(function))
     return functools.update_wrapper(made, function)
 
 
@@ -983,7 +983,7 @@ def fill(
     """Put the entries in by calling it with a function that gives their results."""
     own, kept = state
     vars(cached).update(own)
-    stand_in = next(each for each in gc.get_referents(cached) if type(each) is StandIn)
+    stand_in = next(each for each in gc.get_referents(cached) if type(each) is CacheFiller)
     for args, kwargs, result in kept:
         stand_in.turn_to(given, result)
         cached(*args, **kwargs)

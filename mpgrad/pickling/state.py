@@ -6,9 +6,9 @@ something changed.
                                  and what these use, and so on
 cloudpickle would pickle all of it with each function and each item. Here functions and items go by
 name, and an operation has one state beside its function, which workers keep. While nothing has been
-written (`ContentWatch`), nothing is pickled or sent.
+written (`ContentRecord`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentWatch`, which says later whether the pickle
+The pickler notes each object that it meets in a `ContentRecord`, which says later whether the pickle
 is still true. What the caller may write to is compared by what it holds, or by the bytes that it
 gives; a large pickle by the identity of its object.
 
@@ -42,13 +42,13 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
-from mpgrad.pickling.compiled import MARK, Placement
+from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
     ABOUT_ITSELF,
     PLACED,
-    LeftOf,
     Namespaces,
-    Wanted,
+    OwnValueReference,
+    WantedName,
     contents_of,
     is_own,
     make_function,
@@ -67,15 +67,15 @@ from mpgrad.pickling.streams import (
     plain,
     reduce_generator,
 )
-from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
+from mpgrad.pickling.structure import CallerPickler, ProbePickler, TensorUnpickler, loads
 from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
 
 __all__ = [
     "ItemStreams",
-    "Recent",
-    "State",
+    "ModuleSnapshot",
+    "RecentValues",
     "dumps_arguments",
     "dumps_function",
     "dumps_whole",
@@ -131,7 +131,7 @@ ELEMENTS = {list, tuple, dict, set, frozenset}
 # --- whether what was pickled is still what it was
 
 
-class ContentWatch:
+class ContentRecord:
     """What was met while a pickle was made, with what it held: whether that is still so, in
     microseconds.
 
@@ -233,18 +233,18 @@ class StatePickler(CallerPickler):
     """Functions and classes of the user's own modules by value, and what their code wants after
     them."""
 
-    def __init__(self, left: dict[Wanted, LeftOf]) -> None:
+    def __init__(self, left: dict[WantedName, OwnValueReference]) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)
-        self.covered: set[Wanted] = set()
-        self.watch = ContentWatch()
+        self.covered: set[WantedName] = set()
+        self.watch = ContentRecord()
         self._left = left
         # that may run while the state is loaded, and use globals then
         self._hastened: dict[int, types.FunctionType] = {}
         # what reducers made for the pickle, which nobody can write to
         self._made: dict[int, Any] = {}
 
-    def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
+    def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """None; or what cannot be carried, by itself, so that all is in vain."""
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
@@ -257,7 +257,7 @@ class StatePickler(CallerPickler):
                 return culprit
         return None
 
-    def _dump_some(self, wanted: Sequence[Wanted]) -> Wanted | None:
+    def _dump_some(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """None; or what cannot be carried, as of `dump_all`."""
         self.covered.update(wanted)
         names: dict[str, dict[str, bool]] = {}  # by module: whether the name is wanted by itself
@@ -275,13 +275,13 @@ class StatePickler(CallerPickler):
             contents = vars(sys.modules[module])
             self.watch.names(contents, list(of_module))
             for name, by_itself in of_module.items():
-                this = Wanted(module, name)
+                this = WantedName(module, name)
                 self.covered.add(this)
                 if name in contents and not self._dump_name(this, contents[name], by_itself):
                     return this
         return None
 
-    def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
+    def _dump_name(self, wanted: WantedName, value: Any, by_itself: bool) -> bool:
         """Whether it could be carried; raises where it could not, and the worker's own will not
         do."""
         mark, start = self.watch.mark(), self.buffer.tell()
@@ -373,7 +373,7 @@ class StatePickler(CallerPickler):
         if id(value) not in self._hastened:
             return {}
         home = module_of(value) or ""
-        return {name: self._left.get(Wanted(home, name), each) for name, each in given.items()}
+        return {name: self._left.get(WantedName(home, name), each) for name, each in given.items()}
 
     def _hasten(self, value: Any) -> None:
         """A function, and those that it calls."""
@@ -458,7 +458,7 @@ def refuse_files(value: object) -> None:
         raise TypeError(f"cannot pickle an open file ({value!r})")
 
 
-class WithoutFiles(CallerPickler):
+class FilelessPickler(CallerPickler):
     """Sees whether something can be carried."""
 
     def reducer_override(self, value: object) -> Any:
@@ -476,13 +476,15 @@ def member_or_left(kind: type, name: str, member: Any) -> Any:
     ):
         return member
     try:
-        WithoutFiles(io.BytesIO()).dump(member)
+        FilelessPickler(io.BytesIO()).dump(member)
     except Exception:
-        return LeftOf(kind.__module__, f"{kind.__qualname__}.{name}", type(member).__qualname__)
+        return OwnValueReference(
+            kind.__module__, f"{kind.__qualname__}.{name}", type(member).__qualname__
+        )
     return member
 
 
-def is_defined_there(wanted: Wanted) -> bool:
+def is_defined_there(wanted: WantedName) -> bool:
     """Whether it would be imported, as pickle does."""
     value = vars(sys.modules[wanted.module]).get(wanted.name or "")
     return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
@@ -532,7 +534,7 @@ def pickled_alone(value: Any) -> Opaque:
 # --- what the modules hold, as it is now
 
 
-class State:
+class ModuleSnapshot:
     """What the user's modules hold; of them, what some functions use."""
 
     _numbers = itertools.count(1)
@@ -542,8 +544,8 @@ class State:
         pickled: bytes,
         mark: bytes,
         tensors: list[torch.Tensor],
-        covered: set[Wanted],
-        watch: ContentWatch,
+        covered: set[WantedName],
+        watch: ContentRecord,
     ) -> None:
         self.number = next(self._numbers)
         self.pickled = pickled
@@ -552,14 +554,14 @@ class State:
         self._covered = covered
         self._watch = watch
 
-    def covers(self, wanted: Iterable[Wanted]) -> bool:
+    def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
 
     def is_current(self) -> bool:
         return self._watch.is_unchanged()
 
 
-class Recent(collections.OrderedDict[Hashable, T]):
+class RecentValues(collections.OrderedDict[Hashable, T]):
     """The values that were put here last. Two of these that see the same keys in the same order
     keep the same ones."""
 
@@ -570,18 +572,18 @@ class Recent(collections.OrderedDict[Hashable, T]):
             self.popitem(last=False)
 
 
-class States:
+class SnapshotCache:
     """Those that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
         # what is pickled has methods of its own, which may come here again
         self._lock = threading.RLock()
-        self._known: Recent[State] = Recent()  # by what was wanted
+        self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by what was wanted
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where
         # something was met that can
-        self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
+        self._met: dict[WantedName, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
-    def of(self, wanted: Iterable[Wanted]) -> State | None:
+    def of(self, wanted: Iterable[WantedName]) -> ModuleSnapshot | None:
         """The state with all that is wanted, as it is now; the same one while nothing changes.
         None: nothing is wanted."""
         key = tuple(wanted)
@@ -594,8 +596,8 @@ class States:
             self._known.put(key, state)
             return state
 
-    def _made(self, wanted: Sequence[Wanted]) -> State:
-        left: dict[Wanted, LeftOf] = {}
+    def _made(self, wanted: Sequence[WantedName]) -> ModuleSnapshot:
+        left: dict[WantedName, OwnValueReference] = {}
         while True:
             pickler = StatePickler(left)
             if (culprit := pickler.dump_all(wanted)) is None:
@@ -608,7 +610,7 @@ class States:
                 if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None
                 else ABSENT,
             )
-        return State(
+        return ModuleSnapshot(
             pickler.buffer.getvalue(),
             pickler.mark,
             pickler.taken_out,
@@ -616,7 +618,7 @@ class States:
             pickler.watch,
         )
 
-    def _left_of(self, wanted: Wanted) -> LeftOf:
+    def _left_of(self, wanted: WantedName) -> OwnValueReference:
         """In the place of what cannot be carried: the worker's own. Raises TypeError where the
         caller's was replaced."""
         assert wanted.name is not None
@@ -628,9 +630,9 @@ class States:
                 f"({type(value).__name__}), and workers "
                 "would have another one; make it when it is needed, or in the pool's initializer"
             )
-        return LeftOf(wanted.module, wanted.name, type(value).__qualname__)
+        return OwnValueReference(wanted.module, wanted.name, type(value).__qualname__)
 
-    def _note_kind(self, wanted: Wanted, value: Any) -> Any:
+    def _note_kind(self, wanted: WantedName, value: Any) -> Any:
         """What it was when it was met first."""
         module = sys.modules[wanted.module]
         load = getattr(module, "__spec__", None) or module  # another object when it is reloaded
@@ -649,8 +651,10 @@ class States:
         return known[1]()
 
 
-STATES = States()
-LOADED: Recent[Namespaces] = Recent()  # states without tensors, in the process of a worker
+STATES = SnapshotCache()
+LOADED: RecentValues[Namespaces] = (
+    RecentValues()
+)  # states without tensors, in the process of a worker
 LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 
 
@@ -659,16 +663,16 @@ LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
-) -> tuple[bytes, list[torch.Tensor], State | None]:
+) -> tuple[bytes, list[torch.Tensor], ModuleSnapshot | None]:
     """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors
     come after them.
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
-    kept, sight = kept_pickle(function)
-    if kept is not None and sight is not None:
+    kept, fingerprint = kept_pickle(function)
+    if kept is not None and fingerprint is not None:
         pickled, mark, wanted = kept.pickled, b"", dict.fromkeys(kept.wanted)
-        tensors = [sight.tensors[number] for number in kept.order]
+        tensors = [fingerprint.tensors[number] for number in kept.order]
     else:
         pickler = CallerPickler(buffer := io.BytesIO())
         pickler.dump(function)
@@ -678,8 +682,8 @@ def dumps_function(
             pickler.wanted,
             pickler.taken_out,
         )
-        if sight is not None:
-            keep_pickle(function, sight, pickler, pickled)
+        if fingerprint is not None:
+            keep_pickle(function, fingerprint, pickler, pickled)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
@@ -705,9 +709,9 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 
 
 def dumps_arguments(
-    value: object, known: State | None, travel: Travel = as_it_is
+    value: object, known: ModuleSnapshot | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order
+    """`dumps_whole` of what may have `DeferredValue` values in it, and the claims to those, in the order
     in which pickle meets them.
 
     What the state `known` has is left to it.
@@ -719,7 +723,7 @@ def dumps_arguments(
 def dumps_whole(
     value: object,
     travel: Travel = captured,
-    known: State | None = None,
+    known: ModuleSnapshot | None = None,
     dependencies: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes of `value` with all that it uses of the user's modules, and the tensors in both.
@@ -785,7 +789,7 @@ def loads_with_state(
     seen = names or Namespaces()
     found = Streams() if streams is None else streams
     placement = (
-        Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+        GlobalsSnapshot() if seen.placement is None and (MARK in pickled or MARK in state) else None
     )
     if placement is not None:
         seen = Namespaces(placement)
@@ -801,7 +805,7 @@ def loaded(
     number: int,
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
-    placement: Placement | None = None,
+    placement: GlobalsSnapshot | None = None,
     streams: Streams | None = None,
 ) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors,
@@ -839,7 +843,7 @@ SHARED: collections.deque[Any] = collections.deque(maxlen=64)
 Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
 
 
-class Met(NamedTuple):
+class MetGenerator(NamedTuple):
     """A generator that an item had."""
 
     generator: Any  # held, so that no other one gets its id
@@ -862,7 +866,7 @@ class ItemStreams:
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
         self._first = 0  # the number of the operation's first item
-        self._met: dict[int, Met] = {}
+        self._met: dict[int, MetGenerator] = {}
         self._roots: Roots = {}
         self._roots_of_code: Roots = {}
 
@@ -879,14 +883,16 @@ class ItemStreams:
     def _reduce(self, item: int, kind: Kind, generator: Any) -> Any:
         met = self._met.get(id(generator))
         if met is None:
-            met = self._met[id(generator)] = Met(generator, item, self._is_shared(generator))
+            met = self._met[id(generator)] = MetGenerator(
+                generator, item, self._is_shared(generator)
+            )
         if item == met.first and not met.is_shared:
             return NotImplemented
         root = root_of(kind, generator, self._roots)
         with outside_transforms():
             own = kind.own(generator)
             kind.begin(own, root, item)
-        self._met[id(own)] = Met(own, item, is_shared=False)
+        self._met[id(own)] = MetGenerator(own, item, is_shared=False)
         return itself, (own,)
 
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -918,9 +924,9 @@ class ItemStreams:
         for number, item in enumerate(self._items or ()):
             # whoever packs an item that fails will find it again, and name the item
             with contextlib.suppress(Exception):
-                Trial(io.BytesIO(), dependencies=[], travel=functools.partial(note, number)).dump(
-                    item
-                )
+                ProbePickler(
+                    io.BytesIO(), dependencies=[], travel=functools.partial(note, number)
+                ).dump(item)
         return found
 
 

@@ -12,7 +12,7 @@ pickle asks for them in the order in which it met them, so they stand at the end
 first one last. What pickle refuses, or carries as something else, goes as
 `mpgrad.pickling.reducers` has it.
 
-A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it
+A result that a call is still to give (`DeferredValue`) leaves a number below 0, and a claim to what it
 will be.
 """
 
@@ -40,14 +40,14 @@ from mpgrad.pickling.modules import (
     KNOWN,
     NAMES_HERE,
     UNCARRIED,
-    GlobalsOf,
-    LeftOf,
+    GlobalsReference,
     Lookups,
     Mark,
-    NamesHere,
     Namespaces,
-    SysOf,
-    Wanted,
+    NamesReference,
+    OwnValueReference,
+    SysReference,
+    WantedName,
     fill_main,
     find_in,
     is_of_libraries,
@@ -102,10 +102,10 @@ __all__ = [
     "NAMES",
     "RUNS_CODE",
     "CallerPickler",
-    "Deferred",
+    "DeferredValue",
+    "ProbePickler",
     "TensorPickler",
     "TensorUnpickler",
-    "Trial",
     "dumps",
     "dumps_result",
     "has_own_way",
@@ -115,7 +115,7 @@ __all__ = [
 ]
 
 
-class Deferred:
+class DeferredValue:
     """A value that may still be to come. (No ABC: every object that is pickled is asked whether it
     is one.)"""
 
@@ -199,10 +199,10 @@ class TensorPickler(ClassPickler):
             return None
         if kind in PROXIES:
             return referent(value)
-        if kind is Bare:
+        if kind is BareTensor:
             value = value.tensor
         elif not isinstance(value, torch.Tensor):
-            return self._number_of_dependency(value) if isinstance(value, Deferred) else None
+            return self._number_of_dependency(value) if isinstance(value, DeferredValue) else None
         elif kind is not Root and have_attributes((value,)):
             return None
         number = self._number.setdefault(id(value), len(self.tensors))
@@ -210,7 +210,7 @@ class TensorPickler(ClassPickler):
             self.tensors.append(value)
         return number
 
-    def _number_of_dependency(self, value: Deferred) -> int | None:
+    def _number_of_dependency(self, value: DeferredValue) -> int | None:
         """Below 0; None where the caller has the result already, and it is pickled as it is."""
         if self.dependencies is None:
             raise TypeError(
@@ -236,7 +236,7 @@ class TensorPickler(ClassPickler):
         if isinstance(value, torch.Tensor):
             return reduce_tensor(value)
         self.runs_code = self.runs_code or has_own_way(kind)
-        if isinstance(value, Deferred):
+        if isinstance(value, DeferredValue):
             return itself, (value._taken(),)
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
@@ -272,7 +272,7 @@ class TensorPickler(ClassPickler):
         )
 
 
-class Bare(NamedTuple):
+class BareTensor(NamedTuple):
     """A tensor without the class and the attributes that it has in Python."""
 
     tensor: torch.Tensor
@@ -282,9 +282,16 @@ def reduce_tensor(value: torch.Tensor) -> Any:
     """With attributes or a class of its own, whatever that says of pickling: a leaf stays one."""
     kind = type(value)
     if kind in PLAIN:
-        return itself, (Bare(value),), value.__dict__, None, None, set_attributes
+        return itself, (BareTensor(value),), value.__dict__, None, None, set_attributes
     check_class(value)
-    return with_class, (Bare(value), kind), named_attributes(value), None, None, set_attributes
+    return (
+        with_class,
+        (BareTensor(value), kind),
+        named_attributes(value),
+        None,
+        None,
+        set_attributes,
+    )
 
 
 def has_own_way(kind: Any) -> bool:
@@ -344,7 +351,7 @@ class CallerPickler(TensorPickler):
         self._travel = travel
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
-        self.wanted: dict[Wanted, None] = {}  # in order
+        self.wanted: dict[WantedName, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
 
@@ -360,7 +367,7 @@ class CallerPickler(TensorPickler):
             and sys.modules[value.__name__] is value
         ):
             if value.__name__ not in self._seen:  # it was not met in a function
-                self.wanted[Wanted(value.__name__, None)] = None
+                self.wanted[WantedName(value.__name__, None)] = None
             return value.__name__
         return value if kind in MARKS else super().persistent_id(value)
 
@@ -374,7 +381,7 @@ class CallerPickler(TensorPickler):
                 return (
                     NotImplemented
                     if pickle_finds(wanted.module)
-                    else (find_in, (NamesHere(), wanted.module, value.__qualname__))
+                    else (find_in, (NamesReference(), wanted.module, value.__qualname__))
                 )
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
@@ -411,19 +418,22 @@ class CallerPickler(TensorPickler):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
         if home is not None and looks_up(value):
-            self.wanted[Wanted(home, None)] = None
+            self.wanted[WantedName(home, None)] = None
         if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
             mentioned = mentioned_in(value.__code__)
             found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned, given)
             given.update(found)
             if own_globals.get("__name__") == "__main__":
                 given.update(
-                    {name: SysOf(own_globals) for name, each in given.items() if each is sys}
+                    {name: SysReference(own_globals) for name, each in given.items() if each is sys}
                 )
         if home is not None:
-            self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
-            rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
-        here = NamesHere()
+            self.wanted.update(dict.fromkeys([WantedName(home, name) for name in given]))
+            rest["__globals__"], own_globals = (
+                self.globals_along(value, given),
+                GlobalsReference(home),
+            )
+        here = NamesReference()
         return (
             make_function,
             (here, code, own_globals, *others),
@@ -447,20 +457,20 @@ class CallerPickler(TensorPickler):
         return main_of, (here,), state, None, None, fill_main
 
 
-class Trial(CallerPickler):
+class ProbePickler(CallerPickler):
     """Shows what is in a value, and whether it can be carried; asks nothing of futures."""
 
     def persistent_id(self, value: Any) -> Any:
         if (
             self.dependencies is not None
             and type(value) not in PROXIES
-            and isinstance(value, Deferred)
+            and isinstance(value, DeferredValue)
         ):
             return 0
         return super().persistent_id(value)
 
 
-class TrialPickler(CallerPickler):
+class SizePickler(CallerPickler):
     """To see what a value takes; raises OverflowError above the limit, and TypeError for what
     nobody carries unasked."""
 
@@ -514,7 +524,7 @@ def is_called(value: object) -> bool:
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
 
-class Limited(io.BytesIO):
+class LimitedBuffer(io.BytesIO):
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self._limit = sys.maxsize if limit is None else limit
@@ -527,7 +537,7 @@ class Limited(io.BytesIO):
 
 def size_alone(value: Any, limit: int | None) -> int:
     """Bytes that it takes in a pickle, and of its tensors."""
-    pickler = TrialPickler(buffer := Limited(limit))
+    pickler = SizePickler(buffer := LimitedBuffer(limit))
     pickler.is_asked = limit is None
     pickler.dump(value)
     for each in pickler.tensors:
@@ -540,9 +550,9 @@ def size_alone(value: Any, limit: int | None) -> int:
 
 
 FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
-MARKS = GlobalsOf, LeftOf
+MARKS = GlobalsReference, OwnValueReference
 STREAMS_HERE = "*"
-HERE: dict[type, str] = {NamesHere: NAMES_HERE, Streams: STREAMS_HERE}
+HERE: dict[type, str] = {NamesReference: NAMES_HERE, Streams: STREAMS_HERE}
 # asked of everything in a pickle, most of which is such
 NEVER_TAKEN_OUT = frozenset(
     {str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type}

@@ -3,7 +3,7 @@ worker, as they were loaded, and are not loaded again. Both sides.
 
 A lambda in a loop is a new function each time, with the same code; the tensors that it captures may
 be others. Neither is in its pickle, which has numbers in the places of tensors. So a pickle is kept
-by the code of the function, with all that it depends on (`Sight`), and looking at that again takes
+by the code of the function, with all that it depends on (`FunctionFingerprint`), and looking at that again takes
 a tenth of the time.
 """
 
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
-from mpgrad.pickling.modules import Wanted, contents_of, is_own, looks_up, name_of
+from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of
 from mpgrad.pickling.reducers import annotations_of, globals_used
 from mpgrad.pickling.structure import CallerPickler, loaded
 from mpgrad.wire.messages import SCALARS, is_plain
 from mpgrad.wire.tensor_refs import have_attributes
 
-__all__ = ["KeptPickle", "Sight", "keep_pickle", "kept_pickle"]
+__all__ = ["FunctionFingerprint", "KeptPickle", "keep_pickle", "kept_pickle"]
 
 ABSENT = object()
 TENSORS = {torch.Tensor, torch.nn.Parameter}
@@ -33,7 +33,7 @@ OF_ITS_MODULE = "__name__", "__package__", "__path__", "__file__"  # cloudpickle
 MOST_KEPT = 128
 
 
-class Numbered(NamedTuple):
+class ObjectNumber(NamedTuple):
     """Where a tensor, a function, a namespace or a cell is met: it may be another one next time."""
 
     kind: type
@@ -43,7 +43,7 @@ class Numbered(NamedTuple):
 Function = types.FunctionType | functools.partial[Any]
 
 
-class Parts(NamedTuple):
+class FunctionParts(NamedTuple):
     """Of one of the functions that a pickle brings, or of a partial one."""
 
     code: object
@@ -51,44 +51,46 @@ class Parts(NamedTuple):
     values: list[object]
 
 
-COMPARED = {*SCALARS, str, Numbered, tuple}
+COMPARED = {*SCALARS, str, ObjectNumber, tuple}
 
 
-class Sight:
+class FunctionFingerprint:
     """All that the pickle of a function depends on: numbers, tensors, what libraries have, and
     functions that have no more than these. Whatever else a function has may be written to unseen.
     """
 
     def __init__(self) -> None:
         self.root: object = None  # what stands for the function itself
-        self.parts: list[Parts] = []
-        self.wanted: dict[Wanted, None] = {}
+        self.parts: list[FunctionParts] = []
+        self.wanted: dict[WantedName, None] = {}
         self.functions: list[Function] = []
         self.tensors: list[torch.Tensor] = []
         # the globals of each function that it uses, by its id
         self.given: dict[int, dict[str, Any]] = {}
-        self._places: dict[int, Numbered] = {}
+        self._places: dict[int, ObjectNumber] = {}
 
     @classmethod
-    def of(cls, function: Any) -> Sight | None:
+    def of(cls, function: Any) -> FunctionFingerprint | None:
         """None where it has anything else."""
-        sight = cls()
+        fingerprint = cls()
         try:
-            sight.root = sight._seen(function)
-            for each in sight.functions:  # which become more meanwhile
-                sight.parts.append(sight._parts_of(each))
-        except Unseen:
+            fingerprint.root = fingerprint._seen(function)
+            for each in fingerprint.functions:  # which become more meanwhile
+                fingerprint.parts.append(fingerprint._parts_of(each))
+        except MutableStateError:
             return None
-        return None if have_attributes(sight.tensors) else sight
+        return None if have_attributes(fingerprint.tensors) else fingerprint
 
-    def _parts_of(self, function: Function) -> Parts:
+    def _parts_of(self, function: Function) -> FunctionParts:
         if isinstance(function, functools.partial):
             if vars(function):
-                raise Unseen
+                raise MutableStateError
             values = [function.func, *function.args, *function.keywords.values()]
-            return Parts(functools.partial, tuple(function.keywords), list(map(self._seen, values)))
+            return FunctionParts(
+                functools.partial, tuple(function.keywords), list(map(self._seen, values))
+            )
         if vars(function) or function.__kwdefaults__ or getattr(function, "__type_params__", None):
-            raise Unseen
+            raise MutableStateError
         names, cells = function.__globals__, function.__closure__ or ()
         defaults, annotations = function.__defaults__ or (), annotations_of(function)
         self.given[id(function)] = given = globals_used(function)
@@ -102,10 +104,10 @@ class Sight:
             values += contents_of(cell) or [ABSENT]
         shared = self._place(names), *map(self._place, cells)
         facts = (*FACTS(function), len(defaults), tuple(annotations), tuple(given), shared)
-        return Parts(function.__code__, facts, list(map(self._seen, values)))
+        return FunctionParts(function.__code__, facts, list(map(self._seen, values)))
 
     def _seen(self, value: Any) -> object:
-        """What stands for a value; raises `Unseen`."""
+        """What stands for a value; raises `MutableStateError`."""
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value)
@@ -116,7 +118,7 @@ class Sight:
                 self.tensors.append(value)
             return self._place(value)
         if not goes_by_itself(value):
-            raise Unseen
+            raise MutableStateError
         return value
 
     def _function(self, value: types.FunctionType) -> object:
@@ -129,15 +131,15 @@ class Sight:
                 return value
         return self._by_value(value)
 
-    def _by_value(self, value: Function) -> Numbered:
+    def _by_value(self, value: Function) -> ObjectNumber:
         if id(value) not in self._places:
             self.functions.append(value)
         return self._place(value)
 
-    def _place(self, value: object) -> Numbered:
-        return self._places.setdefault(id(value), Numbered(type(value), len(self._places)))
+    def _place(self, value: object) -> ObjectNumber:
+        return self._places.setdefault(id(value), ObjectNumber(type(value), len(self._places)))
 
-    def is_like(self, other: Sight) -> bool:
+    def is_like(self, other: FunctionFingerprint) -> bool:
         """Whether the pickles are the same, but for which tensors these are."""
         return (
             is_same(self.root, other.root)
@@ -155,11 +157,11 @@ class Sight:
         return not finds_names
 
 
-class Unseen(Exception):
+class MutableStateError(Exception):
     """A function has something that may be written to."""
 
 
-def are_same(one: Parts, other: Parts) -> bool:
+def are_same(one: FunctionParts, other: FunctionParts) -> bool:
     return (
         one.code is other.code
         and one.facts == other.facts
@@ -209,8 +211,8 @@ class KeptPickle(NamedTuple):
     """A pickle, and of what it was made."""
 
     pickled: bytes
-    wanted: list[Wanted]
-    sight: Sight
+    wanted: list[WantedName]
+    fingerprint: FunctionFingerprint
     order: list[int]  # of the tensors
     modules: object  # that were loaded
 
@@ -235,38 +237,48 @@ def key_of(function: Any) -> Key | None:
     return (functools.partial, key) if is_partial and key is not None else key
 
 
-def kept_pickle(function: Any) -> tuple[KeptPickle | None, Sight | None]:
+def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint | None]:
     """The pickle of the function, where that is known without pickling it; and how it was seen, if
     it may be kept."""
     key = key_of(function)
     if key is None or (known := PICKLES.get(key, ABSENT)) is None:
         return None, None
-    sight = Sight.of(function)
-    if sight is None:
+    fingerprint = FunctionFingerprint.of(function)
+    if fingerprint is None:
         note(key, None)
         return None, None
-    if isinstance(known, KeptPickle) and known.modules == loaded() and sight.is_like(known.sight):
-        return known, sight
-    return None, sight
+    if (
+        isinstance(known, KeptPickle)
+        and known.modules == loaded()
+        and fingerprint.is_like(known.fingerprint)
+    ):
+        return known, fingerprint
+    return None, fingerprint
 
 
-def keep_pickle(function: Any, sight: Sight, pickler: CallerPickler, pickled: bytes) -> None:
-    """`sight`: before it was pickled. Meanwhile other threads may have written to it, and have put
+def keep_pickle(
+    function: Any, fingerprint: FunctionFingerprint, pickler: CallerPickler, pickled: bytes
+) -> None:
+    """`fingerprint`: before it was pickled. Meanwhile other threads may have written to it, and have put
     back what was there."""
-    key, now = key_of(function), Sight.of(function)
+    key, now = key_of(function), FunctionFingerprint.of(function)
     assert key is not None
     had_the_same = [
-        is_same_dict(given, pickler.given.get(number)) for number, given in sight.given.items()
+        is_same_dict(given, pickler.given.get(number))
+        for number, given in fingerprint.given.items()
     ]
-    if now is None or not now.is_like(sight) or not all(had_the_same):
+    if now is None or not now.is_like(fingerprint) or not all(had_the_same):
         return
-    places = {id(tensor): place for place, tensor in enumerate(sight.tensors)}
+    places = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
     if pickler.buffers or pickler.mark or places.keys() != set(map(id, pickler.tensors)):
         return
     order = [places[id(tensor)] for tensor in pickler.tensors]
-    is_whole = sight.settle() and sight.wanted.keys() == pickler.wanted.keys()
+    is_whole = fingerprint.settle() and fingerprint.wanted.keys() == pickler.wanted.keys()
     note(
-        key, KeptPickle(pickled, list(pickler.wanted), sight, order, loaded()) if is_whole else None
+        key,
+        KeptPickle(pickled, list(pickler.wanted), fingerprint, order, loaded())
+        if is_whole
+        else None,
     )
 
 

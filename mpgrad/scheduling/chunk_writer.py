@@ -41,7 +41,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slot
-from mpgrad.pickling.state import Recent, State
+from mpgrad.pickling.state import ModuleSnapshot, RecentValues
 from mpgrad.torch_state.private import Level
 from mpgrad.wire.frames import Link
 from mpgrad.wire.messages import (
@@ -122,7 +122,7 @@ class ChunkWriter:
         self.codes: set[int] = set()
         # as it was told last; the worker began with that of the pool's beginning
         self._environment = b""
-        self._states: Recent[bool] = Recent()  # of the user's modules, by number
+        self._states: RecentValues[bool] = RecentValues()  # of the user's modules, by number
 
     def forward(
         self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
@@ -217,7 +217,7 @@ class ChunkWriter:
         for slot in function.slots:
             self._lent_slots.lend(slot.address, slot)
 
-    def _told(self, state: State) -> ModulesState:
+    def _told(self, state: ModuleSnapshot) -> ModulesState:
         is_known = self._states.get(state.number) is not None
         self._states.put(state.number, True)
         return ModulesState(state.number, None if is_known else state.pickled, len(state.tensors))

@@ -65,7 +65,7 @@ from mpgrad.stats import Progress, Reporter, Standing, reported
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
 from mpgrad.tasks.wrappers import (
-    Finish,
+    FinalMerge,
     Fold,
     FoldedBlock,
     FunctionReduction,
@@ -330,7 +330,7 @@ def folded_into(
         fold: Callable[..., Any] = Fold(reduction)
         calls: list[Arguments] = [((target, items), {}) for target in targets]
     else:
-        fold = Finish(reduction)
+        fold = FinalMerge(reduction)
         accumulators = accumulated(submitter, FoldedBlock(reduction), items, progress)
         calls = [(([target], accumulators), {}) for target in targets]
     return run_targets(submitter, fold, calls, progress)
@@ -352,7 +352,7 @@ def mapped_and_folded(
         submitter, FoldedBlock(reduction, callable_of(map_fn)), items, progress
     )
     first = [] if init is None else [init]
-    return run_targets(submitter, Finish(reduction), [((first, accumulators), {})])[0]
+    return run_targets(submitter, FinalMerge(reduction), [((first, accumulators), {})])[0]
 
 
 def accumulated(

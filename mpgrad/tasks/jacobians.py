@@ -3,7 +3,7 @@ there is no pool.
 
 `Arguments` say which arguments are differentiated, and what all items share. A task is called for
 one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
-vectors. What it evaluates is a `Point`, the function at the item's arguments; a `Graph` is one
+vectors. What it evaluates is a `PinnedFunction`, the function at the item's arguments; a `Graph` is one
 evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each, or
 one for all under a vmap.
 
@@ -68,7 +68,7 @@ class Arguments:
         self.in_items = bool(lengths)
         self.items = lengths.pop() if lengths else 1
         common = [None if number in self.own else each for number, each in enumerate(every)]
-        self.form = Form(
+        self.form = ArgumentLayout(
             common, list(self.own), len(args), numbers_of(argnums, len(args)), in_tuple
         )
         # inputs and vectors
@@ -90,7 +90,7 @@ LEAVE_OUT = (
 )
 
 
-class Form(NamedTuple):
+class ArgumentLayout(NamedTuple):
     """What all items share, and the places of what each has for itself."""
 
     common: list[Any]
@@ -260,10 +260,10 @@ class Task(ABC):
     def answer(self, item: int, *own: Any) -> Any:
         """The derivative of one item, or a share of it."""
 
-    def at(self, item: int, own: Sequence[Any]) -> tuple[Point, Any]:
+    def at(self, item: int, own: Sequence[Any]) -> tuple[PinnedFunction, Any]:
         """The point, and the vectors that a product is taken with."""
         inputs, vectors = self.form.of(own)
-        return Point(self, item, inputs), vectors
+        return PinnedFunction(self, item, inputs), vectors
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each in memory of its own, and without the history that captures would give them, unless
@@ -273,7 +273,7 @@ class Task(ABC):
         memory = set[int]()
         return [apart(tensor.detach(), memory) for tensor in tensors]
 
-    def beside(self, point: Point) -> list[Any]:
+    def beside(self, point: PinnedFunction) -> list[Any]:
         """What the function returned beside its output, finished."""
         if not self.has_aux:
             return []
@@ -292,7 +292,7 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
     return tensor
 
 
-class Point:
+class PinnedFunction:
     """A function at one place: the same function at every evaluation, because it meets the same
     random numbers."""
 
@@ -365,7 +365,7 @@ def fit(tensor: Tensor) -> Tensor:
 class Graph:
     """One evaluation with a graph, from which any rows of the Jacobian can be had."""
 
-    def __init__(self, point: Point, history: bool = False) -> None:
+    def __init__(self, point: PinnedFunction, history: bool = False) -> None:
         self.point = point
         # whether gradients are differentiated in their turn
         self.history = history or point.task.create_graph
@@ -433,14 +433,14 @@ def derivatives(
     )
 
 
-def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def push(point: PinnedFunction, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and their derivatives along the tangents of the inputs."""
     with forward_mode():
         outputs, moved, point.beside = point.moved(dict(enumerate(tangents)))
     return list(outputs), list(moved)
 
 
-def column(point: Point, start: int, stop: int) -> list[Tensor]:
+def column(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
     """One column, for each output."""
     tangents = {
         k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
@@ -450,7 +450,7 @@ def column(point: Point, start: int, stop: int) -> list[Tensor]:
     return [tangent.unsqueeze(0) for tangent in moved]
 
 
-def columns(point: Point, start: int, stop: int) -> list[Tensor]:
+def columns(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
     """Several at once, for each output."""
     tangents = {
         k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
@@ -565,7 +565,7 @@ def gradients_and_beside(
         return found, beside
 
 
-class Way(NamedTuple):
+class JacobianMethod(NamedTuple):
     """How a Jacobian comes about, and the `mode` that asks for it."""
 
     name: str
@@ -574,10 +574,10 @@ class Way(NamedTuple):
     batched: bool
 
 
-ROW = Way("one row at a time", "reverse", True, False)
-ROWS = Way("batched rows", "batched", True, True)
-COLUMN = Way("forward mode, one column at a time", "forward", False, False)
-COLUMNS = Way("batched forward mode", "forward", False, True)
+ROW = JacobianMethod("one row at a time", "reverse", True, False)
+ROWS = JacobianMethod("batched rows", "batched", True, True)
+COLUMN = JacobianMethod("forward mode, one column at a time", "forward", False, False)
+COLUMNS = JacobianMethod("batched forward mode", "forward", False, True)
 WAYS = {
     "auto": [COLUMNS, COLUMN, ROWS, ROW],
     "batched": [ROWS],
@@ -655,7 +655,9 @@ class Jacobian(Task):
                     ) from error
         raise AssertionError("a way returns or raises")
 
-    def part(self, way: Way, source: Point | Graph, share: int, shares: int) -> list[Tensor]:
+    def part(
+        self, way: JacobianMethod, source: PinnedFunction | Graph, share: int, shares: int
+    ) -> list[Tensor]:
         """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output
         [columns, *its shape]."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
@@ -770,7 +772,7 @@ class Hvp(Task):
 
 
 def push_by_two_backwards(
-    point: Point, tangents: Sequence[Tensor]
+    point: PinnedFunction, tangents: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's
     product."""

@@ -3,10 +3,10 @@ derivative of it.
 
 A transform wants to know what a map's derivative is. It is a map of the function's derivative, so
 workers need the function as a program on plain tensors, and a way to make new programs from it:
-`VjpProgram`, `JvpProgram` and `Batched` wrap any program, also one another, which is how transforms
+`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also one another, which is how transforms
 are nested. Parents make and pickle them, workers run them.
 
-    DirectProgram ─► VjpProgram ─► JvpProgram ─► Batched ...
+    DirectProgram ─► VjpProgram ─► JvpProgram ─► BatchedProgram ...
     program(load, common, own) ─► tensors
 
     `common`: the function's captures, and tangents of them
@@ -37,7 +37,14 @@ from mpgrad.torch_state.private import (
     within_dual_level,
 )
 
-__all__ = ["Batched", "DirectProgram", "JvpProgram", "Program", "ProgramRunner", "VjpProgram"]
+__all__ = [
+    "BatchedProgram",
+    "DirectProgram",
+    "JvpProgram",
+    "Program",
+    "ProgramRunner",
+    "VjpProgram",
+]
 
 Tensors = Sequence[torch.Tensor]
 Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tensors as its captures
@@ -135,7 +142,7 @@ class DirectProgram(Program):
         return run(*(tensor.clone().requires_grad_() for tensor in entering))
 
 
-class Derived(Program):
+class DerivedProgram(Program):
     """A program made from another one; `plain` is settled by the outermost, because the two ways do
     not mix."""
 
@@ -161,12 +168,12 @@ class Derived(Program):
     def run_inner(
         self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
     ) -> list[torch.Tensor]:
-        if isinstance(self.inner, Derived):
+        if isinstance(self.inner, DerivedProgram):
             return self.inner.run(load, common, own, plain)
         return self.inner(load, common, own)
 
 
-class VjpProgram(Derived):
+class VjpProgram(DerivedProgram):
     """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of
     `common_wanted`."""
 
@@ -246,7 +253,7 @@ def gradients(
     ]
 
 
-class JvpProgram(Derived):
+class JvpProgram(DerivedProgram):
     """Tangents of inputs in, tangents of `outputs` out."""
 
     def __init__(
@@ -299,7 +306,7 @@ class JvpProgram(Derived):
         ]
 
 
-class Batched(Derived):
+class BatchedProgram(DerivedProgram):
     """The program under a vmap; dimensions as in `torch.func.vmap`, of what comes out always 0."""
 
     def __init__(

@@ -1,10 +1,10 @@
 """Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
 worker.
 
-    Delayed       functions that joblib was given with `delayed`, as one function of their arguments
+    IndexedFunctions       functions that joblib was given with `delayed`, as one function of their arguments
     Initializer   what an `mpgrad.Executor` has its workers run first
     Replicas      the modules of `mpgrad.nn.parallel_apply`
-    Fold, FoldedBlock, Finish   reductions as ordinary calls
+    Fold, FoldedBlock, FinalMerge   reductions as ordinary calls
 
 A fold is one call, a tree of folds is a map of calls and a fold of their results.
 A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs
@@ -28,9 +28,9 @@ from mpgrad.environment import PLACE
 from mpgrad.torch_state.private import tree_leaves, tree_map_only
 
 __all__ = [
-    "Delayed",
-    "Finish",
+    "FinalMerge",
     "FoldedBlock",
+    "IndexedFunctions",
     "Initializer",
     "Reduction",
     "Replicas",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class Delayed:
+class IndexedFunctions:
     """Functions, called by their number.
 
     They are apart from the arguments: for all calls of the same functions this is the same function
@@ -176,7 +176,7 @@ def connected_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-class Pairwise(Reduction):
+class PairwiseReduction(Reduction):
     """A commutative operation of two tensors, folded from left to right."""
 
     def __init__(self, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -200,7 +200,7 @@ class Mean(Reduction):
         return total / count
 
 
-class Joined(Reduction):
+class Concatenation(Reduction):
     """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined
     by `torch.cat`."""
 
@@ -214,15 +214,15 @@ class Joined(Reduction):
         return torch.cat(list(accumulators))
 
 
-SUM = Pairwise(torch.add)
+SUM = PairwiseReduction(torch.add)
 NAMED: dict[str, Reduction] = {
     "sum": SUM,
     "mean": Mean(),
-    "max": Pairwise(torch.maximum),
-    "min": Pairwise(torch.minimum),
-    "logsumexp": Pairwise(torch.logaddexp),
-    "cat": Joined(torch.cat),
-    "stack": Joined(torch.stack),
+    "max": PairwiseReduction(torch.maximum),
+    "min": PairwiseReduction(torch.minimum),
+    "logsumexp": PairwiseReduction(torch.logaddexp),
+    "cat": Concatenation(torch.cat),
+    "stack": Concatenation(torch.stack),
 }
 
 
@@ -286,7 +286,7 @@ class FoldedBlock:
         )
 
 
-class Finish:
+class FinalMerge:
     """One call: merge the blocks' accumulators, after a first value where there is one."""
 
     def __init__(self, reduction: Reduction) -> None:

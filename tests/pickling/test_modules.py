@@ -327,9 +327,9 @@ def test_nothing_is_sent_while_nothing_changes(
     user: Any, fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    make = state.States._made
+    make = state.SnapshotCache._made
     monkeypatch.setattr(
-        state.States, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted)
+        state.SnapshotCache, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted)
     )
 
     def bytes_sent(fn: Callable[[Any], Any], items: list[Any]) -> int:

@@ -81,11 +81,11 @@ def script() -> Script:
 
 
 def dumped_before(function: Callable[..., Any]) -> tuple[bytes, list[torch.Tensor]] | None:
-    kept, sight = unchanged.kept_pickle(function)
+    kept, fingerprint = unchanged.kept_pickle(function)
     return (
         None
-        if kept is None or sight is None
-        else (kept.pickled, [sight.tensors[number] for number in kept.order])
+        if kept is None or fingerprint is None
+        else (kept.pickled, [fingerprint.tensors[number] for number in kept.order])
     )
 
 
