@@ -567,7 +567,7 @@ def per_item_grad(
     create_graph = create_graph or DIFFERENTIATING.needs_graph()
     keep = create_graph if retain_graph is None else retain_graph
     asked = [
-        Asked(index, result, leaves, incoming)
+        GradientRequest(index, result, leaves, incoming)
         for index, (result, (leaves, _), incoming) in enumerate(
             zip(results, trees, cotangents, strict=True)
         )
@@ -576,7 +576,7 @@ def per_item_grad(
     return [tree_unflatten(grads, spec) for grads, (_, spec) in zip(found, trees, strict=True)]
 
 
-class Asked(NamedTuple):
+class GradientRequest(NamedTuple):
     """One result, and what is asked of it."""
 
     number: int
@@ -585,7 +585,9 @@ class Asked(NamedTuple):
     cotangent: torch.Tensor
 
 
-def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[list[torch.Tensor]]:
+def by_workers(
+    asked: Sequence[GradientRequest], keep: bool, create_graph: bool
+) -> list[list[torch.Tensor]]:
     """All backwards are sent at once."""
     ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
     nodes, outputs = [node for node, _ in ends], [output for _, output in ends]

@@ -7,7 +7,7 @@ A worker is another process. A serial loop finds in `os.environ` what the caller
 worker would find what was there when its pool began. So each operation carries what the caller has
 changed since then, and each backward does.
 
-    caller   Since: begin ──► Start                                changes ──► Follow
+    caller   EnvironmentChanges: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
 Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the
     caller compares and the worker does nothing.
@@ -50,8 +50,8 @@ __all__ = [
     "FOLLOWER",
     "PLACE",
     "Environment",
-    "Inherited",
-    "Since",
+    "EnvironmentChanges",
+    "InheritedState",
     "credentials",
     "current_environment",
     "inherited",
@@ -119,7 +119,7 @@ def current_environment() -> Environment:
     return environment_of(copied(in_use()))
 
 
-class Since:
+class EnvironmentChanges:
     """What the caller has changed since a pool began. Any thread may ask."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Since:
         return pickled
 
 
-class Follower:
+class EnvironmentFollower:
     """Has a worker's environment follow the caller's."""
 
     def __init__(self) -> None:
@@ -223,17 +223,17 @@ def go_to(directory: str | None) -> None:
         os.rmdir(nowhere)
 
 
-FOLLOWER = Follower()
+FOLLOWER = EnvironmentFollower()
 
 
 # --- where this process stands: with the caller, or as a worker of one
 
 
-class Side:
+class ProcessSide:
     in_worker = False
 
 
-PLACE = Side()
+PLACE = ProcessSide()
 
 
 def working_directory() -> str | None:
@@ -349,12 +349,12 @@ def take_over(wanted: dict[str, Any]) -> None:
         ) from refused
 
 
-class Inherited(NamedTuple):
+class InheritedState(NamedTuple):
     standing: dict[str, Any]
     # variables of the environment; workers follow the others by themselves
     read_early: dict[str, str]
 
-    def changes(self, now: Inherited) -> dict[str, Any] | None:
+    def changes(self, now: InheritedState) -> dict[str, Any] | None:
         """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""
         if self.read_early != now.read_early or not self._may_become(now.standing):
             return None
@@ -382,7 +382,7 @@ class Inherited(NamedTuple):
         )
 
 
-def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
+def inherited(variables: Mapping[str, str] | None = None) -> InheritedState:
     """What a process that this thread starts now would be; `variables`: those that it is given
     besides.
 
@@ -403,7 +403,7 @@ def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
     given = {**thread_variables(1), **current_environment().variables, **(variables or {})}
-    return Inherited(
+    return InheritedState(
         standing, {name: value for name, value in given.items() if READ_EARLY.match(name)}
     )
 

@@ -40,7 +40,7 @@ from torch.autograd.function import Function, FunctionCtx
 
 from mpgrad.errors import add_note
 from mpgrad.torch_state import behaviours
-from mpgrad.torch_state.modes import Watch, current_modes, under
+from mpgrad.torch_state.modes import ModeCheck, current_modes, under
 from mpgrad.torch_state.private import (
     apply,
     dual_level_is_active,
@@ -64,7 +64,7 @@ __all__ = [
 Values = tuple[Any, ...]  # tensors and anything else, as a Function takes and returns them
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a tensor looks like, without its memory."""
 
     shape: torch.Size
@@ -75,7 +75,7 @@ class Like(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-Likes = tuple[Like | None, ...]
+Likes = tuple[TensorSpec | None, ...]
 
 
 class EmulatedAutogradContext(FunctionCtx):
@@ -487,7 +487,7 @@ def settled(
     return tuple(settled)
 
 
-WATCH = Watch()
+WATCH = ModeCheck()
 
 
 def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
@@ -645,7 +645,7 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
 # --- in a pool, which runs calls side by side by itself: only their joints are missing
 
 
-class Joint(Function):
+class JointIdentity(Function):
     """An identity for many tensors, in which each waits for all."""
 
     @staticmethod
@@ -669,7 +669,7 @@ def joint(values: Values) -> Values:
     entering = {
         id(each): each for each in values if torch.is_grad_enabled() and requires_grad(each)
     }
-    left = dict(zip(entering, apply(Joint, *entering.values()), strict=True))
+    left = dict(zip(entering, apply(JointIdentity, *entering.values()), strict=True))
     return tuple([left.get(id(each), each) for each in values])
 
 
@@ -757,7 +757,9 @@ def likes(values: Values) -> Likes:
     """What of tensors is needed to make zeros like them."""
     return tuple(
         [
-            Like(each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else None
+            TensorSpec(each.shape, each.dtype, each.device)
+            if isinstance(each, torch.Tensor)
+            else None
             for each in values
         ]
     )

@@ -32,7 +32,7 @@ from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats, Progress, Standing, reported
+from mpgrad.stats import PoolStats, Progress, ProgressState, reported
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -812,9 +812,9 @@ class Pool:
 
         before, _ = self._scheduler.tally()
 
-        def look() -> Standing:
+        def look() -> ProgressState:
             done, left = self._scheduler.tally()
-            return Standing(done - before, done - before + left)
+            return ProgressState(done - before, done - before + left)
 
         with reported(progress, look):
             yield

@@ -23,7 +23,15 @@ from typing import Any, Literal, NamedTuple
 
 from mpgrad.errors import contextmanager
 
-__all__ = ["PoolStats", "Progress", "Reporter", "Standing", "WorkerStats", "reported", "size_of"]
+__all__ = [
+    "PoolStats",
+    "Progress",
+    "ProgressState",
+    "Reporter",
+    "WorkerStats",
+    "reported",
+    "size_of",
+]
 
 
 class WorkerStats(NamedTuple):
@@ -217,7 +225,7 @@ INTERVAL = 0.1  # seconds between two looks
 PAUSE = 20  # or so many times what the last one took
 
 
-class Standing(NamedTuple):
+class ProgressState(NamedTuple):
     done: int
     total: int | None  # None where it is not known
     is_over: bool = False  # nothing more will come
@@ -232,7 +240,7 @@ class Reporter:
             total and seconds left.
     """
 
-    def __init__(self, progress: Progress, look: Callable[[], Standing]) -> None:
+    def __init__(self, progress: Progress, look: Callable[[], ProgressState]) -> None:
         self._look = look
         self._progress = progress
         self._display: contextlib.AbstractContextManager[Show]
@@ -306,7 +314,7 @@ def check_takes_three(show: Callable[..., object]) -> None:
         raise TypeError(f"{expected} ({error}; progress: {show!r})") from None
 
 
-def seconds_left(now: float, since: float, done: int, found: Standing) -> float | None:
+def seconds_left(now: float, since: float, done: int, found: ProgressState) -> float | None:
     """If what is left goes on as it has since so many were done; what came before that also held
     the start of workers."""
     if found.total is None:
@@ -346,7 +354,7 @@ class Bar:
 
 
 @contextmanager
-def reported(progress: Progress, look: Callable[[], Standing]) -> Iterator[None]:
+def reported(progress: Progress, look: Callable[[], ProgressState]) -> Iterator[None]:
     """Show what `look` finds until the block ends."""
     if progress is False:
         yield

@@ -7,7 +7,7 @@ portable branches. So does Linux where it is older than 5.3, where a sandbox ref
 needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
 branches are tested.
 
-Also what a process has of the system: descriptors that are kept as numbers (`Kept`); memory within
+Also what a process has of the system: descriptors that are kept as numbers (`OwnedDescriptor`); memory within
 the limits of Linux's control groups, versions 1 and 2, which containers and batch systems set; how
 often the kernel has killed for want of memory; amounts of memory as people write them; how many
 CPUs this process may really use: `os.cpu_count` counts what the machine has, while schedulers and
@@ -40,8 +40,8 @@ __all__ = [
     "PROC",
     "REFUSED",
     "THREAD_VARIABLES",
-    "Kept",
     "OthersClock",
+    "OwnedDescriptor",
     "anonymous_memory",
     "bytes_of",
     "cgroup_folders",
@@ -212,7 +212,7 @@ def resident_bytes(pid: int) -> int:
 # --- descriptors
 
 
-class Kept:
+class OwnedDescriptor:
     """The number of a descriptor, and what it stands for.
 
     The user's code may close all that are open (as daemons do), and open files of its own, which

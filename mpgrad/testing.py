@@ -259,7 +259,7 @@ def others_reached(
 # --- copies
 
 
-class Alias(torch.autograd.Function):
+class AliasNode(torch.autograd.Function):
     """Another tensor with the same memory, which is no leaf, and no view."""
 
     @staticmethod
@@ -295,7 +295,7 @@ def copies(items: Sequence[Any]) -> list[Any]:
             leaf = value_of(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
                 leaf = torch.nn.Parameter(leaf.detach(), tensor.requires_grad)
-            known[id(tensor)] = leaf if tensor.is_leaf else apply(Alias, leaf)
+            known[id(tensor)] = leaf if tensor.is_leaf else apply(AliasNode, leaf)
         return known[id(tensor)]
 
     return [

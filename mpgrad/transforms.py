@@ -163,9 +163,9 @@ class Plan:
         self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
         """The outputs of each call, followed."""
-        outputs = Mapped.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
+        outputs = PlanNode.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
         if self.origin.strays:
-            outputs = Led.apply(self.origin.strays[0], ROOT, *outputs)  # type: ignore[no-untyped-call]
+            outputs = StrayNode.apply(self.origin.strays[0], ROOT, *outputs)  # type: ignore[no-untyped-call]
         return list(per_call(outputs, self.counts))
 
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -211,7 +211,7 @@ class Plan:
         return dict(zip(calls, outputs, strict=True)), plan.structures
 
 
-class Mapped(torch.autograd.Function):
+class PlanNode(torch.autograd.Function):
     """A `Plan` as a node."""
 
     @staticmethod
@@ -322,7 +322,7 @@ class Mapped(torch.autograd.Function):
         return made, tuple(0 if outputs and any(outputs.values()) else None for _ in made)
 
 
-class Led(torch.autograd.Function):
+class StrayNode(torch.autograd.Function):
     """Outputs as they are, which lead to a leaf that only workers have: `root` stands for it."""
 
     generate_vmap_rule = True

@@ -42,7 +42,7 @@ from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
-from mpgrad.system import Kept
+from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback
 from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import (
@@ -347,7 +347,7 @@ def register_crash_traceback(link: Link) -> None:
         signal.SIG_UNBLOCK, {TRACEBACK_SIGNAL}
     )  # whoever started us may have blocked it
 
-    end = [Kept(ours)]
+    end = [OwnedDescriptor(ours)]
 
     def leave() -> None:
         """A process that a task forks has nothing to say; nor has one that such a process forks, of

@@ -60,7 +60,7 @@ from mpgrad.pickling.structure import (
     leads_to_libraries,
 )
 from mpgrad.pickling.unchanged import FunctionFingerprint
-from mpgrad.torch_state.modes import UnderGlobalHooks
+from mpgrad.torch_state.modes import GloballyHookedFunction
 from mpgrad.torch_state.private import (
     Level,
     all_leaves,
@@ -167,7 +167,7 @@ class Function(NamedTuple):
     def running(self) -> contextlib.AbstractContextManager[object]:
         """In which it and its backward are to run: with the caller's hooks, and among the caller's
         modules."""
-        if not isinstance(self.target, UnderGlobalHooks):
+        if not isinstance(self.target, GloballyHookedFunction):
             return self.modules
         stack = contextlib.ExitStack()
         stack.enter_context(self.target.running())

@@ -160,7 +160,9 @@ class OperationOptions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
-    environment: bytes | None = None  # see `mpgrad.environment.Since`; None: workers follow none
+    environment: bytes | None = (
+        None  # see `mpgrad.environment.EnvironmentChanges`; None: workers follow none
+    )
     chunksize: int | None = None
     timeout: float | None = None  # seconds for each call
     stop_at_failure: bool = True

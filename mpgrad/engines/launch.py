@@ -40,13 +40,13 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from mpgrad.environment import Inherited, credentials, inherited, working_directory
+from mpgrad.environment import InheritedState, credentials, inherited, working_directory
 from mpgrad.errors import contextmanager
 from mpgrad.system import (
     NO_SIGNAL,
     PORTABLE,
     PROC,
-    Kept,
+    OwnedDescriptor,
     has_calls_of_linux,
     receive_descriptors,
     remove_name,
@@ -169,7 +169,7 @@ class ForkServerProcess:
     """The parent's end of a nursery, shared by all pools of this process for which it is right; it
     ends with the last."""
 
-    def __init__(self, begun_as: Inherited, variables: Mapping[str, str]) -> None:
+    def __init__(self, begun_as: InheritedState, variables: Mapping[str, str]) -> None:
         """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -280,7 +280,7 @@ class ForkServerLauncher(Launcher):
             raise
 
     @classmethod
-    def _join(cls, now: Inherited, variables: Mapping[str, str]) -> ForkServerProcess:
+    def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
         """A nursery whose forks can be what this process is `now`, a new one where there is none;
         counts one more user."""
         with cls._lock:
@@ -659,7 +659,7 @@ class LifeSocket:
 
     def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, kind)
-        OPEN[self._socket] = Kept(self._socket.fileno())
+        OPEN[self._socket] = OwnedDescriptor(self._socket.fileno())
 
     def close(self) -> None:
         self._socket.close()

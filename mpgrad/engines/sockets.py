@@ -25,7 +25,7 @@ from typing import Any
 
 from mpgrad.engines.launch import Exit, Launcher, exit_gap, launched
 from mpgrad.memory.arena import BorrowedMemory, Slot
-from mpgrad.system import Kept, resident_bytes
+from mpgrad.system import OwnedDescriptor, resident_bytes
 from mpgrad.torch_state.modes import default_settings, kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
 from mpgrad.wire.frames import Channel, Frame, in_frames
@@ -115,7 +115,7 @@ class SocketEngine:
             # may be other files' then
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
-            self._kept = Kept(write)
+            self._kept = OwnedDescriptor(write)
             os.set_blocking(read, False)
             os.set_blocking(write, False)
             self._selector = undo.enter_context(selectors.DefaultSelector())

@@ -39,7 +39,7 @@ import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
 from mpgrad.memory import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
-from mpgrad.system import PORTABLE, Kept, free_memory, reserve_memory
+from mpgrad.system import PORTABLE, OwnedDescriptor, free_memory, reserve_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Slab:
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
         self.nbytes = storage.nbytes()
-        self._kept = Kept(descriptor_of(storage))
+        self._kept = OwnedDescriptor(descriptor_of(storage))
         # it is a duplicate that torch has made for itself
         os.set_inheritable(self.descriptor, False)
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
@@ -330,7 +330,7 @@ class ForeignSlabs:
         # by number: how to open one that nothing was borrowed of yet
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}
         # descriptor and size of slabs that nothing was borrowed of yet
-        self._unmapped: dict[int, tuple[Kept, int]] = {}
+        self._unmapped: dict[int, tuple[OwnedDescriptor, int]] = {}
         # given back at once, because the slab could not be mapped; or on a device, where what is
         # borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
@@ -362,7 +362,7 @@ class ForeignSlabs:
         if number in self.slabs or number in self._unmapped:  # it was asked for twice
             os.close(descriptor)
         else:
-            self._unmapped[number] = Kept(descriptor), nbytes
+            self._unmapped[number] = OwnedDescriptor(descriptor), nbytes
 
     def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:
         """A slab on a device."""

@@ -36,12 +36,12 @@ from mpgrad.calls.backwards import Predictor, SumRequest
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.calls.results import UncollectedFailures
-from mpgrad.environment import Since
+from mpgrad.environment import EnvironmentChanges
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
 from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.torch_state.modes import Modes, Watch, current_modes
+from mpgrad.torch_state.modes import ModeCheck, Modes, current_modes
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
@@ -232,8 +232,8 @@ class GradientSender:
         function_cache: FunctionCache,
         packer: Packer,
         numbers: itertools.count[int],
-        since: Since | None,
-        mode_check: Watch,
+        since: EnvironmentChanges | None,
+        mode_check: ModeCheck,
     ) -> None:
         """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that
         workers follow."""

@@ -31,7 +31,7 @@ from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
-from mpgrad.system import Kept
+from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback, ProgressRecord
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
@@ -174,7 +174,7 @@ class Receiver:
                         self._take_back(worker, address, times)
                 case CrashTraceback():
                     pipe = worker.link.take_descriptor()
-                    worker.crash_traceback = None if pipe is None else Kept(pipe)
+                    worker.crash_traceback = None if pipe is None else OwnedDescriptor(pipe)
                 case ReadyReport():
                     self._ready(worker, message)
                 case ChunkTrace():

@@ -55,7 +55,7 @@ from mpgrad.scheduling.tracer import Tracer
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline import Trace
-from mpgrad.torch_state.modes import Watch
+from mpgrad.torch_state.modes import ModeCheck
 from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
@@ -76,7 +76,7 @@ class Scheduler(ABC):
         self.life = Lifecycle()
         self.callbacks = CallbackThread()  # not started if the scheduling thread is the caller's
         self.tracer = Tracer()
-        self.mode_check = Watch(settings.in_caller)
+        self.mode_check = ModeCheck(settings.in_caller)
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer

@@ -26,10 +26,10 @@ from mpgrad.calls.backwards import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
-from mpgrad.environment import Since
+from mpgrad.environment import EnvironmentChanges
 from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
-from mpgrad.system import Kept
+from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.frames import drained
@@ -76,7 +76,7 @@ class WorkerHandle:
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.termination: Termination | None = None  # it has been told to end, for that call
         # our end of the pipe that it writes its stack into, should it crash
-        self.crash_traceback: Kept | None = None
+        self.crash_traceback: OwnedDescriptor | None = None
         self.stack = ""  # what came of it
         # what was wrong with what it sent, for which it was killed
         self.garbled: UnreadableFrame | None = None
@@ -586,7 +586,7 @@ class Settings(NamedTuple):
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
     # the caller's environment when the pool began, where workers follow it
-    since: Since | None = None
+    since: EnvironmentChanges | None = None
     in_caller: bool = False  # calls run in the thread that waits for them
 
     @property

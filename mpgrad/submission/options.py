@@ -16,7 +16,7 @@ from mpgrad.calls.packing import Device
 from mpgrad.calls.results import seconds_or_none
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Traits, traits_of
-from mpgrad.environment import Since
+from mpgrad.environment import EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
@@ -170,7 +170,7 @@ class PoolOptions:
             devices=codes,
             in_process=not is_process,
             remote=self.traits.remote,
-            since=Since() if is_process and not self.traits.remote else None,
+            since=EnvironmentChanges() if is_process and not self.traits.remote else None,
             in_caller=self.traits.in_caller,
         )
 

@@ -61,7 +61,7 @@ from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterat
 from mpgrad.errors import ONE_CALL
 from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import Progress, Reporter, Standing, reported
+from mpgrad.stats import Progress, ProgressState, Reporter, reported
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
 from mpgrad.tasks.wrappers import (
@@ -293,13 +293,13 @@ class Submitter:
         return DifferentiableFuture(self._scheduler, begin)
 
 
-def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:
+def standing_of(operation: Operation, total: int | None) -> Callable[[], ProgressState]:
     """How far it has come; `total`: of how many calls, if that is known."""
 
-    def look() -> Standing:
+    def look() -> ProgressState:
         # a failure ends the packing, too
         all_there = operation.added if total is None and operation.finished else total
-        return Standing(operation.delivered, all_there, operation.finished)
+        return ProgressState(operation.delivered, all_there, operation.finished)
 
     return look
 
@@ -563,7 +563,7 @@ LONGEST_HOLD = 0.1  # seconds: then there is time to collect
 MOST_HELD = 200_000  # new objects, ours or those of the iterable that the caller gave
 
 
-class Holders:
+class HoldCounter:
     """Whoever holds the collector off: it belongs to the process, and several threads may run
     operations."""
 
@@ -581,7 +581,7 @@ class Holders:
         self.lock = threading.RLock()
 
 
-HOLDERS = Holders()
+HOLDERS = HoldCounter()
 os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 

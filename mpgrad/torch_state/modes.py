@@ -5,7 +5,7 @@ A serial loop runs under the caller's modes without a thought; a worker has mode
 `Modes` is a snapshot that travels with every chunk: a setting of PyTorch's where it differs from
 its default, so that what nobody has changed costs nothing, and what an initializer has set stays.
 Hooks for saved tensors are code, and travel with the function. Modes that are objects of the user's
-cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an operation
+cannot travel: a call under one is refused (`ModeCheck`). Random numbers follow one rule: an operation
 draws one seed from the caller's generator, and each item derives its own from that, so nothing
 depends on which worker runs an item, in what order, or how often.
 """
@@ -49,10 +49,10 @@ from mpgrad.tracebacks import warn
 
 __all__ = [
     "DIFFERENTIATING",
+    "GloballyHookedFunction",
+    "ModeCheck",
     "Modes",
     "RandomState",
-    "UnderGlobalHooks",
-    "Watch",
     "begin_as_new",
     "current_modes",
     "default_settings",
@@ -158,7 +158,7 @@ RESET_VALUES = list(RESET.values())
 RESET_GETS = [TABLE.settings[name].get for name in RESET]
 
 
-class Enclosing(threading.local):
+class EnclosingSettings(threading.local):
     """What settings were before `under` changed them in this thread; an `under` within it changes
     the others back."""
 
@@ -166,7 +166,7 @@ class Enclosing(threading.local):
     depth = 0  # of `under`
 
 
-ENCLOSING = Enclosing()
+ENCLOSING = EnclosingSettings()
 
 
 def is_astray() -> bool:
@@ -194,7 +194,7 @@ def under_settings(changed: Changed) -> Iterator[None]:
             ENCLOSING.before = outer
 
 
-class Held:
+class HeldSetting:
     """A setting of the process while calls run that have set it."""
 
     def __init__(self, before: Any) -> None:
@@ -203,13 +203,13 @@ class Held:
         self.given: list[Any] = []  # the values that these have set
 
 
-class Shared:
+class SharedSettings:
     """What calls set in the whole process, several at once where they run in threads: the last to
     end puts back what the first one found, but for what the caller has changed meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, HeldSetting] = {}
         self.with_caller = True  # not in a process of a pool's own, where calls run one by one
 
     @contextmanager
@@ -227,7 +227,7 @@ class Shared:
             before = {setting.name: setting.get() for setting in settings}
             outside = dict(before)
             for name in [setting.name for setting in shared]:
-                held = self.held.setdefault(name, Held(before[name]))
+                held = self.held.setdefault(name, HeldSetting(before[name]))
                 if before[name] not in held.given:  # the caller has changed it meanwhile
                     held.before = before[name]
                 held.calls += 1
@@ -253,7 +253,7 @@ class Shared:
         return held.before if now in held.given else now
 
 
-SHARED = Shared()
+SHARED = SharedSettings()
 os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 
@@ -288,7 +288,7 @@ def begin_as_new(is_process: bool) -> None:
     set_where_different(own, {setting.name: setting.default for setting in own})
 
 
-class Watch:
+class ModeCheck:
     """Whether a pool's operation, or a backward through its results, may begin in the modes that
     the caller's thread is in."""
 
@@ -377,7 +377,7 @@ def under(modes: Modes) -> Iterator[None]:
         ENCLOSING.depth -= 1
 
 
-class UnderHooks:
+class HookedFunction:
     """A function with hooks for saved tensors around it: they belong to the caller's thread, and
     its graph to a worker."""
 
@@ -404,10 +404,10 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     hooks = saved_tensor_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return function
-    return UnderHooks(function, *hooks)
+    return HookedFunction(function, *hooks)
 
 
-class Differentiating(threading.local):
+class DifferentiationState(threading.local):
     """Whether this thread takes a derivative of ours: then those that the function takes need a
     graph."""
 
@@ -425,7 +425,7 @@ class Differentiating(threading.local):
             self.now = before
 
 
-DIFFERENTIATING = Differentiating()
+DIFFERENTIATING = DifferentiationState()
 
 
 class Process:
@@ -439,7 +439,7 @@ PROCESS = Process()
 os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
-class UnderGlobalHooks:
+class GloballyHookedFunction:
     """A function with the hooks for all modules and optimizers of the process that it comes
     from."""
 
@@ -459,7 +459,7 @@ class UnderGlobalHooks:
 
 def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     hooks = global_hooks()
-    return UnderGlobalHooks(function, hooks) if hooks else function
+    return GloballyHookedFunction(function, hooks) if hooks else function
 
 
 def draw_seed() -> int:

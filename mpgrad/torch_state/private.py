@@ -749,7 +749,7 @@ def leave_all_modes() -> None:
             torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
 
 
-class RefusingNoGrad(TorchFunctionMode):
+class NoGradRefusal(TorchFunctionMode):
     """See `refusing_no_grad`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -798,7 +798,7 @@ def grad_mode(enabled: bool) -> Iterator[None]:
 
 
 def is_refusing_no_grad() -> bool:
-    return any(isinstance(mode, RefusingNoGrad) for mode in function_modes())
+    return any(isinstance(mode, NoGradRefusal) for mode in function_modes())
 
 
 @contextmanager
@@ -806,7 +806,7 @@ def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
     with (
         torch._C._EnableTorchFunction(),
-        RefusingNoGrad(),
+        NoGradRefusal(),
     ):  # a task in the caller's thread may run `without_refusal`
         yield
 

@@ -189,7 +189,7 @@ def held_leaves() -> None:
     expect([True, False], [private.is_held(node.next_functions[0][0]) for node in nodes])
 
 
-class Doubling(OrderedDict[int, Any]):
+class DoublingHooks(OrderedDict[int, Any]):
     """Hooks whose results are doubled."""
 
     def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:
@@ -207,7 +207,7 @@ def hooks_in_a_dictionary_of_our_own() -> None:
     register = node_type._register_hook_dict
 
     def register_our_own(node: Any, tensor: torch.Tensor) -> None:
-        tensor._backward_hooks = Doubling()
+        tensor._backward_hooks = DoublingHooks()
         register(node, tensor)
 
     node_type._register_hook_dict = register_our_own

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpgrad.system import CLOSE_ON_EXEC, NO_SIGNAL, PORTABLE, Kept
+from mpgrad.system import CLOSE_ON_EXEC, NO_SIGNAL, PORTABLE, OwnedDescriptor
 
 __all__ = [
     "MAX_DESCRIPTORS",
@@ -56,7 +56,7 @@ READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
 
 
-OPEN: weakref.WeakKeyDictionary[socket.socket, Kept] = weakref.WeakKeyDictionary()
+OPEN: weakref.WeakKeyDictionary[socket.socket, OwnedDescriptor] = weakref.WeakKeyDictionary()
 
 
 def close_in_child() -> None:
@@ -126,7 +126,7 @@ class Pipe:
         self._socket = end
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
-        self._kept = OPEN[end] = Kept(end.fileno())
+        self._kept = OPEN[end] = OwnedDescriptor(end.fileno())
         self._blocking = blocking
         self._outgoing: deque[OutgoingFrame] = deque()
         self._is_flushing = False

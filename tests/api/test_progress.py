@@ -19,7 +19,7 @@ import torch
 import mpgrad
 import mpgrad.stats
 from mpgrad import PoolStats, WorkerStats
-from mpgrad.stats import Bar, Standing, reported, seconds_left
+from mpgrad.stats import Bar, ProgressState, reported, seconds_left
 
 ITEMS = range(-7, 0)
 Told = list[tuple[int, int | None, float | None]]
@@ -216,20 +216,27 @@ def test_an_iterator_that_is_dropped_takes_its_bar_along(pool2: mpgrad.Pool) -> 
 
 @pytest.mark.quick
 def test_seconds_left() -> None:
-    assert seconds_left(5.0, 2.0, 1, Standing(2, 4)) == 6.0
-    assert seconds_left(5.0, 2.0, 1, Standing(4, 4)) == 0.0
+    assert seconds_left(5.0, 2.0, 1, ProgressState(2, 4)) == 6.0
+    assert seconds_left(5.0, 2.0, 1, ProgressState(4, 4)) == 0.0
     assert (
-        seconds_left(5.0, 2.0, 1, Standing(1, 4)) is None
-        and seconds_left(5.0, 2.0, 1, Standing(2, None)) is None
+        seconds_left(5.0, 2.0, 1, ProgressState(1, 4)) is None
+        and seconds_left(5.0, 2.0, 1, ProgressState(2, None)) is None
     )
 
 
 def test_a_function_is_told_of_changes_only_and_of_the_end() -> None:
-    standings = iter([Standing(0, 2), Standing(0, 2), Standing(1, 3), Standing(1, 3, is_over=True)])
+    standings = iter(
+        [
+            ProgressState(0, 2),
+            ProgressState(0, 2),
+            ProgressState(1, 3),
+            ProgressState(1, 3, is_over=True),
+        ]
+    )
     told: Told = []
     looked = threading.Event()
 
-    def look() -> Standing:
+    def look() -> ProgressState:
         now = next(standings)
         if now.is_over:
             looked.set()

@@ -22,7 +22,7 @@ from conftest import linux_only
 
 import mpgrad
 from mpgrad.calls.backwards import CONFIRMED, LEAST
-from mpgrad.environment import Since
+from mpgrad.environment import EnvironmentChanges
 
 NAME = "MPGRAD_TEST_VARIABLE"
 Change = Callable[[pytest.MonkeyPatch, Path], None]
@@ -265,7 +265,7 @@ def test_the_successor_of_a_worker_that_died(
 
 @pytest.mark.quick
 def test_nothing_is_told_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    since = Since()
+    since = EnvironmentChanges()
     assert since.changes() == b""
     monkeypatch.setenv(NAME, "1")
     changes = since.changes()

@@ -33,7 +33,7 @@ from mpgrad.engines.launch import (
     is_python,
     process_launcher,
 )
-from mpgrad.environment import Inherited, inherited, take_over
+from mpgrad.environment import InheritedState, inherited, take_over
 from mpgrad.system import PORTABLE
 
 CONTEXTS = first_are_quick(2, [None, "fork", "spawn", "forkserver"])
@@ -304,7 +304,7 @@ BEYOND = [
 ]
 
 
-def after(change: Callable[[], object]) -> Inherited:
+def after(change: Callable[[], object]) -> InheritedState:
     """What a process is after a change."""
     read, write = os.pipe()
     pid = os.fork()
@@ -667,7 +667,7 @@ PIPES = """
 import os, signal, socket, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 from mpgrad.engines.launch import ForkServerProcess
-from mpgrad.environment import Inherited, inherited, take_over
+from mpgrad.environment import InheritedState, inherited, take_over
 from mpgrad.wire.pipe import Pipe
 
 for descriptors in [], [0]:
