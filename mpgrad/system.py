@@ -2,7 +2,7 @@
 systems, asks for a system's name, or whether it has some function. Both sides; needs no torch.
 
 Linux has anonymous memory files, private mappings of them, processes that die with their parent,
-and so a nursery to fork workers from. Whatever else has Unix sockets, macOS first of all, takes the
+and so a fork server to fork workers from. Whatever else has Unix sockets, macOS first of all, takes the
 portable branches. So does Linux where it is older than 5.3, where a sandbox refuses a call that it
 needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
 branches are tested.

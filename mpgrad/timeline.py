@@ -268,7 +268,7 @@ def name_event(kind: str, pid: int, tid: int, **args: object) -> Event:
 
 
 def slice_event(each: Slice, start: int, end: int) -> Event:
-    """As much of it as lies in the recording, in microseconds since that began."""
+    """As much of it as lies in the trace, in microseconds since that began."""
     began, ended = max(each.began, start) - start, min(each.ended, end) - start
     times = {"ts": began / 1e3, "dur": max(0, ended - began) / 1e3}
     return {

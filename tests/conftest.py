@@ -1,7 +1,7 @@
 """What every test shares: pools, and the guard that nothing is left behind.
 
-A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further
-pools then share its nursery and start in milliseconds. The guard compares with what was there when
+A fork server takes about 2 s to import torch, so one pool is kept open for the whole session: further
+pools then share its fork server and start in milliseconds. The guard compares with what was there when
 a test began.
 """
 
@@ -40,7 +40,7 @@ collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
 # else inductor keeps processes, on torch 2.8 from its import on
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # torch's compiler and joblib set these when they are imported: then no worker would come from the
-# session's nursery any more
+# session's fork server any more
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 )

@@ -1,4 +1,4 @@
-"""What a worker tells beside results: what tasks print, log and warn of, and its last words when it
+"""What a worker tells beside results: what tasks print, log and warn of, and its crash traceback when it
 dies.
 
 A worker process inherits the descriptors of its parent, so that C code prints where the parent
@@ -326,11 +326,11 @@ def described(value: Any) -> str:
         return object.__repr__(value)
 
 
-# --- last words
+# --- crash traceback
 
 
 def register_crash_traceback(link: Link) -> None:
-    """Have this process leave its stack to the parent, or to its site, which passes it on."""
+    """Have this process leave its stack to the parent, or to its agent, which passes it on."""
     try:
         theirs, ours = os.pipe()
     except OSError:  # no descriptor is free, and calls matter more

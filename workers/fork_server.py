@@ -1,18 +1,18 @@
-"""The nursery: a process that imports torch once and then forks workers on request, in milliseconds
+"""The fork server: a process that imports torch once and then forks workers on request, in milliseconds
 each.
 
 multiprocessing's fork server does the same, but imports the parent's main module (so that every
 script needs a guard), listens on a named socket and is shared with whatever else uses it. This one
 has a single pipe, to the parent, and ends with it.
 
-    parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket
+    parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket
                             pairs, by the second of which it may ask for a resource tracker
                         ("kill", name, signal)
-    nursery ► parent    (name, exit code, 0) once for each worker
+    fork server ► parent    (name, exit code, 0) once for each worker
                         (name, None, errno) where the system refuses to start it
 A worker's number is its own within its pool; its name is unique among all pools that share the
-nursery. The changes are what the worker takes over, since the parent is not what it was when the
-nursery began, nor need the nursery have been that.
+fork server. The changes are what the worker takes over, since the parent is not what it was when the
+fork server began, nor need the fork server have been that.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ them; and what comes of them.
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
-Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients
+Stray leaves: those that a result depends on, and that are neither inputs nor captures. Their gradients
 would be lost.
 
 A worker has leaves of its own: what an installed package keeps in its modules, and what an object

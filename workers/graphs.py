@@ -6,7 +6,7 @@ backward, are not imitated, they happen.
 
 The life of a graph, by call. Each arrow is a method of `GraphTable`:
 
-    (none) ── keep ──► KEPT ── spend ──► SPENT
+    (none) ── keep ──► KEPT ── note_emptied ──► EMPTIED
                         │                  │
                        trim               trim
                         ▼                  │
@@ -17,12 +17,12 @@ The life of a graph, by call. Each arrow is a method of `GraphTable`:
                      (none)
 
     KEPT      here, and whole
-    SPENT     here, but emptied, which PyTorch tells a second backward
+    EMPTIED     here, but emptied, which PyTorch tells a second backward
     DROPPED   not here, and the caller does not know it
     (none)    never here, or the caller knows that it is not
 
 keep: a call has run, for the first time or again; or a backward whose gradients are to be
-differentiated. spend: a backward ran through it that was not to keep it. release: the caller's node
+differentiated. note_emptied: a backward ran through it that was not to keep it. release: the caller's node
 has died, or the backward was the last one. trim: graphs take too much memory. find: a backward
 wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller sends the
 call once more with the next backward that needs it.

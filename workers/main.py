@@ -3,7 +3,7 @@ of the parent), and its loop.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums
-    news       Define, Forget ─► FunctionTable             Release ─► GraphTable
+    updates    Define, Forget ─► FunctionTable             Release ─► GraphTable
                ReturnedSlots, NewSlab ... ─► WorkerMemory
                Follow ─► FOLLOWER
     timelines  Record ─► ChunkTrace, with each answer
@@ -154,7 +154,7 @@ class Worker:
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if not self._link.shares_memory:  # for the site: it looks there for the caller
+        if not self._link.shares_memory:  # for the agent: it looks there for the caller
             here = ProgressRecordLocation(
                 self._progress.address & OFFSET_MASK, 8 * ProgressRecord.COUNT
             )

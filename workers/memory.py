@@ -12,7 +12,7 @@ What a call's graph takes is the rise of the allocator's count over the call. Gr
 are what a worker can do without: the calls are run again when their backwards come. So a
 `MemoryMonitor` looks how near the limits of this process's control groups are, where Linux kills.
 
-The device that a worker stands at has its set-up, its lane to the caller, and places for tensors:
+The device that a worker stands at has its set-up, its channel to the caller, and places for tensors:
 
     frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
         ──► `finish`: wait here for the device
@@ -385,7 +385,7 @@ class DeviceMap(NamedTuple):
 
 
 class WorkerDevice:
-    """A worker's device and its lane to the caller. At the CPU (code 0) there is no lane, and in a
+    """A worker's device and its channel to the caller. At the CPU (code 0) there is no channel, and in a
     pool without devices no post either: then hardly anything is to be done."""
 
     def __init__(

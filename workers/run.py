@@ -358,7 +358,7 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results
+    """(args, kwargs) of the item at `offset`, made of its tensors, those of dependencies' results
     last."""
     shape = structure_of(call, offset)
     own, dependency_results = len(tensors), list[Any]()
@@ -759,7 +759,7 @@ class Runner:
             return self._run_again(step, incoming, stage)
 
     def _run_again(self, step: Recompute, incoming: memoryview, stage: Stage) -> BackwardResult:
-        """Makes the graph of a call again, which is kept; a spent one is run through."""
+        """Makes the graph of a call again, which is kept; a consumed one is run through."""
         call = step.call.call
         if (
             step.consumed and call in self._graphs

@@ -20,7 +20,7 @@ tensors and the captures. Nothing is special about it, so there are derivatives 
 
 Guarantees: every item has gates of its own, so a backward for one item leaves the history of the
     others alone; gradients are the worker's, whatever placeholders travelled between the nodes.
-Assumes: a home that delivers (`GraphOwner`, in `mpgrad.calls.backwards`).
+Assumes: an owner that delivers (`GraphOwner`, in `mpgrad.calls.backwards`).
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 

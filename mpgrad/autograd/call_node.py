@@ -2,7 +2,7 @@
 Caller only.
 
     attach: outputs ──► Call ──► gates of inputs, token of captures
-    Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► home.send
+    Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.send
                   └─► placeholders ──► gates
     gradients that are to be differentiated again ──► HigherOrderCall: a `Call` of their own
 Results of a bundle share a node; `OwnHooks` keeps their hooks apart.

@@ -1,9 +1,9 @@
 """The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes
 one to the gates.
 
-    Call.backward ──► Backward ──► home.send ──► a worker ──► settle ─┬─► gates of inputs: take
+    Call.backward ──► Backward ──► owner.send ──► a worker ──► settle ─┬─► gates of inputs: take
                                                                       └─► of captures: take_captures
-Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers;
+Whoever sends a backward notes on it what is needed on the way. Assumes: an owner that delivers;
 `settle` is called once for each time that a backward is sent, or by who drops it, in any thread.
 Nothing here makes autograd nodes.
 """
@@ -324,7 +324,7 @@ Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch
 class Backward(PendingOutcome):
     """What it has to compute, how far it has come, and what came of it.
 
-    It holds the graph until it is settled, and longer only as the recipe of the graph of its
+    It holds the graph until it is settled, and longer only as the lineage of the graph of its
     gradients: one that fails may be held by that graph.
     """
 
@@ -492,7 +492,7 @@ class Backward(PendingOutcome):
 
     def forget(self) -> None:
         """Nobody takes what came any more. Its history leads to the graph of the gradients, which
-        keeps this as its recipe."""
+        keeps this as its lineage."""
         self.derived, self._found, self._of_captures = None, {}, ()
 
     # --- the gates

@@ -174,7 +174,7 @@ class OperationOptions(NamedTuple):
 
 
 class PackedCall:
-    """One call, ready to send; while its graph may be needed, also the recipe of that.
+    """One call, ready to send; while its graph may be needed, also the lineage of that.
 
     A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take
     longer than they do.
@@ -246,7 +246,7 @@ class PackedCall:
 
     @property
     def message_bytes(self) -> int:
-        """Of what rides in the message: small tensors, and pickles of arguments."""
+        """Of what is inline in the message: small tensors, and pickles of arguments."""
         if isinstance(self.packed, PackedTensors):
             total = self.packed.message_bytes
         else:
@@ -448,7 +448,7 @@ class Futures:
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
-        """The number of a claim to its result; None where it is no future, or its value is in the
+        """The number of a dependency on its result; None where it is no future, or its value is in the
         caller."""
         if not issubclass(type(value), structure.DeferredValue):
             return None
@@ -468,7 +468,7 @@ def arguments_structure(
     known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
-    """The arguments' structure, tensors and claims; raises with the item's number where they cannot
+    """The arguments' structure, tensors and dependencies; raises with the item's number where they cannot
     be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()

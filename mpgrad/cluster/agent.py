@@ -1,22 +1,22 @@
-"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on
-the node; needs no torch. And what both ends of a site share: records as bytes, and their order.
+"""An agent: on a node of a cluster, between the caller and the workers that it starts there. Runs on
+the node; needs no torch. And what both ends of an agent share: records as bytes, and their order.
 
     caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
-                                               └─ slabs: the caller's, mirrored here, shared with
-                                                         all workers of the site
+                                               └─ slabs: the caller's, replicated here, shared with
+                                                         all workers of the agent
 Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the
 caller's offset, so addresses in frames stay valid. What a worker lends the caller travels inside
 its frames.
 
-    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes)
+    caller ► agent: ("start", worker) ("slab", number, nbytes) ("write", address, bytes)
                    ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
                    ("follow", worker, seconds for which it is said where it is)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
-    site ► caller: ("hello", Hello) ("frame", worker, header, body)
-                   ("gone", worker, exit code, last words)
+    agent ► caller: ("hello", Hello) ("frame", worker, header, body)
+                   ("gone", worker, exit code, crash traceback)
                    ("at", worker, its `ProgressRecord`): before "overrun" and "gone", when followed,
                         each second
                    ("skipped", worker, place, chunk): written, and all that it had answered by then
@@ -30,8 +30,8 @@ the pickle of the records, as it is: it is copied once when it is packed, from w
 not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-A `AgentWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the
-site has to say of it.
+A `AgentWorker` is a worker as its agent sees it: its pipe, what it has shown of itself, and what the
+agent has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -426,7 +426,7 @@ class NodeAgent:
 
     def _follow(self, worker: AgentWorker) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
-        if self._workers.get(worker.number) is not worker:  # it is buried
+        if self._workers.get(worker.number) is not worker:  # it was removed
             return
         self._tell_where(worker)
         if time.monotonic() < worker.followed_until:
@@ -474,7 +474,7 @@ class NodeAgent:
 
     def _buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
-        burial.result()  # an error is the loop's, which ends the site
+        burial.result()  # an error is the loop's, which ends the agent
         if self._is_closing and not self._burials:
             self._say("closed")
 
@@ -503,15 +503,15 @@ class NodeAgent:
         if found := {
             number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid
         }:
-            self._updates.append(("resident", found))  # which can wait for something to ride with
-        for worker in self._workers.values():  # should this site be lost, nobody else could say
+            self._updates.append(("resident", found))  # which can wait for something to go with
+        for worker in self._workers.values():  # should this agent be lost, nobody else could say
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
         silence = max(self.arriving.silent_for, self.arriving.missing_for)
         if silence >= self._patience:
-            os._exit(1)  # the nursery dies with this process, and the workers with it
+            os._exit(1)  # the fork server dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)
 
 
@@ -529,20 +529,20 @@ def no_room(nbytes: int, error: OSError) -> str:
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A site that has failed in the middle of something is better lost: the caller notices that,
+    """An agent that has failed in the middle of something is better lost: the caller notices that,
     and has all done elsewhere."""
     loop.default_exception_handler(context)
     os._exit(1)
 
 
-# --- a worker, as its site sees it
+# --- a worker, as its agent sees it
 
 
 Pieces = list[tuple[int, int, str]]  # see `LackingMemory`
 
 
 class AgentWorker(Pipe):
-    """The site's end of the pipe of a worker."""
+    """The agent's end of the pipe of a worker."""
 
     def __init__(self, number: int, end: socket.socket) -> None:
         super().__init__(end, blocking=False)

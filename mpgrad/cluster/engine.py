@@ -1,20 +1,20 @@
-"""The engine of workers on other machines: places them on sites, one for each node, and notices
+"""The engine of workers on other machines: places them on agents, one for each node, and notices
 which are gone. Caller's side.
 
-    start ──► a site with room, or a new one ──► AgentLink
-    carrier's threads ──► inbox ──► wait ──► links with news
+    start ──► an agent with room, or a new one ──► AgentLink
+    transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
-                              frames of a AgentLink ◄── take ◄── reply ◄═╝
+                              frames of an AgentLink ◄── take ◄── reply ◄═╝
 Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
-that join or leave change it. Two threads of its own ask for the nodes, and keep the sites from
+that join or leave change it. Two threads of its own ask for the nodes, and keep the agents from
 taking us for dead.
 
-What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that
-names it, however many workers of the site are lent it. What a worker lends has its bytes in the
-frame, and a mirror here (`wire.frames.SlabReplicas`).
+What is lent to a worker is replicated at its agent: its bytes travel once, in front of the frame that
+names it, however many workers of the agent are lent it. What a worker lends has its bytes in the
+frame, and a replica here (`wire.frames.SlabReplicas`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
-    carrier gives.
+    transport gives.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ __all__ = [
 log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
-IDLE = 2.0  # seconds for which a site without workers stays, where their number is given
-WAITING = 10.0  # seconds for a site to come, until it is said that it does not
+IDLE = 2.0  # seconds for which an agent without workers stays, where their number is given
+WAITING = 10.0  # seconds for an agent to come, until it is said that it does not
 CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
-# for which a node is left alone after its site was lost: one that had worked, and one that never
+# for which a node is left alone after its agent was lost: one that had worked, and one that never
 # said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
 # versions that have to be: pickles and numbers of dtypes depend on them
@@ -65,7 +65,7 @@ SAME = ("Python", "torch", "mpgrad")
 
 
 class ClusterEngine:
-    """Guarantees: a site that is silent for `patience` seconds counts as lost, with its workers."""
+    """Guarantees: an agent that is silent for `patience` seconds counts as lost, with its workers."""
 
     copies_caller = False
 
@@ -122,7 +122,7 @@ class ClusterEngine:
     def _new_agent(self) -> AgentHandle:
         """For a worker for which there is no room.
 
-        Where nodes are followed, a site has the whole of one. Elsewhere one that is still to be
+        Where nodes are followed, an agent has the whole of one. Elsewhere one that is still to be
         started gets a place more, on the node that has the fewest of ours.
         """
         alive = any(not agent.lost for agent in self._agents)
@@ -130,7 +130,7 @@ class ClusterEngine:
             node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots
         ]
         if self.room is not None:
-            # a site wherever there is room would take that of one which is to have the whole node
+            # an agent wherever there is room would take that of one which is to have the whole node
             if not nodes:
                 raise OSError("no node has room for a worker now")
             node = max(nodes, key=lambda node: node.slots)
@@ -143,7 +143,7 @@ class ClusterEngine:
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
         # Nobody says how large the nodes will be that an autoscaler adds. Where those that are
-        # there have no room for any worker, each site asks for that of one.
+        # there have no room for any worker, each agent asks for that of one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for agent in self._agents:
             has_space = chosen is not None or agent.slots < largest
@@ -153,7 +153,7 @@ class ClusterEngine:
         return self._new_handle(chosen, 1)
 
     def _taken(self) -> Counter[str]:
-        """Places on nodes, by their ids, that our sites have."""
+        """Places on nodes, by their ids, that our agents have."""
         taken: Counter[str] = Counter()
         for agent in self._agents:
             if agent.node is not None and not agent.lost:
@@ -161,8 +161,8 @@ class ClusterEngine:
         return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
-        """Nodes, with the room that our sites and others have left there; `avoiding` those whose
-        sites were lost just now.
+        """Nodes, with the room that our agents and others have left there; `avoiding` those whose
+        agents were lost just now.
 
         Where it is not avoided, what others hold is not counted either: it may be our own, that was
         lost.
@@ -178,7 +178,7 @@ class ClusterEngine:
         return found
 
     def _new_handle(self, node: Node | None, slots: int) -> AgentHandle:
-        """A site that the next `wait` starts."""
+        """An agent that the next `wait` starts."""
         agent = AgentHandle(self, node, slots)
         self._agents.append(agent)
         return agent
@@ -232,7 +232,7 @@ class ClusterEngine:
             agent.is_missed = True
             report(
                 logging.WARNING,
-                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
+                "an agent for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
                 "that it needs, or an "
                 "autoscaler has yet to add a node: end them, wait, or ask for less (processes; "
                 "workers_per_node or "
@@ -266,7 +266,7 @@ class ClusterEngine:
         first_line, _, _ = why.partition("\n")
         report(
             logging.WARNING,
-            "a site is gone (%s: %s)",
+            "an agent is gone (%s: %s)",
             agent.name or "on a node that was to come",
             first_line,
         )
@@ -300,7 +300,7 @@ class ClusterEngine:
             self._avoided[agent.node.id] = math.inf
 
     def _follow(self) -> None:
-        """Nodes have joined or left: have a site on each, and as many workers as they have room
+        """Nodes have joined or left: have an agent on each, and as many workers as they have room
         for."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
@@ -315,11 +315,11 @@ class ClusterEngine:
             self._ask_now.clear()
             try:
                 self.inbox.put((None, list(self.transport.nodes())))
-            except ConnectionError as error:  # its sites will be missed, if they are gone, too
+            except ConnectionError as error:  # its agents will be missed, if they are gone, too
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
-        """Sites must hear of us also while the other thread is busy."""
+        """Agents must hear of us also while the other thread is busy."""
         while not self._closing.wait(self.patience / 4):
             for agent in list(self._agents):
                 agent.beat()
@@ -345,14 +345,14 @@ class ClusterEngine:
         self.transport.close()
 
 
-POLLS = 2  # exchanges that wait at the site for news
-MOST_PENDING = 8  # of them, if a site does not answer
+POLLS = 2  # exchanges that wait at the agent for updates
+MOST_PENDING = 8  # of them, if an agent does not answer
 # seconds for which no worker is started where one, or several in a row, could not be
 AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0
 
 
 class AgentHandle:
-    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its
+    """Guarantees: what is told is told in order, once; or the agent is lost, and so is each of its
     workers."""
 
     def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
@@ -362,7 +362,7 @@ class AgentHandle:
         self.links: dict[int, AgentLink] = {}
         self.lost = ""  # why; else it is there, or will be
         self.hello: Hello | None = None
-        self._agent: Any = None  # what the carrier knows it by
+        self._agent: Any = None  # what the transport knows it by
         self.opened_at = math.inf  # on the clock of time.monotonic, as the next
         self.idle_since = math.inf  # its last worker is gone
         self.is_missed = False  # it was said that it does not come
@@ -421,7 +421,7 @@ class AgentHandle:
         self._records.append(record)
 
     def flush(self) -> None:
-        """Send what has been told; or have the site say what is new."""
+        """Send what has been told; or have the agent say what is new."""
         if self.is_planned:
             return
         if self._records and not self.lost:
@@ -446,7 +446,7 @@ class AgentHandle:
         try:
             reply = partial(self._put_reply, number)
             self.engine.transport.exchange(self._agent, number, content, reply)
-        except Exception as error:  # of the carrier's kinds
+        except Exception as error:  # of the transport's kinds
             self._put_reply(number, error)
 
     def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
@@ -515,7 +515,7 @@ class AgentHandle:
         if not self.lost:
             self.lose("closed")
 
-    # --- memory that is mirrored there
+    # --- memory that is replicated there
 
     def replicas(self, slab: Any) -> ReplicatedSlab:
         if slab.number not in self._slabs:
@@ -557,15 +557,15 @@ class AgentHandle:
 
 
 class ReplicatedSlab(NamedTuple):
-    """A slab of the caller's that is mirrored at a site, which can forget it when both are
+    """A slab of the caller's that is replicated at an agent, which can forget it when both are
     empty."""
 
     workers: set[int]  # that know it
-    lent: Counter[int]  # address -> how often it is lent to workers of the site
+    lent: Counter[int]  # address -> how often it is lent to workers of the agent
 
 
 class AgentLink:
-    """The caller's end of the link to a worker at a site, a `WorkerLink`."""
+    """The caller's end of the link to a worker at an agent, a `WorkerLink`."""
 
     shares_memory = False
     keeps_time = True
@@ -576,7 +576,7 @@ class AgentLink:
         self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
         self.is_leaving = False
-        self.ended = False  # the worker is gone, and `frames` has its last words
+        self.ended = False  # the worker is gone, and `frames` has its crash traceback
         self.exit: Exit | None = None
         self._exit_code: int | None = None  # as far as it is known
         self.crash_traceback = ""
@@ -602,14 +602,14 @@ class AgentLink:
 
     @property
     def lost(self) -> str:
-        return f"its site was lost: {self.agent.lost}" if self.agent.lost else self._refused
+        return f"its agent was lost: {self.agent.lost}" if self.agent.lost else self._refused
 
     @property
     def could_start(self) -> bool:
         return bool(self.agent.lost) and self.agent.hello is not None
 
     def obey(self, kind: str, *rest: Any) -> None:
-        """What the site has said of this worker."""
+        """What the agent has said of this worker."""
         match kind:
             case "frame":
                 self.frames.append(rest)
@@ -654,7 +654,7 @@ class AgentLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.agent.replicas(slab)
-            # alone in its frame, which may have to wait at the site
+            # alone in its frame, which may have to wait at the agent
             self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
@@ -701,14 +701,14 @@ class AgentLink:
         self.agent.flush()
 
     def resident_bytes(self, pid: int) -> int:
-        """As the site said last, which it does every second."""
+        """As the agent said last, which it does every second."""
         return self.nbytes_resident
 
     def close(self) -> None:
         self.frames.clear()
 
     def end(self) -> None:
-        """The site says of a worker that it is gone when it knows how it has ended, and sees to the
+        """The agent says of a worker that it is gone when it knows how it has ended, and sees to the
         end of others."""
         if not self.ended:
             self.agent.tell("end", self.number)

@@ -1,4 +1,4 @@
-"""A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says
+"""A transport through Ray: agents are actors on its nodes; it places them, carries bytes, and says
 which are dead. Both sides. And what a pool is told of the Ray cluster that it is to use. Imports
 nothing of Ray's before it is asked for.
 
@@ -103,7 +103,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# --- the carrier
+# --- the transport
 
 
 def ray_module() -> Any:
@@ -284,14 +284,16 @@ class RayTransport:
         try:
             return ray.remote(AgentActor).options(**how).remote(options.patience)
         except Exception as error:  # of many kinds
-            raise OSError(f"Ray can start no site now ({type(error).__name__}: {error})") from error
+            raise OSError(
+                f"Ray can start no agent now ({type(error).__name__}: {error})"
+            ) from error
 
     def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
         asked = agent.exchange.remote(number, *in_pieces(content, self._ray.put))
         asked.future().add_done_callback(lambda future: self._take(future, reply))
 
     def _take(self, future: Any, reply: Reply) -> None:
-        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in
+        """In a thread of Ray's, which has the replies of all agents: a large one is fetched in
         another."""
         if future.exception() is None and is_large(future.result()[1:]):
             reply((future.result()[0], None))

@@ -1,12 +1,12 @@
-"""What carries bytes between the caller and the sites of a cluster, starts sites, and says which
-nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
+"""What carries bytes between the caller and the agents of a cluster, starts agents, and says which
+nodes there are: what a transport is, and one without a cluster. Both sides; needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
-A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
+A transport knows neither frames nor workers. Replies and errors may come in any order, in any thread,
 late, or twice (see `agent.RecordReceiver`).
 
-`LocalTransport` has names for nodes, and programs on this machine for sites, with a pipe to each. It
-is for tests of everything that is not the cluster's, and the smallest example of a carrier.
+`LocalTransport` has names for nodes, and programs on this machine for agents, with a pipe to each. It
+is for tests of everything that is not the cluster's, and the smallest example of a transport.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Node(NamedTuple):
 
 
 class AgentOptions(NamedTuple):
-    """What a site is started with."""
+    """What an agent is started with."""
 
     node: Node | None  # None: wherever there is room, as soon as there is
     slots: int  # for so many workers
@@ -58,7 +58,7 @@ class Transport(Protocol):
         """
 
     def start_agent(self, options: AgentOptions) -> Any:
-        """What the other two know the site by; returns at once. What is sent before it has started
+        """What the other two know the agent by; returns at once. What is sent before it has started
         waits for it.
 
         Raises:
@@ -74,7 +74,7 @@ class Transport(Protocol):
         errors."""
 
     def close(self) -> None:
-        """End what the carrier itself has started."""
+        """End what the transport itself has started."""
 
 
 # --- without a cluster
@@ -94,7 +94,7 @@ class LocalAgent:
         self.replies: dict[int, Reply] = {}  # of exchanges under way
         self.ended: ConnectionError | None = None
         self.threads = [
-            threading.Thread(target=each, name="mpgrad-site", daemon=True)
+            threading.Thread(target=each, name="mpgrad-agent", daemon=True)
             for each in (self.write, self.read)
         ]
         for thread in self.threads:
@@ -163,7 +163,7 @@ class LocalTransport:
             self.kill_agent(agent)
 
 
-# --- in the site's process
+# --- in the agent's process
 
 
 def serve(descriptor: int, milliseconds: int) -> None:
@@ -180,7 +180,7 @@ async def serve_agent(connection: Connection, patience: float) -> None:
 
     def finished(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
-        task.result()  # an error is the loop's, which ends the site
+        task.result()  # an error is the loop's, which ends the agent
 
     try:
         while True:

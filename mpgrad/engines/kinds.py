@@ -6,7 +6,7 @@ name. Caller's side.
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
 write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.
-Where the two sides share no memory, the links mirror it (see `wire.frames.SlabReplicas`).
+Where the two sides share no memory, the links replica it (see `wire.frames.SlabReplicas`).
 
 Nobody outside this package compares the names of engines.
 """
@@ -47,7 +47,7 @@ class Traits(NamedTuple):
     on_cpu: bool
     on_devices: bool
     in_caller: bool = False  # calls run in the thread that asks for them
-    remote: bool = False  # workers may be on other machines, behind a site
+    remote: bool = False  # workers may be on other machines, behind an agent
 
 
 class WorkerLink(Link, Protocol):
@@ -60,7 +60,7 @@ class WorkerLink(Link, Protocol):
     # such a call, of a worker that is silent since: chunk and position, -1: not begun
     overrun: tuple[int, int] | None
     is_leaving: bool  # it is given no more calls: its place may be another's
-    # what a site has written, by place: all that the worker had answered by then has come
+    # what an agent has written, by place: all that the worker had answered by then has come
     skipped: dict[int, int]
 
     @property
@@ -83,7 +83,7 @@ class WorkerLink(Link, Protocol):
     @property
     def crash_traceback(self) -> str:
         """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see
-        `asides.CrashTraceback`)."""
+        `agent_messages.CrashTraceback`)."""
 
     @property
     def could_start(self) -> bool:

@@ -166,7 +166,7 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 
 
 class ForkServerProcess:
-    """The parent's end of a nursery, shared by all pools of this process for which it is right; it
+    """The parent's end of a fork server, shared by all pools of this process for which it is right; it
     ends with the last."""
 
     def __init__(self, begun_as: InheritedState, variables: Mapping[str, str]) -> None:
@@ -185,7 +185,7 @@ class ForkServerProcess:
         self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
-        """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive`
+        """Ask for a worker; False where the fork server is gone, of which its pipe knows before `alive`
         does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
@@ -209,7 +209,7 @@ class ForkServerProcess:
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exited(self, name: int) -> Exit | None:
-        """How a worker has ended, or the nursery with all of them; reads what was said of others,
+        """How a worker has ended, or the fork server with all of them; reads what was said of others,
         too."""
         with self._receiving:
             with contextlib.suppress(BlockingIOError):
@@ -230,7 +230,7 @@ class ForkServerProcess:
             return self._control.recv(4096, socket.MSG_DONTWAIT)
         except BlockingIOError:
             raise
-        except OSError:  # the nursery has been closed
+        except OSError:  # the fork server has been closed
             return b""
 
     @property
@@ -238,9 +238,9 @@ class ForkServerProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the nursery, and with it all workers; waits for it."""
+        """End the fork server, and with it all workers; waits for it."""
         with contextlib.suppress(OSError):
-            # the nursery sees it even where a forked child holds a copy of this end, and so does
+            # the fork server sees it even where a forked child holds a copy of this end, and so does
             # whoever waits for an exit code
             self._control.shutdown(socket.SHUT_RDWR)
         with self._sending, self._receiving:
@@ -253,10 +253,10 @@ class ForkServerProcess:
 
 
 class ForkServerLauncher(Launcher):
-    """Workers forked from a nursery, which are what this process is now, and not what it was when
-    the nursery began.
+    """Workers forked from a fork server, which are what this process is now, and not what it was when
+    the fork server began.
 
-    Where they cannot take that over, the workers that a pool has stay with their nursery, and
+    Where they cannot take that over, the workers that a pool has stay with their fork server, and
     successors come from another one.
     """
 
@@ -269,7 +269,7 @@ class ForkServerLauncher(Launcher):
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
         self._variables = variables
-        # number of a worker in its pool -> the nursery that forked it, and its name there, unique
+        # number of a worker in its pool -> the fork server that forked it, and its name there, unique
         # among pools
         self._born: dict[int, tuple[ForkServerProcess, int]] = {}
         self.tracker = SharedTracker()
@@ -281,12 +281,12 @@ class ForkServerLauncher(Launcher):
 
     @classmethod
     def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
-        """A nursery whose forks can be what this process is `now`, a new one where there is none;
+        """A fork server whose forks can be what this process is `now`, a new one where there is none;
         counts one more user."""
         with cls._lock:
             if (
                 cls._owner_pid != os.getpid()
-            ):  # a forked child has the parent's variables, but not its nurseries
+            ):  # a forked child has the parent's variables, but not its fork servers
                 cls._open, cls._owner_pid = [], os.getpid()
             cls._open = [each for each in cls._open if each.alive]
             found = next(
@@ -345,7 +345,7 @@ class ForkServerLauncher(Launcher):
         return found
 
     def close(self) -> None:
-        """Ends nurseries that no other pool uses."""
+        """Ends fork servers that no other pool uses."""
         self.tracker.close()
         for fork_server, name in self._born.values():
             fork_server.kill(name, signal.SIGKILL)
@@ -543,7 +543,7 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
     """
     if context is None:
         python()
-        # a nursery needs message boundaries and the death signal, which only Linux has, and calls
+        # a fork server needs message boundaries and the death signal, which only Linux has, and calls
         # that may be refused by now
         variables = thread_variables(threads)
         return (

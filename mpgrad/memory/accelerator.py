@@ -267,7 +267,7 @@ class DeviceSetup(NamedTuple):
     accelerator: Cuda
     code: int  # of its own device
     codes: frozenset[int]  # of all workers' devices
-    events: dict[int, list[Handle]]  # of the caller's lanes, by the code of their device
+    events: dict[int, list[Handle]]  # of the caller's channels, by the code of their device
     in_process: bool  # it is a thread of the caller's process, with a stream of its own
 
 
@@ -351,7 +351,7 @@ class DeviceChannel:
         )
 
     def open(self, number: int, nbytes: int, handle: Handle) -> DeviceSlab:
-        """A slab of another process, to be read by this lane."""
+        """A slab of another process, to be read by this channel."""
         if handle.pid == os.getpid():
             return DeviceSlab(number, self, LOCAL[handle.key].bytes)
         return DeviceSlab(number, self, self.accelerator.open(handle.raw, nbytes, self.index))

@@ -711,7 +711,7 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: ModuleSnapshot | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `DeferredValue` values in it, and the claims to those, in the order
+    """`dumps_whole` of what may have `DeferredValue` values in it, and the dependencies to those, in the order
     in which pickle meets them.
 
     What the state `known` has is left to it.

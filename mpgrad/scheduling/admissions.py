@@ -223,7 +223,7 @@ class BackwardContext(NamedTuple):
 
 
 class GradientSender:
-    """What homes of operations ask of the scheduler."""
+    """What owners of graphs ask of the scheduler."""
 
     def __init__(
         self,

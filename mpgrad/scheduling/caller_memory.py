@@ -83,7 +83,7 @@ MARK_BYTES = 64
 
 
 class DeviceTransfer:
-    """The caller's lanes to each device of its pool, two of them: what comes never waits in line
+    """The caller's channels to each device of its pool, two of them: what comes never waits in line
     behind what leaves."""
 
     def __init__(self, codes: Sequence[int], in_process: bool) -> None:

@@ -172,7 +172,7 @@ class Canceller:
         else:  # what others want of it could not be had again
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
-                # for its site, perhaps, which has yet to say that they are skipped
+                # for its agent, perhaps, which has yet to say that they are skipped
                 under_way.give_grace()
             worker.begin_retiring()
             self._supervisor.fill()

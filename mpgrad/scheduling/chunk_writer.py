@@ -9,19 +9,19 @@ What the worker knows is left out of a message, what it lacks goes before:
 
 The states of a graph:
 
-    forward, or a differentiable backward ──► HERE ──► a backward not to keep it ──► FREED ──┐
+    forward, or a differentiable backward ──► ALIVE ──► a backward not to keep it ──► FREED ──┐
                                                │                                             │
                 dropped there for want of room ▼        the last backward, of which          │
-                                            MISSING     nothing is left ──► SPENT ───────────┤
+                                            LOST     nothing is left ──► CONSUMED ───────────┤
                                                                      released: forgotten ◄───┘
-    the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
+    the next backward of one that is LOST, CONSUMED, or FREED by mistake has it made again: ALIVE
 Assumes: called by the scheduling thread; any may look into `functions`, and ask how many graphs
     there are. What has been written is sent, in this order, or the worker is gone.
 
-How much goes together is decided here, where the caller does not say: items in a wave and in a
+How much goes together is decided here, where the caller does not say: items in a window and in a
 bundle, calls in a chunk.
 
-    items ── wave: packed before the workers hear
+    items ── window: packed before the workers hear
         ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
 What calls take is measured (`function_cache.FunctionTiming`), never guessed: before the first answer they
 go one by one.
@@ -152,7 +152,7 @@ class ChunkWriter:
         """A chunk of what waits: backwards under the same modes and environment, or a request for
         capture gradients.
 
-        `note_consumed`: notes what graphs are spent; whoever spends one and sends another backward of
+        `note_consumed`: notes what graphs are consumed; whoever consumes one and sends another backward of
         it does it in this order.
         """
         first = backlog[0]
@@ -413,7 +413,7 @@ class GraphLedger:
             self.states[call] = LOST
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Before a backward: what was the state of a graph that has to be made before it, HERE from
+        """Before a backward: what was the state of a graph that has to be made before it, ALIVE from
         now on; else None.
 
         `again`: the backward was sent before, so that it may have freed the graph itself.
@@ -569,7 +569,7 @@ FAR = ChunkSeconds(10e-3, 100e-3, 0.7e-3)
 
 def first_window(seconds: float) -> int:
     """How many items, of so many seconds each, are packed before the workers hear of them; each
-    later wave is twice as large.
+    later window is twice as large.
 
     Once they do, they take the CPUs, the caller's too where there are no more; and when it is its
     turn again its caches are cold, and they have run dry. So of cheap items, which are packed in no

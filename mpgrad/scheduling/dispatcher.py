@@ -36,7 +36,7 @@ __all__ = [
     "scheduler_for",
 ]
 
-# seconds in which news gathers before it is sent without a message to ride with
+# seconds in which updates gather before they are sent without a message to go with
 UPDATE_PATIENCE = 0.05
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
@@ -57,8 +57,8 @@ class Dispatcher(Scheduler):
         self._sleeps = itertools.count(1)
         self._sleep = 0  # its number, while it sleeps
         self._ended_sleep = 0  # the last one that somebody has ended
-        self._sleeping_soundly = False  # without the timer that sends the news
-        self._updates_due = 0.0  # when it looks for news, on the clock of time.monotonic
+        self._sleeping_soundly = False  # without the timer that sends the updates
+        self._updates_due = 0.0  # when it looks for updates, on the clock of time.monotonic
         # of callers who sleep until the end of a turn
         self._handed_over: deque[threading.Lock] = deque()
         self._staffed = threading.Event()
@@ -206,7 +206,7 @@ class Dispatcher(Scheduler):
         links = self.engine.wait(
             0 if self._woken or self.life.is_stopping or self.inbox else patience
         )
-        if self._sleeping_soundly:  # what happens now may make news
+        if self._sleeping_soundly:  # what happens now may make updates
             self._updates_due = time.monotonic() + UPDATE_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
@@ -288,7 +288,7 @@ class InlineScheduler(Scheduler):
             self.deliveries.give(worker)
 
     def nudge(self) -> None:
-        """News rides with the next message."""
+        """Updates go with the next message."""
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         self.life.check_process()

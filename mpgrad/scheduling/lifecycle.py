@@ -211,7 +211,7 @@ class Driver(Protocol):
         ...
 
     def nudge(self) -> None:
-        """There is news for a worker, which can wait a little. Called from finalizers: it may not
+        """There are updates for a worker, which can wait a little. Called from finalizers: it may not
         wait, lock or raise."""
         ...
 

@@ -6,7 +6,7 @@ then, so here it is measured: short calls go together, fewer of them towards the
 one by one, the largest of the last ones first; and what one worker has been given and has not
 begun, another one that has run dry may have.
 
-`Deliveries` gives workers chunks of what waits, and the news that goes with them:
+`Deliveries` gives workers chunks of what waits, and the updates that go with them:
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Caller's side.
@@ -287,7 +287,7 @@ HAS_UPDATES = operator.attrgetter("has_updates")
 
 
 class Deliveries:
-    """What goes to workers goes through `transmit`, and so along with their news."""
+    """What goes to workers goes through `transmit`, and so along with their updates."""
 
     def __init__(
         self,
@@ -396,7 +396,7 @@ class Deliveries:
 
     def send_updates(self, quiet_for: float) -> None:
         """Tell workers, that have been sent nothing for so many seconds, what has waited for a
-        message to ride with."""
+        message to go with."""
         now = time.monotonic()
         for worker in self.workers.values():
             if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:

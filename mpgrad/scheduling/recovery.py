@@ -10,7 +10,7 @@ gets its next backward, right before that.
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
 Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than
     that, and more than `IDLE_DEATHS`, when it was next. Without retries those before it in the
-    chunk fail too, and all that a lost site had.
+    chunk fail too, and all that a lost agent had.
 Assumes: called by the scheduling thread.
 """
 
@@ -84,10 +84,10 @@ class Recovery:
         False where that had been taken back: it had but looked whether it should begin.
 
         `position` in the first chunk; `offset` is that of the item, where the call was running and
-        is a bundle. If the site was lost, both are as old as what it said last.
+        is a bundle. If the agent was lost, both are as old as what it said last.
 
         Without retries the calls before it fail, too. They were done, but their inputs may have
-        been written to. Of a lost site all that it had been given fails.
+        been written to. Of a lost agent all that it had been given fails.
         """
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
@@ -281,6 +281,6 @@ def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> N
 
 
 def can_be_made(graph: RemoteGraph) -> bool:
-    """Whether there are recipes for it and all that it derives from."""
+    """Whether there are lineages for it and all that it derives from."""
     lineage = graph.lineage
     return can_be_made(lineage.graph) if isinstance(lineage, Backward) else lineage is not None

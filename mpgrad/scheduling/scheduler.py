@@ -9,7 +9,7 @@ thread and no selector.
     gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
 
-    staffing: workers come and go    cancelling: what nobody wants, or takes too long
+    supervisor: workers come and go    cancelling: what nobody wants, or takes too long
     recovery: what is lost is done again
 Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what
 comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread

@@ -1,12 +1,12 @@
-"""The workers of a pool come and go: started, replaced, sent away, buried; and what they leave
+"""The workers of a pool come and go: started, replaced, retired, removed; and what they leave
 behind is seen to. (Caller.)
 
-    hire ──► ready ──► retiring ──► told to stop ──┐
+    start_worker ──► ready ──► retiring ──► told to stop ──┐
                └──────────────────► died: lose ────┴──► leave
 
     retiring: no new calls; it stays while graphs there are wanted
-    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough
-        ──► bury ──► rescue
+    leave: off the pool, at once ──► its exit, reported by the engine, or awaited for long enough
+        ──► remove ──► requeue
 Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
 settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
@@ -105,7 +105,7 @@ class WorkerSupervisor:
         if self._life.is_stopping:
             return
         self.again_at = math.inf
-        # whose site is lost is as good as gone; who waits for room is the first to be dispensed
+        # whose agent is lost is as good as gone; who waits for room is the first to be dispensed
         # with
         active = [
             worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)

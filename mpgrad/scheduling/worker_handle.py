@@ -4,9 +4,9 @@ scheduler's.
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.ProgressRecord`),
 and looks there, before each call, whether the caller has had the chunk skipped. Where no memory is
-shared a site reads and writes there for us, some time later: so of a chunk that runs nothing can be
+shared an agent reads and writes there for us, some time later: so of a chunk that runs nothing can be
 taken back, but what was skipped in time comes back unrun.
-Guarantees: other threads append to the backlog and the deques of news, and read; until the end they
+Guarantees: other threads append to the backlog and the deques of updates, and read; until the end they
     change nothing else.
 """
 
@@ -89,7 +89,7 @@ class WorkerHandle:
         self.backlog: deque[Backward | SumRequest] = deque()
         self.under_way = SentChunks()
 
-        # news, to be sent along with the next message
+        # updates, to be sent along with the next message
         self.sent_at = 0.0  # when that was last, on the clock of time.monotonic
         self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
         self.missing_slabs: list[int] = []  # of the worker's, that we could not receive
@@ -221,7 +221,7 @@ class WorkerHandle:
         return chunk
 
     def transmit(self, messages: list[Message], payload: Payload) -> None:
-        """Send `messages` and all news.
+        """Send `messages` and all updates.
 
         Raises:
             ConnectionError: the worker is gone.
@@ -478,7 +478,7 @@ class SentChunks:
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
         """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds,
-        or a site has told."""
+        or an agent has told."""
         self.skip_unbegun()
         taken = []
         for number, count in self.unbegun():  # counted after it can see that it is skipped
@@ -504,7 +504,7 @@ class SentChunks:
 
     def _for_others(self) -> dict[int, Chunk]:
         """Chunks of which others may have what was not begun; what stays together, or is behind a
-        site, only as a whole."""
+        agent, only as a whole."""
         found = {}
         for place, (number, chunk) in enumerate(self.chunks.items()):
             is_divisible = self.link is None and not stays_together(chunk)

@@ -4,7 +4,7 @@ meanwhile, or as far as it asks.
     function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult,
                                                              an iterator, a future
     Feeder: calls ──► alone, or in bundles once they are known to be cheap
-        ──► `scheduler.admit`, wave by wave
+        ──► `scheduler.admit`, window by window
 Reductions are operations that follow one another; what a call of either does is
 `tasks/wrappers.py`:
 

@@ -1,10 +1,10 @@
-"""What passes between a worker and its site, and not on to the caller or from there. Needs no
-torch, as the site has none.
+"""What passes between a worker and its agent, and not on to the caller or from there. Needs no
+torch, as the agent has none.
 
-A frame of a worker's that comes with descriptors is for the site, since descriptors end at the
-machine's border. With a shared-memory engine there is no site, and the frame is for the caller.
+A frame of a worker's that comes with descriptors is for the agent, since descriptors end at the
+machine's border. With a shared-memory engine there is no agent, and the frame is for the caller.
 
-`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, a site or
+`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, an agent or
 the caller.
 """
 
@@ -39,7 +39,7 @@ def in_order() -> None:
 
 
 class LackingMemory(NamedTuple):
-    """Site to worker: what the caller has lent and the site could not mirror. Each takes the place
+    """Agent to worker: what the caller has lent and the agent could not replicate. Each takes the place
     of the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
@@ -64,7 +64,7 @@ class ProgressRecord:
 
 
 class ProgressRecordLocation(NamedTuple):
-    """Worker to site: its `ProgressRecord` lie there in the memory whose descriptor travels with the
+    """Worker to agent: its `ProgressRecord` lie there in the memory whose descriptor travels with the
     frame."""
 
     offset: int

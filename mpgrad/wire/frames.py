@@ -1,9 +1,9 @@
 """The way between the caller and one worker: what both ends of it can do (`Link`), whatever it is
 made of; frames, each with a list of messages, the bytes of small tensors, and file descriptors; and
-mirrors of the other side's memory, where that cannot be shared. Both sides.
+replicas of the other side's memory, where that cannot be shared. Both sides.
 
-A mirror has the same numbers and offsets. A site keeps mirrors of the caller's memory, and the
-caller keeps mirrors of each site's.
+A replica has the same numbers and offsets. An agent keeps replicas of the caller's memory, and the
+caller keeps replicas of each agent's.
 
     lend a slot ──► carry ──► its bytes stand behind the payload of the next frame
                                                      ══► written at the same offset ──► borrowed
@@ -12,7 +12,7 @@ if it were shared. A slot is carried once while it is lent; memory that is not o
 who has it may have written there meanwhile.
 
 Assumes: one thread sends, and one receives. What an owner hollows out or gives up stays in the
-    mirror until the slab is gone.
+    replica until the slab is gone.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Channel(Pipe):
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 
     def lend_by_value(self) -> None:
-        """From now on: the other end is a site's, which passes frames on to another machine, and
+        """From now on: the other end is an agent's, which passes frames on to another machine, and
         cannot look into them."""
         self._replicas = SlabReplicas()
         self.shares_memory = False
@@ -204,7 +204,7 @@ class SlabReplicas:
     def open(
         self, messages: list[Message], payload: memoryview
     ) -> tuple[list[Message], memoryview, list[int]]:
-        """What the other side sent, with the descriptors of mirrors for its new slabs; what it
+        """What the other side sent, with the descriptors of replicas for its new slabs; what it
         carried is in its place.
 
         Raises:
@@ -231,7 +231,7 @@ class SlabReplicas:
                 behind = behind[nbytes:]
         except (OSError, RuntimeError) as error:
             raise MemoryError(
-                f"no room for a mirror of another machine's memory ({error})"
+                f"no room for a replica of another machine's memory ({error})"
             ) from error
         return messages[1:], payload, descriptors
 
@@ -248,7 +248,7 @@ class Link(Protocol):
     end is gone.
 
     Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its
-    descriptor. Elsewhere each has a mirror of the other's slabs, with the same numbers and offsets,
+    descriptor. Elsewhere each has a replica of the other's slabs, with the same numbers and offsets,
     and what is lent is carried: its bytes travel with a frame.
     """
 
@@ -290,6 +290,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
     def take_descriptor(self) -> int | None:
-        """What came with the message just read: for a `NewSlab`, of the slab, or its mirror; None
+        """What came with the message just read: for a `NewSlab`, of the slab, or its replica; None
         where none could be had."""
         ...

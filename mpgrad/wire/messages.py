@@ -5,9 +5,9 @@
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
-A site says something of its own, too: see `agent_messages`.
+An agent says something of its own, too: see `agent_messages`.
 
-Many items, of a bundle or of claimed results, have their tensors in a row. One record, `Parts`,
+Many items, of a bundle or of dependencies' results, have their tensors in a row. One record, `Parts`,
 says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
 `Result.bundle`, and all else is made of it:
 
@@ -219,7 +219,9 @@ class Start(NamedTuple):
     # what multiprocessing tells its children; not on another machine
     preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
-    remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
+    remote: bool = (
+        False  # the caller may be on another machine, behind an agent (see `cluster.agent`)
+    )
 
 
 class Follow(NamedTuple):

@@ -9,7 +9,7 @@ worker has nothing else to do.
     frame: 24 bytes header (a mark, sizes of pickle and payload, number of descriptors) | pickle |
     payload descriptors travel beside the header's first byte, as SCM_RIGHTS
 
-Both sides, and the site between them: knows nothing of messages, and needs no torch.
+Both sides, and the agent between them: knows nothing of messages, and needs no torch.
 
 Guarantees: frames leave whole, in order. A signal's handler, or a finalizer, may send while a frame
     is being sent: its own comes after that. What a handler raises ends the sending of a frame

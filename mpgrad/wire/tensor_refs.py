@@ -11,7 +11,7 @@ bucket where the tensors are alike.
                tensors ──► laid_out ──► references to one run after another, cores ──► fill
                tensors ──► PackedTensors ──► Payload ──► TensorBucket where they are alike, or TensorColumns
     receiver   references, memory ──► view, views ──► tensors
-A small tensor rides in the message itself, a large one lies in a slot and sends its address. Up to
+A small tensor is inline in the message itself, a large one lies in a slot and sends its address. Up to
 RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a
 tensor). Many that are alike are copied at once, and have one slot together: a bucket, which costs
 little more than one tensor.
@@ -176,7 +176,7 @@ class TensorColumns(Sequence[TensorRef]):
         return zip(*self.columns, strict=True)
 
     def moved(self, start: int) -> TensorColumns:
-        """The same, if the payload in which the tensors ride begins at `start` of a larger one."""
+        """The same, if the payload in which the tensors are inline begins at `start` of a larger one."""
         columns = list(self.columns)
         columns[PLACE] = [place - start for place in columns[PLACE]]
         return TensorColumns(*columns)
@@ -634,7 +634,7 @@ def hear_of_beta_state() -> None:
 # --- the sender: cores of tensors
 
 
-INLINE_BYTES = 8192  # of a tensor that rides in the message, at most
+INLINE_BYTES = 8192  # of a tensor that is inline in the message, at most
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
 # times its elements is what travels with its gaps, at most: there most cache lines hold an element,
 # and are read
@@ -767,7 +767,7 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 # --- the sender: tensors into messages and slots
 
 
-INLINE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
+INLINE_TOGETHER = 32768  # bytes of a bucket that is inline in the message, at most
 BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
 # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
 ANSWERED_BYTES = 64 << 10
@@ -782,7 +782,7 @@ class PackedTensor(NamedTuple):
     dtype: int
     shape: tuple[int, ...]
     form: Form
-    address: int  # -1 where it rides in the message
+    address: int  # -1 where it is inline in the message
     nbytes: int
     flags: int
     body: bytes | None
@@ -819,7 +819,7 @@ class Devices(Protocol):
     kind: str
 
     def way_to(self, code: int) -> DeviceChannel | None:
-        """For a tensor that lies there: the lane by which it travels; None where it goes through
+        """For a tensor that lies there: the channel by which it travels; None where it goes through
         the CPU's memory."""
         ...
 
@@ -957,7 +957,7 @@ class Packer:
     ) -> PackedTensor:
         """A tensor that lies on a device, or is to.
 
-        Small ones take a slot there too: to ride in a message they would have to come to the CPU,
+        Small ones take a slot there too: to be inline in a message they would have to come to the CPU,
         and so wait until all is done that the device has been given before.
         """
         channel = None if staged or code == 0 else self._way(tensor)
@@ -1081,10 +1081,10 @@ class PackedTensors:
     def __init__(
         self, refs: TensorBucket | TensorColumns, nbytes: int, body: bytes, holder: Slot | None
     ) -> None:
-        self.refs = refs  # those that ride have places in a payload of their own, the body
+        self.refs = refs  # those that are inline have places in a payload of their own, the body
         self.nbytes = nbytes
         self.body = body
-        self.holder = holder  # of their memory, where they do not ride in the message
+        self.holder = holder  # of their memory, where they are not inline in the message
 
     @property
     def message_bytes(self) -> int:
@@ -1113,7 +1113,7 @@ class Payload:
     def add_all(
         self, packed: Sequence[PackedTensor | None] | PackedTensors
     ) -> Sequence[TensorRef | None]:
-        """References to them, None where one is missing; those that ride are in this payload from
+        """References to them, None where one is missing; those that are inline are in this payload from
         now on."""
         if isinstance(packed, PackedTensors):
             start = -1 - self._append(packed.body) if packed.body else 0

@@ -614,7 +614,7 @@ class Captured:
                 weight.grad = None
 
 
-# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing
+# --- processes, each time in a fresh program, so that no other pool's fork server is warm and nothing
 # else is idle
 
 STARTED = """

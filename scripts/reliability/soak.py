@@ -61,7 +61,7 @@ EPILOG = (
 ITEMS = 24  # in a step
 KEPT = 60  # items in all
 FEATURES, HIDDEN = 6, 16
-LENGTHS = (3, 60)  # of most items, which ride in a message
+LENGTHS = (3, 60)  # of most items, which are inline in a message
 LONG = 1200  # of a few, which lie in shared memory
 SECOND_ORDER_EVERY = 4  # steps
 # steps, after which memory, descriptors and threads are first looked at, and injuries begin
@@ -287,7 +287,7 @@ class Tormentor:
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[int]:
     """A descriptor of a worker's process: its number may be given to a stranger as soon as it is
-    dead and buried.
+    gone.
 
     Raises:
         ProcessLookupError: it is.

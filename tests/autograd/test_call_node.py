@@ -1,4 +1,4 @@
-"""The nodes of calls with a home that is no process: what is sent, waited for and released, and
+"""The nodes of calls with an owner that is no process: what is sent, waited for and released, and
 when."""
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
 
 
 def test_a_worker_that_was_replaced(fork_server: mpgrad.Pool) -> None:
-    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next
+    """Symptom: a second backward gave gradients. Cause: a consumed graph holds no worker, and the next
     one did not know of it."""
     x = leaves(1)[0]
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
@@ -376,7 +376,7 @@ def test_a_backward_that_fails_leaves_what_it_leaves_serially(
 
 
 def test_a_graph_whose_backward_has_failed_is_still_there(fork_server: mpgrad.Pool) -> None:
-    """It holds its worker, which is to be replaced: the next one would take it for spent."""
+    """It holds its worker, which is to be replaced: the next one would take it for consumed."""
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: hooked(x.exp(), refuse), leaves(1), 1)
         with pytest.raises(ValueError, match="refused"):

@@ -209,7 +209,7 @@ def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
     def count() -> int:
         return len(
             fresh_pool.map(abs, range(8), chunksize=1)
-        ) and sum(  # releases ride with the next message
+        ) and sum(  # releases go with the next message
             len(worker.graphs) for worker in fresh_pool._scheduler.workers.values()
         )
 

@@ -1,4 +1,4 @@
-"""Who waits for whom on devices: lanes over simulated streams, whose work is done in any order that
+"""Who waits for whom on devices: channels over simulated streams, whose work is done in any order that
 their events allow.
 
 A real GPU is nearly always quick enough to hide a missing wait. Here every copy is put off, and a
@@ -125,7 +125,7 @@ class Device:
 
 
 class Cells:
-    """Memory of the device, as much of a tensor as lanes ask for; what is done with it is done when
+    """Memory of the device, as much of a tensor as channels ask for; what is done with it is done when
     a stream comes to it."""
 
     device = Device()

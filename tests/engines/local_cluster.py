@@ -1,4 +1,4 @@
-"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is
+"""Two nodes of a cluster that is only pretended: agents are programs on this machine, and no Ray is
 needed.
 
 As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of
@@ -21,7 +21,7 @@ from mpgrad.cluster.transport import LocalTransport, Node
 from mpgrad.engines.kinds import ENGINES, Engine, EngineKind, EngineRequest
 
 TRAITS = ENGINES["ray"].traits
-PATIENCE = 10.0  # seconds until a silent site is given up
+PATIENCE = 10.0  # seconds until a silent agent is given up
 CPUS = 4  # of each node
 
 

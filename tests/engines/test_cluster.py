@@ -1,4 +1,4 @@
-"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence,
+"""The engine of clusters, on agents that are programs of this machine: memory, deaths, silence,
 nodes that come and go."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cluster(
     transport: type[LocalTransport] = LocalTransport,
     **options: Any,
 ) -> Iterator[tuple[mpgrad.Pool, Any]]:
-    """A pool on those nodes, and its carrier."""
+    """A pool on those nodes, and its transport."""
     made = transport(nodes)
     ENGINES["pretended"] = EngineKind(
         local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience)
@@ -238,7 +238,7 @@ def test_what_nobody_wants_any_more_is_left_out(fork_server: mpgrad.Pool, tmp_pa
         staffed(pool, 2)
         with pytest.raises(KeyError):
             pool.map(fn, range(6), chunksize=3)
-        assert pool.apply(abs, (-1,)) == 1  # through the same site, which has been told by now
+        assert pool.apply(abs, (-1,)) == 1  # through the same agent, which has been told by now
         (tmp_path / "go").touch()
         workers = pool._scheduler.workers.values()
         assert pool._scheduler.wait_until(
@@ -248,7 +248,7 @@ def test_what_nobody_wants_any_more_is_left_out(fork_server: mpgrad.Pool, tmp_pa
 
 
 def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
-    """Each word of theirs would wake the site and the caller, which costs both as much as a small
+    """Each word of theirs would wake the agent and the caller, which costs both as much as a small
     call."""
     pool, _ = on_two_nodes
     before = pool.stats().frames_received
@@ -419,9 +419,9 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(
 
 
 @pytest.mark.slow
-@linux_only("the nursery, whose children are stopped")
+@linux_only("the fork server, whose children are stopped")
 def test_workers_that_do_nothing_at_all_are_overrun(fork_server: mpgrad.Pool) -> None:
-    """The chunk before had a limit, too, and nobody told the site that it was answered."""
+    """The chunk before had a limit, too, and nobody told the agent that it was answered."""
 
     def loads() -> Any:
         time.sleep(60)
@@ -586,7 +586,7 @@ def unharmed(fork_server: mpgrad.Pool) -> list[torch.Tensor]:
         ("agent", "forward"),
         ("agent", "backward"),
         ("agent", "double backward"),
-        ("silent site", "backward"),
+        ("silent agent", "backward"),
     ],
 )
 def test_what_was_lost_is_made_again_bit_for_bit(
@@ -694,7 +694,7 @@ def test_a_lost_reply_loses_the_site(fork_server: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The site waited for its exit code, and meanwhile for nobody else."""
+    """The agent waited for its exit code, and meanwhile for nobody else."""
     ends: dict[int, socket.socket] = {}
     has_ended = threading.Event()
 
@@ -791,7 +791,7 @@ def test_a_site_that_hears_nothing_ends_with_its_workers(fork_server: mpgrad.Poo
 
 
 @pytest.mark.slow
-@linux_only("the nursery, and the death signal")
+@linux_only("the fork server, and the death signal")
 def test_the_caller_is_killed_and_nothing_is_left(fork_server: mpgrad.Pool) -> None:
     code = (
         "import time, mpgrad, local_cluster\n"
@@ -814,7 +814,7 @@ def test_the_caller_is_killed_and_nothing_is_left(fork_server: mpgrad.Pool) -> N
         assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
         pids = [each.pid for each in psutil.Process(caller.pid).children(recursive=True)]
         caller.kill()
-    assert len(pids) >= 6  # two sites, two nurseries, two workers
+    assert len(pids) >= 6  # two agents, two fork servers, two workers
     assert gone(pids, within=20), [psutil.Process(pid).cmdline() for pid in pids if alive(pid)]
 
 
@@ -904,7 +904,7 @@ def test_a_site_that_does_not_come(
         found = pool.map_async(abs, [-1])
         eventually(
             lambda: (
-                "a site for 3 workers (on node alpha) has not come for 0.1 s; other jobs"
+                "an agent for 3 workers (on node alpha) has not come for 0.1 s; other jobs"
                 in caplog.text
             )
         )
@@ -988,7 +988,7 @@ def test_a_node_with_another_version_joins(
 
 @pytest.mark.slow
 def test_a_busy_caller_is_no_silence(fork_server: mpgrad.Pool) -> None:
-    """A callback kept the thread busy that speaks with the sites, which took the caller for
+    """A callback kept the thread busy that speaks with the agents, which took the caller for
     dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
         weight = torch.ones(3, requires_grad=True)
@@ -1008,7 +1008,7 @@ class Refusing(LocalTransport):
 
 
 def test_sites_that_do_not_start(fork_server: mpgrad.Pool) -> None:
-    message = "its site was lost: ConnectionError"
+    message = "its agent was lost: ConnectionError"
     with (
         cluster(Node("a", "alpha", 1), transport=Refusing) as (pool, _),
         pytest.raises(mpgrad.WorkerDiedError, match=message),

@@ -23,7 +23,7 @@ from mpgrad.cluster.transport import AgentOptions, LocalTransport, Node
 
 
 class Crowded(LocalTransport):
-    """There is room on the nodes that were named; a site that may be anywhere waits until some is
+    """There is room on the nodes that were named; an agent that may be anywhere waits until some is
     made."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -44,7 +44,7 @@ class Crowded(LocalTransport):
             agent.process.kill()
 
     def make_room(self) -> None:
-        """For the site that came last."""
+        """For the agent that came last."""
         self.waiting[-1].process.send_signal(signal.SIGCONT)
 
 
@@ -121,7 +121,7 @@ def test_without_retries_the_error_comes_at_once(fork_server: mpgrad.Pool) -> No
 
 @pytest.mark.slow
 def test_without_retries_no_call_runs_twice(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
-    """A site that is lost does not say what its workers had begun."""
+    """An agent that is lost does not say what its workers had begun."""
 
     def note(k: int) -> int:
         with (tmp_path / str(k)).open("a") as file:
@@ -149,8 +149,8 @@ def test_a_long_call_that_took_its_node_along_is_blamed(fork_server: mpgrad.Pool
 
     def last_one_kills(k: int) -> int:
         if k == 2:
-            time.sleep(2.0)  # its site says each second where its workers are
-            # beyond the nursery, if there is one
+            time.sleep(2.0)  # its agent says each second where its workers are
+            # beyond the fork server, if there is one
             agent = next(each for each in psutil.Process().parents() if each.ppid() == caller)
             agent.kill()
             time.sleep(60)
@@ -186,7 +186,7 @@ def test_graphs_of_chains_are_made_again_after_the_end(fork_server: mpgrad.Pool)
 
 @pytest.mark.slow
 def test_nobody_is_left_to_make_graphs_again(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
-    """The backward waited for ever: workers that have been sent home have no successors."""
+    """The backward waited for ever: workers that have been retired have no successors."""
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         tempfile.mkstemp(prefix=f"{os.getpid()} ", dir=tmp_path)
@@ -272,7 +272,7 @@ def test_a_worker_that_was_refused_is_tried_again_there(
 
 
 def test_a_lost_node_costs_no_worker_elsewhere(fork_server: mpgrad.Pool) -> None:
-    """With nodes that are followed: its dead workers were counted, and a living one sent home."""
+    """With nodes that are followed: its dead workers were counted, and a living one retired."""
     with cluster(Node("a", "alpha", 2), Node("b", "beta", 2)) as (pool, transport):
         staffed(pool, 4)
         kept = {worker.pid for worker in pool.stats().workers if worker.node == "beta"}

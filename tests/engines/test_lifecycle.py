@@ -161,7 +161,7 @@ def test_the_parent_is_killed() -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
-        assert len(pids) == (2 if PORTABLE else 3)  # the nursery among them
+        assert len(pids) == (2 if PORTABLE else 3)  # the fork server among them
         assert gone(pids, within=20)
 
 
@@ -207,12 +207,12 @@ def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> No
 
 
 @pytest.mark.slow
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_the_nursery_is_killed() -> None:
     code = UNCLOSED + (
         "fork_server = psutil.Process().children()[0]\n"
         "fork_server.kill()\n"
-        "while nursery.pid in [child.pid for child in psutil.Process().children()]:\n"
+        "while fork server.pid in [child.pid for child in psutil.Process().children()]:\n"
         "    try: pool.map(abs, range(10))\n"
         "    except mpgrad.WorkerDiedError: pass\n"
         "print(pool.map(abs, [-1, -2]))\n"
@@ -298,7 +298,7 @@ def test_a_replaced_worker_stays_while_it_keeps_graphs(fork_server: mpgrad.Pool)
 
 def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:
     staffed(fresh_pool).map(abs, range(10))
-    time.sleep(0.2)  # the news of the last map is sent
+    time.sleep(0.2)  # the updates of the last map is sent
     workers = psutil.Process().children(recursive=True)
 
     def used() -> list[tuple[int, int]]:

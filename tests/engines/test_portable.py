@@ -325,7 +325,7 @@ def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("calls", ["MEMFD_CREATE", "PIDFD_OPEN", "MEMFD_CREATE, PIDFD_OPEN"])
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
 def test_a_sandbox_that_refuses_calls_of_linux_is_another_system(calls: str, number: int) -> None:
-    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not
+    """The fork server, and shared memory, were begun all the same: "3 in a row died", "Function not
     implemented"."""
     done = sandboxed(
         f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)"

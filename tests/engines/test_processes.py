@@ -320,11 +320,11 @@ def after(change: Callable[[], object]) -> InheritedState:
     return pickle.loads(found)
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @pytest.mark.quick
 @pytest.mark.parametrize("change", TAKEN_OVER)
 def test_a_worker_takes_over_what_its_caller_is_now(change: Callable[[], object]) -> None:
-    """Workers were what the nursery was when it began: they ran as root after setuid."""
+    """Workers were what the fork server was when it began: they ran as root after setuid."""
     before = inherited()
     now = after(change)
     changes = before.changes(now)
@@ -332,7 +332,7 @@ def test_a_worker_takes_over_what_its_caller_is_now(change: Callable[[], object]
     assert after(lambda: take_over(changes)) == now
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @pytest.mark.quick
 @pytest.mark.parametrize("change", BEYOND)
 def test_what_a_worker_cannot_take_over_is_anothers(change: Callable[[], object]) -> None:
@@ -340,7 +340,7 @@ def test_what_a_worker_cannot_take_over_is_anothers(change: Callable[[], object]
     assert after(change).changes(after(change)) is not None  # and later pools share that one
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @AS_ROOT
 @pytest.mark.quick
 def test_who_has_no_rights_gets_none_back() -> None:
@@ -351,7 +351,7 @@ def test_who_has_no_rights_gets_none_back() -> None:
     assert lower.changes(low) is None and low.changes(lower) is not None
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_the_environment_of_a_later_pool(
     fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +397,7 @@ print("right", end="")
 """
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @AS_ROOT
 @pytest.mark.slow
 def test_workers_of_who_has_given_up_rights() -> None:
@@ -433,7 +433,7 @@ READS = (
 )
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @AS_ROOT
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def exit_of(launcher: Any, number: int) -> Exit:
 
 
 def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
-    """Their exit codes came when nobody waited for them, and were kept as long as the nursery."""
+    """Their exit codes came when nobody waited for them, and were kept as long as the fork server."""
     ends = []
     for number in range(3):
         ours, theirs = socket.socketpair()
@@ -688,7 +688,7 @@ fork_server.close()
 """
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @pytest.mark.quick
 def test_a_caller_with_sigpipe_as_it_was_by_default() -> None:
     """It ended with -13 when it wrote to a worker that had been killed."""

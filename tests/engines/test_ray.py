@@ -45,7 +45,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Ray keeps sockets and processes of its own; ours are those of sites."""
+    """Ray keeps sockets and processes of its own; ours are those of agents."""
     yield
     agents = [each.pid for each in psutil.Process().children(recursive=True) if is_an_agent(each)]
     assert gone(agents, within=10)
@@ -133,7 +133,7 @@ def test_what_ray_lost_is_made_again(ray_cluster: Any, what: str) -> None:
             raylet.kill()
         else:
             for worker in pool.stats().workers:
-                # its nursery, where there are nurseries; its site; the raylet
+                # its fork server, where there are fork servers; its agent; the raylet
                 above = psutil.Process(worker.pid).parents()
                 if raylet in above:
                     above[above.index(raylet) - 1].kill()
@@ -178,7 +178,7 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
         workers = [psutil.Process(int(pid)) for pid in line.split()[1:]]
         pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
         caller.send_signal(signal.SIGKILL)
-    # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and
+    # Ray ends agents in well under 2 s, where it is not busy; else they hear nothing for 5 s, and
     # end by themselves
     assert gone(pids, within=12)
 

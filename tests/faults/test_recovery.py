@@ -782,13 +782,13 @@ def test_a_retiring_worker_dies(fork_server: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_the_nursery_dies_with_graphs_in_its_children() -> None:
     assert run_with_own_nursery() == "ok"
 
 
 def run_with_own_nursery() -> str:
-    """In a process of its own: the nursery of this one is shared by all tests."""
+    """In a process of its own: the fork server of this one is shared by all tests."""
     import subprocess
 
     program = """

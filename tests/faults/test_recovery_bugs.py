@@ -195,7 +195,7 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"]
+    "moment", [pytest.param("in the launcher", marks=linux_only("the fork server")), "in the arena"]
 )
 def test_a_pool_is_collected_while_locks_are_held(
     fork_server: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -305,9 +305,9 @@ def test_many_open_files() -> None:
     assert run(code) == "[1, 2]\n"
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_a_fork_that_fails(tmp_path: Path) -> None:
-    """It ended the nursery, and with it all workers of all pools."""
+    """It ended the fork server, and with it all workers of all pools."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "fork, count = os.fork, [0]\n"
@@ -339,7 +339,7 @@ def test_many_workers_that_start_die_at_once() -> None:
     assert run(code) == "[1, 2]\n"
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its
     workers were asked of it."""
@@ -348,9 +348,9 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
         "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)  # without "
         "a look\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
-        "    (nursery,) = psutil.Process().children()\n"
+        "    (fork server,) = psutil.Process().children()\n"
         "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
-        "    nursery.kill()\n"
+        "    fork server.kill()\n"
         "    while first.stats().deaths < 2 or second.stats().deaths < 1: time.sleep(0.001)\n"
         "    print(first.map(abs, [-4, -5]), second.map(abs, [-6]))\n"
         "    print(len(psutil.Process().children()))\n"
@@ -492,7 +492,7 @@ def test_a_program_that_a_call_started_and_that_outlives_its_worker(
     os.kill(int((tmp_path / "flag").read_text()), signal.SIGKILL)
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 def test_a_fork_while_another_thread_starts_the_nursery() -> None:
     """The child waited for ever for a lock whose owner it did not have."""
     code = (
@@ -530,7 +530,7 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 
 
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
-    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its
+    """It counted as a user of the fork server, which stayed when all pools had ended; and so did its
     pipe."""
     code = (
         "first = mpgrad.Pool(1)\n"
@@ -567,7 +567,7 @@ def test_a_nursery_that_somebody_has_stopped() -> None:
 
 
 def test_a_caller_that_blocks_signals() -> None:
-    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit
+    """The fork server had that from it, and never learnt that a worker had ended: nobody got its exit
     code, and all waited."""
     code = (
         "import signal\n"

@@ -97,7 +97,7 @@ SHAPES = [chain, diamond, fan_out, nested, several_outputs, with_captures, passe
 
 @pytest.mark.parametrize(
     "size", [3, 3000]
-)  # which ride in a message, and which lie in shared memory
+)  # which are inline in a message, and which lie in shared memory
 @pytest.mark.parametrize("graph", SHAPES, ids=lambda graph: graph.__name__)
 def test_a_graph_of_calls_is_the_serial_one(
     pool: mpgrad.Pool, graph: Callable[..., Any], size: int

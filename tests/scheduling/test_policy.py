@@ -250,7 +250,7 @@ with mpgrad.Pool(2, maxtasksperchild=1, retries={retries}) as pool:
 """
 
 
-@linux_only("the nursery")
+@linux_only("the fork server")
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_nursery_that_may_not_fork(tmp_path: Path, retries: int) -> None:
     # symptom: these are deaths of workers, three of which break the pool; and their reason is

@@ -72,7 +72,7 @@ def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None
 
 
 def test_a_working_directory_that_was_deleted(tmp_path: Path, fork_server: mpgrad.Pool) -> None:
-    # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are hired.
+    # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are started.
     before = os.getcwd()
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -40,7 +40,7 @@ from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, PackedTensor
 
-UPDATE_PATIENCE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
+UPDATE_PATIENCE = 0.05  # seconds in which updates gather, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
 MODES = current_modes()
 
@@ -390,7 +390,7 @@ def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
     return {
         "inbox": len(scheduler.inbox),
         "unfinished operations": len(scheduler.admissions.unfinished),
-        "backlogs of stranded workers": sum(
+        "backlogs of unplaced workers": sum(
             len(worker.backlog) for worker in scheduler.supervisor.unplaced
         ),
         "queued calls": has_queued_calls(scheduler),

@@ -180,7 +180,7 @@ class World:
         self.random = random.Random()
         self.rates = rates
         self.retries = retries
-        self.remote = remote  # workers are behind sites, which share no memory with the caller
+        self.remote = remote  # workers are behind agents, which share no memory with the caller
         self.now = 1000.0
         self.tasks: list[Task] = []
         self.workers: list[SimulatedWorker] = []
@@ -236,7 +236,7 @@ class World:
             worker.step()
 
     def sites_report(self, patient: bool = False) -> bool:
-        """Sites tell what they have seen. One that is `patient` waits until there is something:
+        """Agents tell what they have seen. One that is `patient` waits until there is something:
         whether there will be."""
         links = [
             worker.link
@@ -796,7 +796,7 @@ class SimulatedLink:
 
     @property
     def numbers(self) -> memoryview:
-        """The whereabouts that the scheduler knows."""
+        """The progress record that the scheduler knows."""
         return self.worker.numbers
 
     def kill(self, by: int = signal.SIGKILL) -> None:
@@ -884,7 +884,7 @@ class SimulatedLink:
 
 
 class AgentLink(SimulatedLink):
-    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the
+    """To a worker on another machine. What the scheduler knows of its progress record, and it of the
     scheduler's, comes late."""
 
     shares_memory = False
@@ -894,7 +894,7 @@ class AgentLink(SimulatedLink):
         super().__init__(world, worker, node)
         self.progress_record = memoryview(bytearray(PROGRESS_RECORD_BYTES)).cast("q")
         self._lent = 0  # how often something was, and has not been given back
-        self._skips: list[tuple[int, int]] = []  # that the site has not written yet
+        self._skips: list[tuple[int, int]] = []  # that the agent has not written yet
         self._limits: dict[int, float] = {}
         self._heard_at = world.now
         self._followed_until = 0.0
@@ -915,7 +915,7 @@ class AgentLink(SimulatedLink):
         return super().receive()
 
     def report(self) -> bool:
-        """Do what the site was asked for, and tell what it has seen; whether there was anything."""
+        """Do what the agent was asked for, and tell what it has seen; whether there was anything."""
         skips, self._skips = self._skips, []
         for place, chunk in skips:
             self.worker.numbers[place] = chunk
@@ -976,7 +976,7 @@ class AgentLink(SimulatedLink):
         self._lent -= times
         if self._lent < 0:
             raise CheckFailed(
-                "a site is told to end what it does not have", f"worker {self.number}"
+                "an agent is told to end what it does not have", f"worker {self.number}"
             )
 
     def end(self) -> int | None:
