@@ -2,17 +2,17 @@
 systems, asks for a system's name, or whether it has some function. Both sides; needs no torch.
 
 Linux has anonymous memory files, private mappings of them, processes that die with their parent,
-and so a fork server to fork workers from. Whatever else has Unix sockets, macOS first of all, takes the
-portable branches. So does Linux where it is older than 5.3, where a sandbox refuses a call that it
-needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
+and so a fork server to fork workers from. Whatever else has Unix sockets, macOS first of all, takes
+the portable branches. So does Linux where it is older than 5.3, where a sandbox refuses a call that
+it needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
 branches are tested.
 
-Also what a process has of the system: descriptors that are kept as numbers (`OwnedDescriptor`); memory within
-the limits of Linux's control groups, versions 1 and 2, which containers and batch systems set; how
-often the kernel has killed for want of memory; amounts of memory as people write them; how many
-CPUs this process may really use: `os.cpu_count` counts what the machine has, while schedulers and
-containers give less, by affinity or by quota; and how many CPUs other programs take, so that
-figures of a busy machine can be told from those that may be relied on.
+Also what a process has of the system: descriptors that are kept as numbers (`OwnedDescriptor`);
+memory within the limits of Linux's control groups, versions 1 and 2, which containers and batch
+systems set; how often the kernel has killed for want of memory; amounts of memory as people write
+them; how many CPUs this process may really use: `os.cpu_count` counts what the machine has, while
+schedulers and containers give less, by affinity or by quota; and how many CPUs other programs take,
+so that figures of a busy machine can be told from those that may be relied on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 Perfetto (ui.perfetto.dev) opens.
 
     a thread of the caller ──► `span` ──► CallerSpan
-    the scheduling thread (`scheduling.notes`) ──► TracedChunk ◄── a worker's `ChunkTrace`
+    the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`
     a Trace that has ended ──► `events_of`
 
 Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of
@@ -10,8 +10,8 @@ a track lie side by side or within one another: a chunk has the slices of its it
 Format: "Trace Event Format", Google,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Assumes: any thread appends to `caller_spans`; all else is the scheduling thread's. Times are nanoseconds of
-    `time.monotonic_ns`, those of workers by their own clock.
+Assumes: any thread appends to `caller_spans`; all else is the scheduling thread's. Times are
+    nanoseconds of `time.monotonic_ns`, those of workers by their own clock.
 
 `draw` makes a picture of a trace, with one track a worker, below one for each thread of the caller.
 It needs matplotlib. Caller only.

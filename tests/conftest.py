@@ -1,8 +1,8 @@
 """What every test shares: pools, and the guard that nothing is left behind.
 
-A fork server takes about 2 s to import torch, so one pool is kept open for the whole session: further
-pools then share its fork server and start in milliseconds. The guard compares with what was there when
-a test began.
+A fork server takes about 2 s to import torch, so one pool is kept open for the whole session:
+further pools then share its fork server and start in milliseconds. The guard compares with what was
+there when a test began.
 """
 
 from __future__ import annotations

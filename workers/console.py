@@ -1,5 +1,5 @@
-"""What a worker tells beside results: what tasks print, log and warn of, and its crash traceback when it
-dies.
+"""What a worker tells beside results: what tasks print, log and warn of, and its crash traceback
+when it dies.
 
 A worker process inherits the descriptors of its parent, so that C code prints where the parent
 does. But `sys.stdout` of a notebook, of a test runner or under `redirect_stdout` is no descriptor,
@@ -11,9 +11,9 @@ becomes of them, as they do for a serial loop.
     faulthandler ──► a pipe, whose other end the parent has
 faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
 in C and holds the interpreter lock, or its memory is broken. Fatal signals (SIGSEGV, SIGFPE,
-SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `TRACEBACK_SIGNAL` is how the parent ends one
-whose call takes too long: the stack is written, and then the signal does what it does by default,
-which is to end the process. So the death says that the stack is complete.
+SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `TRACEBACK_SIGNAL` is how the parent
+ends one whose call takes too long: the stack is written, and then the signal does what it does by
+default, which is to end the process. So the death says that the stack is complete.
 
 Guarantees: what a task printed or logged has arrived before its result; also what it printed before
     it crashed. Any thread, signal's handler or finalizer may print or log at any moment: nothing is
@@ -343,9 +343,8 @@ def register_crash_traceback(link: Link) -> None:
         os.close(theirs)
     faulthandler.enable(ours)
     faulthandler.register(TRACEBACK_SIGNAL, ours, chain=True)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {TRACEBACK_SIGNAL}
-    )  # whoever started us may have blocked it
+    # whoever started us may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {TRACEBACK_SIGNAL})
 
     end = [OwnedDescriptor(ours)]
 

@@ -1,5 +1,5 @@
-"""The fork server: a process that imports torch once and then forks workers on request, in milliseconds
-each.
+"""The fork server: a process that imports torch once and then forks workers on request, in
+milliseconds each.
 
 multiprocessing's fork server does the same, but imports the parent's main module (so that every
 script needs a guard), listens on a named socket and is shared with whatever else uses it. This one
@@ -11,8 +11,8 @@ has a single pipe, to the parent, and ends with it.
     fork server ► parent    (name, exit code, 0) once for each worker
                         (name, None, errno) where the system refuses to start it
 A worker's number is its own within its pool; its name is unique among all pools that share the
-fork server. The changes are what the worker takes over, since the parent is not what it was when the
-fork server began, nor need the fork server have been that.
+fork server. The changes are what the worker takes over, since the parent is not what it was when
+the fork server began, nor need the fork server have been that.
 """
 
 from __future__ import annotations

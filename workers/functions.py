@@ -1,13 +1,13 @@
 """The functions that a worker has been given: made of bytes and captures, until the caller forgets
 them; and what comes of them.
 
-    Define ──► FunctionTable: FunctionPickle (a pickle, which operations share), Function (of one operation)
+    Define ──► FunctionTable: FunctionPickle, which operations share; Function, of one
     backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
-Stray leaves: those that a result depends on, and that are neither inputs nor captures. Their gradients
-would be lost.
+Stray leaves: those that a result depends on, and that are neither inputs nor captures. Their
+gradients would be lost.
 
 A worker has leaves of its own: what an installed package keeps in its modules, and what an object
 made when it was loaded, because its own pickling went by way of arrays, a state dict or torch.save.
@@ -190,9 +190,8 @@ class FunctionTable(dict[int, Function | Failure]):
         self._memory = memory
         self._worker_device = worker_device
         self._codes: dict[int, FunctionPickle] = {}
-        self._states: RecentValues[bytes] = (
-            RecentValues()
-        )  # of the user's modules, see `ModulesState`
+        # of the user's modules, see `ModulesState`
+        self._states: RecentValues[bytes] = RecentValues()
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
 
     def define(self, message: Define) -> None:

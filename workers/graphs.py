@@ -7,25 +7,25 @@ backward, are not imitated, they happen.
 The life of a graph, by call. Each arrow is a method of `GraphTable`:
 
     (none) ── keep ──► KEPT ── note_emptied ──► EMPTIED
-                        │                  │
-                       trim               trim
-                        ▼                  │
-    (none) ── find ──► DROPPED ◄───────────╯
+                        │                         │
+                       trim                      trim
+                        ▼                         │
+    (none) ── find ──► DROPPED ◄──────────────────╯
               miss      │
                   take_dropped                           any ── release ──► (none)
                         ▼
                      (none)
 
     KEPT      here, and whole
-    EMPTIED     here, but emptied, which PyTorch tells a second backward
+    EMPTIED   here, but emptied, which PyTorch tells a second backward
     DROPPED   not here, and the caller does not know it
     (none)    never here, or the caller knows that it is not
 
 keep: a call has run, for the first time or again; or a backward whose gradients are to be
-differentiated. note_emptied: a backward ran through it that was not to keep it. release: the caller's node
-has died, or the backward was the last one. trim: graphs take too much memory. find: a backward
-wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller sends the
-call once more with the next backward that needs it.
+differentiated. note_emptied: a backward ran through it that was not to keep it. release: the
+caller's node has died, or the backward was the last one. trim: graphs take too much memory. find: a
+backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
+sends the call once more with the next backward that needs it.
 
 Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
 

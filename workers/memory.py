@@ -12,7 +12,8 @@ What a call's graph takes is the rise of the allocator's count over the call. Gr
 are what a worker can do without: the calls are run again when their backwards come. So a
 `MemoryMonitor` looks how near the limits of this process's control groups are, where Linux kills.
 
-The device that a worker stands at has its set-up, its channel to the caller, and places for tensors:
+The device that a worker stands at has its set-up, its channel to the caller, and places for
+tensors:
 
     frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
         ──► `finish`: wait here for the device
@@ -166,7 +167,8 @@ class WorkerMemory:
         caller_devices: Sequence[int] | None,
         payload: Payload,
     ) -> Sequence[TensorRef | None]:
-        """Gradients; `caller_devices`: where they are to be in the caller, in a pool with devices."""
+        """Gradients; `caller_devices`: where they are to be in the caller, in a pool with
+        devices."""
         # all are placed before the first is lent: where memory ends half-way, nothing has been
         # given away
         flags = [
@@ -385,8 +387,8 @@ class DeviceMap(NamedTuple):
 
 
 class WorkerDevice:
-    """A worker's device and its channel to the caller. At the CPU (code 0) there is no channel, and in a
-    pool without devices no post either: then hardly anything is to be done."""
+    """A worker's device and its channel to the caller. At the CPU (code 0) there is no channel, and
+    in a pool without devices no set-up either: then hardly anything is to be done."""
 
     def __init__(
         self, setup: DeviceSetup | None = None, channel: DeviceChannel | None = None

@@ -16,8 +16,8 @@ too, or they are added up here until the caller collects them. Unless the graph 
 and a caller whose backward turns out to be another one has it made again.
 
 Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
-`ProgressRecord`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
-the caller records a timeline, that also notes when.
+`ProgressRecord`. How far a call has come, for its failure, and what it took, is in its `Stage`;
+while the caller records a timeline, that also notes when.
 Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises.
     Whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a
     pair that goes together. Each call of a forward is noted before the look whether it is skipped.

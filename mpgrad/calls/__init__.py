@@ -3,8 +3,8 @@
 Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker and no engine.
 
     packing      a call, or a bundle of calls, as bytes and slots; on which device it runs
-    operations   one map, submit or reduce, from packed calls to results; dependencies to results; what
-                 came of a call: a result, or an exception
+    operations   one map, submit or reduce, from packed calls to results; dependencies to results;
+                 what came of a call: a result, or an exception
     backwards    where autograd nodes send backwards; captures' sums; predicted gradients
     results      what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
 """

@@ -3,8 +3,9 @@ gradients. Caller only.
 
     caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
         ──► caller's thread: `value`
-`submit` is an operation of one call (`SubmittedOperation`), whose result other calls may be given before it
-is there: a `Dependency` is the place of that result among their arguments, and has gates to it.
+`submit` is an operation of one call (`SubmittedOperation`), whose result other calls may be given
+before it is there: a `Dependency` is the place of that result among their arguments, and has gates
+to it.
 
 What came of a call is a result that is still bytes and memory, or an exception that is still to be
 made (`Outcome`): who asks makes it, in a thread of the caller.

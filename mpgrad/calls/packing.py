@@ -221,7 +221,8 @@ class PackedCall:
         self.packed: list[PackedTensor] | PackedTensors = packed
         # `operations.Dependency`s: until the call has its node, or turns out to need none
         self.dependencies = dependencies
-        self.dependency_results: Parts = ()  # what they led to: their tensors are the last of `packed`
+        # what they led to: their tensors are the last of `packed`
+        self.dependency_results: Parts = ()
         self.gated: Sequence[torch.Tensor] = ()
         # with their versions: gradients were off, but `fn` may want them
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
@@ -448,8 +449,8 @@ class Futures:
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
-        """The number of a dependency on its result; None where it is no future, or its value is in the
-        caller."""
+        """The number of a dependency on its result; None where it is no future, or its value is in
+        the caller."""
         if not issubclass(type(value), structure.DeferredValue):
             return None
         if id(value) not in self._marks:
@@ -468,8 +469,8 @@ def arguments_structure(
     known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
-    """The arguments' structure, tensors and dependencies; raises with the item's number where they cannot
-    be carried."""
+    """The arguments' structure, tensors and dependencies; raises with the item's number where they
+    cannot be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()

@@ -1,5 +1,6 @@
-"""An agent: on a node of a cluster, between the caller and the workers that it starts there. Runs on
-the node; needs no torch. And what both ends of an agent share: records as bytes, and their order.
+"""An agent: on a node of a cluster, between the caller and the workers that it starts there. Runs
+on the node; needs no torch. And what both ends of an agent share: records as bytes, and their
+order.
 
     caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
@@ -25,13 +26,13 @@ its frames.
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has
 some of them here at a time. What carries them may do so in any order, late, or twice. So both ends
-number what they say, and `RecordReceiver` puts it into its order, each piece once. Memory stands behind
-the pickle of the records, as it is: it is copied once when it is packed, from where it lies, and
-not when it is unpacked.
+number what they say, and `RecordReceiver` puts it into its order, each piece once. Memory stands
+behind the pickle of the records, as it is: it is copied once when it is packed, from where it lies,
+and not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-A `AgentWorker` is a worker as its agent sees it: its pipe, what it has shown of itself, and what the
-agent has to say of it.
+An `AgentWorker` is a worker as its agent sees it: its pipe, what it has shown of itself, and what
+the agent has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """

@@ -9,9 +9,9 @@ Where no number of workers was asked for, there are as many as the nodes have ro
 that join or leave change it. Two threads of its own ask for the nodes, and keep the agents from
 taking us for dead.
 
-What is lent to a worker is replicated at its agent: its bytes travel once, in front of the frame that
-names it, however many workers of the agent are lent it. What a worker lends has its bytes in the
-frame, and a replica here (`wire.frames.SlabReplicas`).
+What is lent to a worker is replicated at its agent: its bytes travel once, in front of the frame
+that names it, however many workers of the agent are lent it. What a worker lends has its bytes in
+the frame, and a replica here (`wire.frames.SlabReplicas`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
     transport gives.
@@ -65,7 +65,8 @@ SAME = ("Python", "torch", "mpgrad")
 
 
 class ClusterEngine:
-    """Guarantees: an agent that is silent for `patience` seconds counts as lost, with its workers."""
+    """Guarantees: an agent that is silent for `patience` seconds counts as lost, with its
+    workers."""
 
     copies_caller = False
 
@@ -708,8 +709,8 @@ class AgentLink:
         self.frames.clear()
 
     def end(self) -> None:
-        """The agent says of a worker that it is gone when it knows how it has ended, and sees to the
-        end of others."""
+        """The agent says of a worker that it is gone when it knows how it has ended, and sees to
+        the end of others."""
         if not self.ended:
             self.agent.tell("end", self.number)
             self.ended = True

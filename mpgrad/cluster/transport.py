@@ -2,11 +2,11 @@
 nodes there are: what a transport is, and one without a cluster. Both sides; needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
-A transport knows neither frames nor workers. Replies and errors may come in any order, in any thread,
-late, or twice (see `agent.RecordReceiver`).
+A transport knows neither frames nor workers. Replies and errors may come in any order, in any
+thread, late, or twice (see `agent.RecordReceiver`).
 
-`LocalTransport` has names for nodes, and programs on this machine for agents, with a pipe to each. It
-is for tests of everything that is not the cluster's, and the smallest example of a transport.
+`LocalTransport` has names for nodes, and programs on this machine for agents, with a pipe to each.
+It is for tests of everything that is not the cluster's, and the smallest example of a transport.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Transport(Protocol):
         """
 
     def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
-        """Have `NodeAgent.exchange(number, content)` run there; `reply` gets what it returns, or why
-        there will be nothing."""
+        """Have `NodeAgent.exchange(number, content)` run there; `reply` gets what it returns, or
+        why there will be nothing."""
 
     def kill_agent(self, agent: Any) -> None:
         """End it and its workers, whatever they do; it may have ended already. Its replies are

@@ -102,8 +102,8 @@ class WorkerLink(Link, Protocol):
         nothing, where it does."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `progress_record` up to date for so long; else it is what it was at an
-        overrun, or at the end."""
+        """Keep the copy of the `progress_record` up to date for so long; else it is what it was at
+        an overrun, or at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """Each call of the chunk, which is sent next, may take so many seconds; None: it is

@@ -1,10 +1,10 @@
 """How worker processes and threads come to be, and how one learns that they are gone.
 
-A launcher gives a worker its end of a socket pair and later tells its exit code. `ForkServerLauncher`
-is the default on Linux: workers are forked from a process that has imported torch and nothing of
-the user's. `SpawnLauncher` is the default elsewhere: each worker is a program of its own.
-`ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the same loop in
-threads.
+A launcher gives a worker its end of a socket pair and later tells its exit code.
+`ForkServerLauncher` is the default on Linux: workers are forked from a process that has imported
+torch and nothing of the user's. `SpawnLauncher` is the default elsewhere: each worker is a program
+of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
+same loop in threads.
 
 Fresh interpreters are started only where there is one to start. A frozen program, or one that
 embeds Python, is what `sys.executable` names: started in the place of Python it would do what it
@@ -166,8 +166,8 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 
 
 class ForkServerProcess:
-    """The parent's end of a fork server, shared by all pools of this process for which it is right; it
-    ends with the last."""
+    """The parent's end of a fork server, shared by all pools of this process for which it is right;
+    it ends with the last."""
 
     def __init__(self, begun_as: InheritedState, variables: Mapping[str, str]) -> None:
         """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
@@ -185,8 +185,8 @@ class ForkServerProcess:
         self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
-        """Ask for a worker; False where the fork server is gone, of which its pipe knows before `alive`
-        does."""
+        """Ask for a worker; False where the fork server is gone, of which its pipe knows before
+        `alive` does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         with self._sending:
@@ -209,8 +209,8 @@ class ForkServerProcess:
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exited(self, name: int) -> Exit | None:
-        """How a worker has ended, or the fork server with all of them; reads what was said of others,
-        too."""
+        """How a worker has ended, or the fork server with all of them; reads what was said of
+        others, too."""
         with self._receiving:
             with contextlib.suppress(BlockingIOError):
                 while report := self._report():
@@ -240,8 +240,8 @@ class ForkServerProcess:
     def close(self) -> None:
         """End the fork server, and with it all workers; waits for it."""
         with contextlib.suppress(OSError):
-            # the fork server sees it even where a forked child holds a copy of this end, and so does
-            # whoever waits for an exit code
+            # the fork server sees it even where a forked child holds a copy of this end, and so
+            # does whoever waits for an exit code
             self._control.shutdown(socket.SHUT_RDWR)
         with self._sending, self._receiving:
             self._control.close()
@@ -253,8 +253,8 @@ class ForkServerProcess:
 
 
 class ForkServerLauncher(Launcher):
-    """Workers forked from a fork server, which are what this process is now, and not what it was when
-    the fork server began.
+    """Workers forked from a fork server, which are what this process is now, and not what it was
+    when the fork server began.
 
     Where they cannot take that over, the workers that a pool has stay with their fork server, and
     successors come from another one.
@@ -269,8 +269,8 @@ class ForkServerLauncher(Launcher):
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
         self._variables = variables
-        # number of a worker in its pool -> the fork server that forked it, and its name there, unique
-        # among pools
+        # number of a worker in its pool -> the fork server that forked it, and its name there,
+        # unique among pools
         self._born: dict[int, tuple[ForkServerProcess, int]] = {}
         self.tracker = SharedTracker()
         try:
@@ -281,8 +281,8 @@ class ForkServerLauncher(Launcher):
 
     @classmethod
     def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
-        """A fork server whose forks can be what this process is `now`, a new one where there is none;
-        counts one more user."""
+        """A fork server whose forks can be what this process is `now`, a new one where there is
+        none; counts one more user."""
         with cls._lock:
             if (
                 cls._owner_pid != os.getpid()
@@ -543,8 +543,8 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
     """
     if context is None:
         python()
-        # a fork server needs message boundaries and the death signal, which only Linux has, and calls
-        # that may be refused by now
+        # a fork server needs message boundaries and the death signal, which only Linux has, and
+        # calls that may be refused by now
         variables = thread_variables(threads)
         return (
             SpawnLauncher(variables)

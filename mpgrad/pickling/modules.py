@@ -11,7 +11,8 @@ is the worker's own import's.
 Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
 can read from it. So it gets those that its strings mention, then all names of its script that can
 be carried and are not large. For the others stand objects that raise an error, which says why,
-whatever is done with them (`UncarriedName`): without them, `globals().get("w", 0)` would go on with 0.
+whatever is done with them (`UncarriedName`): without them, `globals().get("w", 0)` would go on with
+0.
 
 Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
     import name`); one that is used in any other way, such as given to a function, travels with all

@@ -8,9 +8,9 @@ cloudpickle would pickle all of it with each function and each item. Here functi
 name, and an operation has one state beside its function, which workers keep. While nothing has been
 written (`ContentRecord`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentRecord`, which says later whether the pickle
-is still true. What the caller may write to is compared by what it holds, or by the bytes that it
-gives; a large pickle by the identity of its object.
+The pickler notes each object that it meets in a `ContentRecord`, which says later whether the
+pickle is still true. What the caller may write to is compared by what it holds, or by the bytes
+that it gives; a large pickle by the identity of its object.
 
 Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever
 and whenever they run.
@@ -652,9 +652,8 @@ class SnapshotCache:
 
 
 STATES = SnapshotCache()
-LOADED: RecentValues[Namespaces] = (
-    RecentValues()
-)  # states without tensors, in the process of a worker
+# states without tensors, in the process of a worker
+LOADED: RecentValues[Namespaces] = RecentValues()
 LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 
 
@@ -711,8 +710,8 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: ModuleSnapshot | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `DeferredValue` values in it, and the dependencies to those, in the order
-    in which pickle meets them.
+    """`dumps_whole` of what may have `DeferredValue` values in it, and the dependencies to those,
+    in the order in which pickle meets them.
 
     What the state `known` has is left to it.
     """

@@ -12,8 +12,8 @@ pickle asks for them in the order in which it met them, so they stand at the end
 first one last. What pickle refuses, or carries as something else, goes as
 `mpgrad.pickling.reducers` has it.
 
-A result that a call is still to give (`DeferredValue`) leaves a number below 0, and a dependency on what it
-will be.
+A result that a call is still to give (`DeferredValue`) leaves a number below 0, and a dependency on
+what it will be.
 """
 
 from __future__ import annotations

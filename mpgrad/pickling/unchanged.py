@@ -3,8 +3,8 @@ worker, as they were loaded, and are not loaded again. Both sides.
 
 A lambda in a loop is a new function each time, with the same code; the tensors that it captures may
 be others. Neither is in its pickle, which has numbers in the places of tensors. So a pickle is kept
-by the code of the function, with all that it depends on (`FunctionFingerprint`), and looking at that again takes
-a tenth of the time.
+by the code of the function, with all that it depends on (`FunctionFingerprint`), and looking at
+that again takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint |
 def keep_pickle(
     function: Any, fingerprint: FunctionFingerprint, pickler: CallerPickler, pickled: bytes
 ) -> None:
-    """`fingerprint`: before it was pickled. Meanwhile other threads may have written to it, and have put
-    back what was there."""
+    """`fingerprint`: before it was pickled. Meanwhile other threads may have written to it, and
+    have put back what was there."""
     key, now = key_of(function), FunctionFingerprint.of(function)
     assert key is not None
     had_the_same = [

@@ -12,8 +12,8 @@ Imports `calls`, `engines` and what is below it. Nothing here waits for a worker
                      calls and backwards that wait for others
     queue            the calls that wait, and how they leave for workers; function_cache: what they
                      cost
-    chunk_writer     every decision about how much goes together: windows, bundles, chunks; chunks as
-                     messages, and what a worker has once they are there
+    chunk_writer     every decision about how much goes together: windows, bundles, chunks; chunks
+                     as messages, and what a worker has once they are there
     worker_handle    what every worker starts with; each worker: what waits for it, its chunks, and
                      how far it is
     receiving        what comes from workers, as outcomes

@@ -6,7 +6,8 @@ GPU, or between some containers). So nobody asks what the machine is: each worke
 reads a slot of ours and gives one of its own to be read, and until all have, tensors are staged:
 they go through the CPU's memory, and whoever gets them puts them on their device.
 
-    offer: our slot, SlotTrial ──► the worker reads it ──► TrialOutcome, with a slot of its own ──► tried: DirectTransfer
+    offer: our slot, SlotTrial ──► the worker reads it
+        ──► TrialOutcome, with a slot of its own ──► tried: DirectTransfer
 Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
 """
 

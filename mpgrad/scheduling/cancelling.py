@@ -146,9 +146,8 @@ class Canceller:
             first = worker.under_way.first
             worker.overdue = None if first is None else first.timeout
             worker.termination = Termination(now + TRACEBACK_PATIENCE, worker.under_way.begun())
-            worker.link.kill(
-                TRACEBACK_SIGNAL
-            )  # the end of its pipe is read next, as of any that dies
+            # the end of its pipe is read next, as of any that dies
+            worker.link.kill(TRACEBACK_SIGNAL)
 
     def _end_grace(self, worker: WorkerHandle) -> None:
         """What it is at has had its grace period."""

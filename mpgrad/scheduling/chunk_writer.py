@@ -10,10 +10,10 @@ What the worker knows is left out of a message, what it lacks goes before:
 The states of a graph:
 
     forward, or a differentiable backward ──► ALIVE ──► a backward not to keep it ──► FREED ──┐
-                                               │                                             │
-                dropped there for want of room ▼        the last backward, of which          │
-                                            LOST     nothing is left ──► CONSUMED ───────────┤
-                                                                     released: forgotten ◄───┘
+                                                │                                             │
+                 dropped there for want of room ▼         the last backward, of which         │
+                                              LOST     nothing is left ──► CONSUMED ──────────┤
+                                                                      released: forgotten ◄───┘
     the next backward of one that is LOST, CONSUMED, or FREED by mistake has it made again: ALIVE
 Assumes: called by the scheduling thread; any may look into `functions`, and ask how many graphs
     there are. What has been written is sent, in this order, or the worker is gone.
@@ -23,8 +23,8 @@ bundle, calls in a chunk.
 
     items ── window: packed before the workers hear
         ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
-What calls take is measured (`function_cache.FunctionTiming`), never guessed: before the first answer they
-go one by one.
+What calls take is measured (`function_cache.FunctionTiming`), never guessed: before the first
+answer they go one by one.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class ChunkWriter:
         """A chunk of what waits: backwards under the same modes and environment, or a request for
         capture gradients.
 
-        `note_consumed`: notes what graphs are consumed; whoever consumes one and sends another backward of
-        it does it in this order.
+        `note_consumed`: notes what graphs are consumed; whoever consumes one and sends another
+        backward of it does it in this order.
         """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
@@ -413,8 +413,8 @@ class GraphLedger:
             self.states[call] = LOST
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Before a backward: what was the state of a graph that has to be made before it, ALIVE from
-        now on; else None.
+        """Before a backward: what was the state of a graph that has to be made before it, ALIVE
+        from now on; else None.
 
         `again`: the backward was sent before, so that it may have freed the graph itself.
         """

@@ -211,8 +211,8 @@ class Driver(Protocol):
         ...
 
     def nudge(self) -> None:
-        """There are updates for a worker, which can wait a little. Called from finalizers: it may not
-        wait, lock or raise."""
+        """There are updates for a worker, which can wait a little. Called from finalizers: it may
+        not wait, lock or raise."""
         ...
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:

@@ -5,8 +5,8 @@ its graph is wanted. So a graph that is lost is only missing: it is made again, 
 gets its next backward, right before that.
 
     forward under way ──► the front of its operation's queue
-    backward under way, or waiting ──► another worker: [Recompute, [RecomputeBackward ...,]] BackwardCall
-                                       graph: missing there
+    backward under way, or waiting ──► another worker, where the graph is missing:
+        [Recompute, [RecomputeBackward ...,]] BackwardCall
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
 Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than
     that, and more than `IDLE_DEATHS`, when it was next. Without retries those before it in the

@@ -2,10 +2,10 @@
 behind is seen to. (Caller.)
 
     start_worker ──► ready ──► retiring ──► told to stop ──┐
-               └──────────────────► died: lose ────┴──► leave
+                       └──────────────────► died: lose ────┴──► _remove_at_once
 
     retiring: no new calls; it stays while graphs there are wanted
-    leave: off the pool, at once ──► its exit, reported by the engine, or awaited for long enough
+    _remove_at_once: off the pool ──► its exit, reported by the engine, or awaited long enough
         ──► remove ──► requeue
 Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
 settled.

@@ -3,9 +3,9 @@ there is no pool.
 
 `Arguments` say which arguments are differentiated, and what all items share. A task is called for
 one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
-vectors. What it evaluates is a `PinnedFunction`, the function at the item's arguments; a `Graph` is one
-evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each, or
-one for all under a vmap.
+vectors. What it evaluates is a `PinnedFunction`, the function at the item's arguments; a `Graph` is
+one evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each,
+or one for all under a vmap.
 
 Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns
 belong to one function.

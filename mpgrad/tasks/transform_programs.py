@@ -3,8 +3,8 @@ derivative of it.
 
 A transform wants to know what a map's derivative is. It is a map of the function's derivative, so
 workers need the function as a program on plain tensors, and a way to make new programs from it:
-`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also one another, which is how transforms
-are nested. Parents make and pickle them, workers run them.
+`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also one another, which is how
+transforms are nested. Parents make and pickle them, workers run them.
 
     DirectProgram ─► VjpProgram ─► JvpProgram ─► BatchedProgram ...
     program(load, common, own) ─► tensors

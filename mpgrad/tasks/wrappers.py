@@ -1,9 +1,9 @@
 """Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
 worker.
 
-    IndexedFunctions       functions that joblib was given with `delayed`, as one function of their arguments
-    Initializer   what an `mpgrad.Executor` has its workers run first
-    Replicas      the modules of `mpgrad.nn.parallel_apply`
+    IndexedFunctions   functions that joblib was given with `delayed`, as one function
+    Initializer        what an `mpgrad.Executor` has its workers run first
+    Replicas           the modules of `mpgrad.nn.parallel_apply`
     Fold, FoldedBlock, FinalMerge   reductions as ordinary calls
 
 A fold is one call, a tree of folds is a map of calls and a fold of their results.

@@ -5,9 +5,9 @@ A serial loop runs under the caller's modes without a thought; a worker has mode
 `Modes` is a snapshot that travels with every chunk: a setting of PyTorch's where it differs from
 its default, so that what nobody has changed costs nothing, and what an initializer has set stays.
 Hooks for saved tensors are code, and travel with the function. Modes that are objects of the user's
-cannot travel: a call under one is refused (`ModeCheck`). Random numbers follow one rule: an operation
-draws one seed from the caller's generator, and each item derives its own from that, so nothing
-depends on which worker runs an item, in what order, or how often.
+cannot travel: a call under one is refused (`ModeCheck`). Random numbers follow one rule: an
+operation draws one seed from the caller's generator, and each item derives its own from that, so
+nothing depends on which worker runs an item, in what order, or how often.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ torch, as the agent has none.
 A frame of a worker's that comes with descriptors is for the agent, since descriptors end at the
 machine's border. With a shared-memory engine there is no agent, and the frame is for the caller.
 
-`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, an agent or
-the caller.
+`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, an
+agent or the caller.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def in_order() -> None:
 
 
 class LackingMemory(NamedTuple):
-    """Agent to worker: what the caller has lent and the agent could not replicate. Each takes the place
-    of the one before."""
+    """Agent to worker: what the caller has lent and the agent could not replicate. Each takes the
+    place of the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
 
@@ -51,8 +51,8 @@ class CrashTraceback(NamedTuple):
 
 
 class ProgressRecord:
-    """What the int64 at a worker's `ReadyReport.progress_record` are. Written by the worker, but for those
-    that say otherwise."""
+    """What the int64 at a worker's `ReadyReport.progress_record` are. Written by the worker, but
+    for those that say otherwise."""
 
     COUNT = 6
     BETWEEN = -1  # in the place of the chunk: the position is that of another one now
@@ -64,8 +64,8 @@ class ProgressRecord:
 
 
 class ProgressRecordLocation(NamedTuple):
-    """Worker to agent: its `ProgressRecord` lie there in the memory whose descriptor travels with the
-    frame."""
+    """Worker to agent: its `ProgressRecord` lie there in the memory whose descriptor travels with
+    the frame."""
 
     offset: int
     nbytes: int

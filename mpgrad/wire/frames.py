@@ -248,8 +248,8 @@ class Link(Protocol):
     end is gone.
 
     Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its
-    descriptor. Elsewhere each has a replica of the other's slabs, with the same numbers and offsets,
-    and what is lent is carried: its bytes travel with a frame.
+    descriptor. Elsewhere each has a replica of the other's slabs, with the same numbers and
+    offsets, and what is lent is carried: its bytes travel with a frame.
     """
 
     shares_memory: bool

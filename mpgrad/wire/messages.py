@@ -1,14 +1,15 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
-    worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums PrintedText LoggedRecord
+    worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums
+                      PrintedText LoggedRecord
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
 An agent says something of its own, too: see `agent_messages`.
 
-Many items, of a bundle or of dependencies' results, have their tensors in a row. One record, `Parts`,
-says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
+Many items, of a bundle or of dependencies' results, have their tensors in a row. One record,
+`Parts`, says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
 `Result.bundle`, and all else is made of it:
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
@@ -149,8 +150,8 @@ class SlotTrial(NamedTuple):
 
 
 class TrialOutcome(NamedTuple):
-    """Why the sender cannot read what `SlotTrial` named, or ""; and in return a slot of its own, where it
-    can."""
+    """Why the sender cannot read what `SlotTrial` named, or ""; and in return a slot of its own,
+    where it can."""
 
     refusal: str
     back: SlotTrial | None
@@ -308,8 +309,8 @@ class EagerOptions(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """Run a call for its graph only: the first one is lost. Or it was dropped where `consumed`: then
-    this one is run through.
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `consumed`:
+    then this one is run through.
 
     `environment`: another one than that of the chunk, see `Follow`.
     """

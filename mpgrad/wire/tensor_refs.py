@@ -9,11 +9,12 @@ bucket where the tensors are alike.
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
                  core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
                tensors ──► laid_out ──► references to one run after another, cores ──► fill
-               tensors ──► PackedTensors ──► Payload ──► TensorBucket where they are alike, or TensorColumns
+               tensors ──► PackedTensors ──► Payload ──► TensorBucket, of those that are alike
+                                                         TensorColumns, of all others
     receiver   references, memory ──► view, views ──► tensors
-A small tensor is inline in the message itself, a large one lies in a slot and sends its address. Up to
-RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a
-tensor). Many that are alike are copied at once, and have one slot together: a bucket, which costs
+A small tensor is inline in the message itself, a large one lies in a slot and sends its address. Up
+to INLINE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us
+a tensor). Many that are alike are copied at once, and have one slot together: a bucket, which costs
 little more than one tensor.
 
 Nothing travels of what a tensor's storage holds before and behind it; what lies between its
@@ -176,7 +177,8 @@ class TensorColumns(Sequence[TensorRef]):
         return zip(*self.columns, strict=True)
 
     def moved(self, start: int) -> TensorColumns:
-        """The same, if the payload in which the tensors are inline begins at `start` of a larger one."""
+        """The same, if the payload in which the tensors are inline begins at `start` of a larger
+        one."""
         columns = list(self.columns)
         columns[PLACE] = [place - start for place in columns[PLACE]]
         return TensorColumns(*columns)
@@ -348,7 +350,8 @@ DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
-    """Whether this may be a loss, or the gradient of one, that workers predict: see `EagerOptions`."""
+    """Whether this may be a loss, or the gradient of one, that workers predict: see
+    `EagerOptions`."""
     return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
 
@@ -957,8 +960,8 @@ class Packer:
     ) -> PackedTensor:
         """A tensor that lies on a device, or is to.
 
-        Small ones take a slot there too: to be inline in a message they would have to come to the CPU,
-        and so wait until all is done that the device has been given before.
+        Small ones take a slot there too: to be inline in a message they would have to come to the
+        CPU, and so wait until all is done that the device has been given before.
         """
         channel = None if staged or code == 0 else self._way(tensor)
         if channel is None:
@@ -1113,8 +1116,8 @@ class Payload:
     def add_all(
         self, packed: Sequence[PackedTensor | None] | PackedTensors
     ) -> Sequence[TensorRef | None]:
-        """References to them, None where one is missing; those that are inline are in this payload from
-        now on."""
+        """References to them, None where one is missing; those that are inline are in this payload
+        from now on."""
         if isinstance(packed, PackedTensors):
             start = -1 - self._append(packed.body) if packed.body else 0
             return packed.refs.moved(start) if start else packed.refs

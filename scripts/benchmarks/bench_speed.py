@@ -614,8 +614,7 @@ class Captured:
                 weight.grad = None
 
 
-# --- processes, each time in a fresh program, so that no other pool's fork server is warm and nothing
-# else is idle
+# --- processes, each time in a fresh program: no other fork server is warm, and nothing else idle
 
 STARTED = """
 import time

@@ -280,8 +280,8 @@ def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
 
 
 def test_a_worker_that_was_replaced(fork_server: mpgrad.Pool) -> None:
-    """Symptom: a second backward gave gradients. Cause: a consumed graph holds no worker, and the next
-    one did not know of it."""
+    """Symptom: a second backward gave gradients. Cause: a consumed graph holds no worker, and the
+    next one did not know of it."""
     x = leaves(1)[0]
     with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: x.exp(), [x], 1)

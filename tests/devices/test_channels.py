@@ -1,5 +1,5 @@
-"""Who waits for whom on devices: channels over simulated streams, whose work is done in any order that
-their events allow.
+"""Who waits for whom on devices: channels over simulated streams, whose work is done in any order
+that their events allow.
 
 A real GPU is nearly always quick enough to hide a missing wait. Here every copy is put off, and a
 drawn order decides which stream goes on next, so that a wait too few shows within a few hundred
@@ -125,8 +125,8 @@ class Device:
 
 
 class Cells:
-    """Memory of the device, as much of a tensor as channels ask for; what is done with it is done when
-    a stream comes to it."""
+    """Memory of the device, as much of a tensor as channels ask for; what is done with it is done
+    when a stream comes to it."""
 
     device = Device()
 

@@ -638,7 +638,8 @@ def exit_of(launcher: Any, number: int) -> Exit:
 
 
 def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
-    """Their exit codes came when nobody waited for them, and were kept as long as the fork server."""
+    """Their exit codes came when nobody waited for them, and were kept as long as the fork
+    server."""
     ends = []
     for number in range(3):
         ours, theirs = socket.socketpair()

@@ -345,7 +345,8 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     workers were asked of it."""
     code = (
         "from mpgrad.engines.launch import ForkServerProcess\n"
-        "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)  # without "
+        "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)  # "
+        "without "
         "a look\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
         "    (fork server,) = psutil.Process().children()\n"
@@ -530,8 +531,8 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 
 
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
-    """It counted as a user of the fork server, which stayed when all pools had ended; and so did its
-    pipe."""
+    """It counted as a user of the fork server, which stayed when all pools had ended; and so did
+    its pipe."""
     code = (
         "first = mpgrad.Pool(1)\n"
         "assert first.map(abs, [-1]) == [1]\n"
@@ -567,8 +568,8 @@ def test_a_nursery_that_somebody_has_stopped() -> None:
 
 
 def test_a_caller_that_blocks_signals() -> None:
-    """The fork server had that from it, and never learnt that a worker had ended: nobody got its exit
-    code, and all waited."""
+    """The fork server had that from it, and never learnt that a worker had ended: nobody got its
+    exit code, and all waited."""
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import types
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +305,12 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_each_class_has_a_name_of_its_own() -> None:
+    places = places_of_classes()
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def places_of_classes() -> dict[str, list[str]]:
+    """The files that have a class of each name."""
     places: dict[str, list[str]] = {}
     for path in [*ROOT.glob("mpgrad/**/*.py"), *ROOT.glob("workers/*.py")]:
         if path.is_relative_to(ROOT / "mpgrad" / "workers"):
@@ -312,7 +318,80 @@ def test_each_class_has_a_name_of_its_own() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    return places
+
+
+# the last words of class names that are ordinary words of English or of computing
+ORDINARY = """
+    accelerator actor add admission advice answer argument attribute backend bar block broadcast
+    budget buffer byte cache canceller change check clock cluster column concatenation context
+    counter deadline delivery dependency descriptor device dispatcher driver entry environment
+    error exception executor exit failure feeder filler finding fingerprint fold follower fork
+    forward frame function generator handle handler hello hook identity initializer input
+    iterator jacobian job kind launcher layout level lifecycle link listener location
+    logger lookup loopback map mapping mean memory merge method mode module monitor name
+    namespace option origin outcome outlet output overlay packer part path payload phase pickle
+    pickler pipe place plan prediction predictor process product program promise queue receiver
+    recovery reduction ref reference referent refusal region report reporter request result root
+    run runner scatter scheduler search second seed sender setting settlement setup share side
+    slice snapshot socket source span spec stage starter stat state submitter sum table
+    termination text timeline timer timing trace traceback tracer tracker traffic trait transfer
+    transport trial unpickler use value waiter warning writer
+"""
+# messages that tell the receiver to do something
+ORDERS = "collect define follow forget recompute release start stop"
+# names of others: libraries, their functions and classes
+OTHERS = "cuda hvp jvp mallinfo mstat parallel ray vjp"
+MOST_TERMS = 50
+
+
+def singular(word: str) -> str:
+    if word == "leaves":
+        return "leaf"
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    return word[:-1] if word.endswith("s") and not word.endswith(("ss", "us")) else word
+
+
+def noun_of(name: str) -> str:
+    """The last word of a class's name, in lower case and singular."""
+    return singular(re.findall(r"[A-Z][a-z0-9]*|[A-Z]+(?![a-z])", name)[-1].lower())
+
+
+def unknown_nouns(names: Iterable[str]) -> set[str]:
+    """Last words of class names that are neither in the glossary nor ordinary."""
+    known = {singular(term.split()[-1].lower()) for term in terms()}
+    known.update(ORDINARY.split(), ORDERS.split(), OTHERS.split())
+    return {noun_of(name) for name in names} - known
+
+
+def terms() -> list[str]:
+    """What the glossary explains: lines that are not indented, within its lists."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    blocks = re.findall(r"```{glossary}\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.split("\n") if line and line[0] != " "]
+
+
+@pytest.mark.quick
+def test_class_names_end_with_words_that_are_known() -> None:
+    names = [name for name in places_of_classes() if name[0].isupper()]
+    assert unknown_nouns(names) == set()
+    # no word stays in the lists that no class needs
+    words = f"{ORDINARY} {ORDERS} {OTHERS}".split()
+    assert set(words) - {noun_of(name) for name in names} == set()
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["Staff", "HeldStation", "Behind", "PooledGrains"])
+def test_a_class_name_with_a_coined_word_is_seen(name: str) -> None:
+    assert unknown_nouns(["WorkerPool", "Slabs", name]) == {noun_of(name)}
+
+
+@pytest.mark.quick
+def test_the_glossary_is_short() -> None:
+    assert 0 < len(terms()) <= MOST_TERMS
+    assert len(set(terms())) == len(terms())
 
 
 def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:

@@ -45,9 +45,8 @@ class Plan:
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
         torch.manual_seed(seed)
-        size = rng.choice(
-            [1, 2, 40]
-        )  # losses; what is inline in messages; what lies in shared memory
+        # losses; what is inline in messages; what lies in shared memory
+        size = rng.choice([1, 2, 40])
         self.leaves = [torch.randn(size, size, dtype=torch.float64).tanh_() for _ in range(3)]
         for leaf in self.leaves:
             leaf.requires_grad_(rng.random() < 0.7)

@@ -95,9 +95,8 @@ def in_place(pool: Any, x: Tensor, w: Tensor) -> Any:
 SHAPES = [chain, diamond, fan_out, nested, several_outputs, with_captures, passed_through, in_place]
 
 
-@pytest.mark.parametrize(
-    "size", [3, 3000]
-)  # which are inline in a message, and which lie in shared memory
+# the small ones are inline in a message, the large ones lie in shared memory
+@pytest.mark.parametrize("size", [3, 3000])
 @pytest.mark.parametrize("graph", SHAPES, ids=lambda graph: graph.__name__)
 def test_a_graph_of_calls_is_the_serial_one(
     pool: mpgrad.Pool, graph: Callable[..., Any], size: int

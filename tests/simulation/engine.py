@@ -884,8 +884,8 @@ class SimulatedLink:
 
 
 class AgentLink(SimulatedLink):
-    """To a worker on another machine. What the scheduler knows of its progress record, and it of the
-    scheduler's, comes late."""
+    """To a worker on another machine. What the scheduler knows of its progress record, and it of
+    the scheduler's, comes late."""
 
     shares_memory = False
     keeps_time = True
@@ -915,7 +915,8 @@ class AgentLink(SimulatedLink):
         return super().receive()
 
     def report(self) -> bool:
-        """Do what the agent was asked for, and tell what it has seen; whether there was anything."""
+        """Do what the agent was asked for, and tell what it has seen; whether there was
+        anything."""
         skips, self._skips = self._skips, []
         for place, chunk in skips:
             self.worker.numbers[place] = chunk

@@ -1,7 +1,8 @@
 """Pools with devices, on machines without one: on the device of `pretend_device`, which PyTorch
 takes for a GPU.
 
-The order of copies on real devices is `test_channels.py`'s; what needs a real GPU is `test_gpu.py`'s.
+The order of copies on real devices is `test_channels.py`'s; what needs a real GPU is
+`test_gpu.py`'s.
 """
 
 from __future__ import annotations
