@@ -169,7 +169,7 @@ class WorkerMemory:
     ) -> Sequence[TensorRef | None]:
         """Gradients; `caller_devices`: where they are to be in the caller, in a pool with
         devices."""
-        # all are placed before the first is lent: where memory ends half-way, nothing has been
+        # all are packed before the first is lent: where memory ends half-way, nothing has been
         # given away
         flags = [
             REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
@@ -196,7 +196,7 @@ class WorkerMemory:
     def lend(
         self, packed: Sequence[PackedTensor | None] | PackedTensors, payload: Payload
     ) -> Sequence[TensorRef | None]:
-        """References to what was placed, for the message with this `payload`."""
+        """References to what was packed, for the message with this `payload`."""
         holders = (
             [packed.holder]
             if isinstance(packed, PackedTensors)

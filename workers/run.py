@@ -495,7 +495,7 @@ class BackwardResult(NamedTuple):
 
 class Runner:
     """Answers `Forward`, `Backwards` and `Collect`. What stays of them is in the graph table, the
-    loans, and the sums of functions."""
+    memory, and the sums of functions."""
 
     def __init__(
         self,

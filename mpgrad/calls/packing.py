@@ -1,7 +1,7 @@
 """A call made ready to send: its arguments as bytes and references, its function and what it runs
 under (`OperationOptions`), and on which of a pool's workers it may run. Caller only.
 
-Pickle would copy tensors and lose their history. Here they are placed where a worker can read them,
+Pickle would copy tensors and lose their history. Here they are packed where a worker can read them,
 and let in through gates; a result that another call is still to give leaves a number, and is put in
 by the scheduler when it comes.
 
@@ -265,7 +265,7 @@ class PackingOptions(NamedTuple):
     """How the calls of an operation are packed.
 
     `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared`
-    remembers what was placed, by the tensor's id, for operations whose calls have tensors in
+    remembers what was packed, by the tensor's id, for operations whose calls have tensors in
     common.
     """
 
@@ -431,7 +431,7 @@ def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
 
 
 def pack_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> PackedTensor:
-    """As it was placed before for another call of the operation, if it was."""
+    """As it was packed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
         known = shared[id(tensor)] = (

@@ -154,8 +154,8 @@ def loads(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out, and what was
-    claimed in its own.
+    """The value again, with `tensors` in the places of those that `dumps` took out, and the
+    results of dependencies in theirs.
 
     `names`: the modules of the user's own that it refers to. `streams`: gets those of the
     generators that it captures.

@@ -581,7 +581,7 @@ def first_window(seconds: float) -> int:
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     """How many of the `left` ones of `total` items, of so many seconds each, go together: some for
-    each worker that is fed."""
+    each worker that is worth feeding."""
     most = min(
         MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers_worth_feeding(workers, total, seconds))
     )

@@ -2,10 +2,11 @@
 it has been sent, lent and told, and how far it has come with that. Caller's side; decisions are the
 scheduler's.
 
-A worker writes what it begins into memory that the caller reads (see `wire.asides.ProgressRecord`),
-and looks there, before each call, whether the caller has had the chunk skipped. Where no memory is
-shared an agent reads and writes there for us, some time later: so of a chunk that runs nothing can
-be taken back, but what was skipped in time comes back unrun.
+A worker writes what it begins into memory that the caller reads (see
+`wire.agent_messages.ProgressRecord`), and looks there, before each call, whether the caller has had
+the chunk skipped. Where no memory is shared an agent reads and writes there for us, some time
+later: so of a chunk that runs nothing can be taken back, but what was skipped in time comes back
+unrun.
 Guarantees: other threads append to the backlog and the deques of updates, and read; until the end
     they change nothing else.
 """

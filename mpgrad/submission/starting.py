@@ -1,7 +1,7 @@
 """How an operation begins: what a function is to be called with (`Source`); the function is checked
-and pickled, its captures are placed, modes and a seed are fixed. Caller only.
+and pickled, its captures are packed, modes and a seed are fixed. Caller only.
 
-    what may be refused, refused; function pickled ─► seed ─► captures placed, modes ─► an operation
+    what may be refused, refused; function pickled ─► seed ─► captures packed, modes ─► an operation
 Guarantees: what is refused has drawn no random number of the caller's.
 """
 

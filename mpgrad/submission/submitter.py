@@ -370,7 +370,7 @@ def run_targets(
     calls: list[Arguments],
     progress: Progress = False,
 ) -> list[Any]:
-    """[2] The calls have tensors in common, which are placed once."""
+    """[2] The calls have tensors in common, which are packed once."""
     source = Source(calls, len(calls), at_rest=True, noun="target", items=calls)
     return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})
 

@@ -92,7 +92,7 @@ TRACEBACK_SIGNAL = signal.SIGUSR2
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that
 # many tensors in a row (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or
 # of the result, without its tensors; a tuple: these as they are, (args, kwargs) or (result,), with
-# an ellipsis for each tensor, and (number,) for a result that was claimed: see `plain_structure`.
+# an ellipsis for each tensor, and (number,) for the result of a dependency: see `plain_structure`.
 Structure = int | bytes | tuple[Any, ...] | None
 # Of each of many items, or results, whose tensors travel in a row: their structure and number. See
 # above.

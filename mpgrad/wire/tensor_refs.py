@@ -845,7 +845,7 @@ class Packer:
         self._arena = arena
         self._known = known
         self._devices = devices
-        # of the devices whose tensors can be placed
+        # of the devices whose tensors can be packed
         self.kind = "" if devices is None else devices.kind
         self._flags = SHARED if lasting else 0
         self._most_bucketed = most_bucketed

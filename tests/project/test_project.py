@@ -321,7 +321,7 @@ def places_of_classes() -> dict[str, list[str]]:
     return places
 
 
-# the last words of class names that are ordinary words of English or of computing
+# what class names may end with: ordinary words of English or of computing
 ORDINARY = """
     accelerator actor add admission advice answer argument attribute backend bar block broadcast
     budget buffer byte cache canceller change check clock cluster column concatenation context
