@@ -129,7 +129,7 @@ def as_a_child(_: object) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def fork_server(fork_server: mpgrad.Pool) -> Iterator[None]:
+def multiprocessing_server(fork_server: mpgrad.Pool) -> Iterator[None]:
     """multiprocessing's is not left behind."""
     yield
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
@@ -137,7 +137,10 @@ def fork_server(fork_server: mpgrad.Pool) -> Iterator[None]:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_what_multiprocessing_tells_its_children(
-    fork_server: None, context: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    multiprocessing_server: None,
+    context: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """multiprocessing.set_executable had no effect on the children of tasks, nor had its start
     method."""
@@ -559,7 +562,7 @@ def test_programs_of_tasks_inherit_nothing_of_the_worker(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(
-    fork_server: None, context: str, tmp_path: Path
+    multiprocessing_server: None, context: str, tmp_path: Path
 ) -> None:
     """The program inherited the worker's pipe: the death was noticed when the program ended, or
     never."""

@@ -538,11 +538,13 @@ def test_a_gradient_waits_for_every_backward(
 def test_in_a_pool_too_all_tensors_pass_one_node(pool2: mpgrad.Pool) -> None:
     x, y = leaf(2), leaf(3)
     a, b = map_with_parallel_backward(Product, (x, rand(2)), (y, rand(3)), pool=pool2)
-    assert a.grad_fn is b.grad_fn and type(a.grad_fn).__name__ == "JointBackward"
+    assert a.grad_fn is b.grad_fn and type(a.grad_fn).__name__ == "JointIdentityBackward"
     reached: list[str] = []
     x.register_hook(lambda grad: reached.append("x"))
     y.register_hook(lambda grad: reached.append("y"))
-    gates = [node for node in nodes_behind(a.grad_fn) if type(node).__name__ == "JointBackward"]
+    gates = [
+        node for node in nodes_behind(a.grad_fn) if type(node).__name__ == "JointIdentityBackward"
+    ]
     assert len(gates) == 2
     gates[1].register_hook(lambda *grads: reached.append("entry"))
     (a.sum() + b.sum()).backward()
@@ -563,7 +565,7 @@ def test_double_backward_in_a_pool(pool2: mpgrad.Pool) -> None:
     assert_equal(ours, twice(serial, calls, []))
     assert not any(each.requires_grad for each in ours[1])
     # its gradients have come through one
-    assert joints and all(type(node).__name__ == "JointBackward" for node in joints)
+    assert joints and all(type(node).__name__ == "JointIdentityBackward" for node in joints)
 
 
 def twice(run: Callable[..., Any], calls: list[Any], nodes: list[Any]) -> Any:
