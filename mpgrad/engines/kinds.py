@@ -6,7 +6,7 @@ name. Caller's side.
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
 write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.
-Where the two sides share no memory, the links replica it (see `wire.frames.SlabReplicas`).
+Where the two sides share no memory, the links replicate it (see `wire.frames.SlabReplicas`).
 
 Nobody outside this package compares the names of engines.
 """
