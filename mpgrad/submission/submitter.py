@@ -428,7 +428,7 @@ class CheapCalls:
             logging.WARNING,
             "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls "
             "by themselves %.3g ms; "
-            "use larger items, several items in one call, a chunksize, or a plain loop",
+            "use larger items, several items in one call, or a plain loop",
             function.names.function,
             MAPS,
             whole,
