@@ -47,6 +47,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpgrad.torch_state.private import (
+    DELAYED_ERRORS,
+    ERROR_NODE,
     LEAF_NODE,
     NODE_IN_PYTHON,
     CallCounter,
@@ -54,6 +56,7 @@ from mpgrad.torch_state.private import (
     apply,
     edge_that_keeps,
     gradients,
+    graph_behind,
     is_alive,
     node_type,
     over,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINTS",
     "ENTRY_NODE",
+    "ERRORS",
     "HOOKS",
     "CaptureSearch",
     "Edge",
@@ -80,6 +84,7 @@ __all__ = [
     "edges_at",
     "gradients_at",
     "leaves_behind",
+    "runs_whole",
     "still_there",
 ]
 
@@ -234,6 +239,22 @@ def gradients_at(
     return [None if edge is None else next(rest) for edge in edges]
 
 
+def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Return the edges behind nodes that raise when a gradient comes to them.
+
+    PyTorch puts such a node behind the gradients of a `once_differentiable` backward. No input is
+    behind it, so the engine would pass it by and silently leave a part of the gradient out, unless
+    the gradient at such an edge is asked for too.
+    """
+    return [
+        GradientEdge(behind, 0)
+        for node in graph_behind(outputs)
+        if type(node) is ERROR_NODE
+        for behind, _ in node.next_functions
+        if behind is not None
+    ]
+
+
 def still_there(edge: Edge | None) -> Edge | None:
     """Not a leaf that the call has frozen, nor a node that has ended."""
     if isinstance(edge, torch.Tensor):
@@ -269,7 +290,14 @@ def taken(edge: Edge) -> torch.Tensor | None:
 
 
 CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
+ERRORS = CallCounter(DELAYED_ERRORS, "DelayedError")  # see `delayed_errors`
 HOOKS = CallCounter(torch.Tensor, "register_hook")
+
+
+def runs_whole() -> int:
+    """Return a number that changes when a function makes a graph that has to run as a whole, by
+    `backward()`: one with a reentrant checkpoint, or with a node that only raises."""
+    return CHECKPOINTS.count + ERRORS.count
 
 
 # --- the table
@@ -285,9 +313,10 @@ class GraphEdges(NamedTuple):
     outputs: list[Edge]  # of the outputs that need gradients, in order
     # of the inputs that need gradients, in order; None: the outputs do not depend on it
     inputs: Sequence[Edge | None]
-    # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    # can only be run as a whole, by `backward()`, see `runs_whole`
     reentrant: bool = False
     devices: DeviceMap | None = None
+    errors: Sequence[GradientEdge] = ()  # see `delayed_errors`
 
     def run_backward(
         self,
@@ -311,7 +340,9 @@ class GraphEdges(NamedTuple):
         found: list[torch.Tensor | None] = [None] * len(edges)
         if given:
             outputs, incoming = zip(*given, strict=True)
-            found = gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
+            found = gradients_at(
+                [*edges, *self.errors], outputs, incoming, self.reentrant, keep, create, levels
+            )[: len(edges)]
         if self.reentrant:
             return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
         return found
@@ -331,7 +362,10 @@ class GraphEdges(NamedTuple):
         it."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
-        return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
+        errors = delayed_errors(outputs)
+        return GraphEdges(
+            self.function, list(map(edge_of, outputs)), edges, devices=devices, errors=errors
+        )
 
 
 class GraphTable:

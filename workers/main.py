@@ -88,7 +88,7 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.tensor_refs import Payload
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, register_crash_traceback
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
-from mpgrad.workers.graphs import CHECKPOINTS, HOOKS, GraphTable
+from mpgrad.workers.graphs import CHECKPOINTS, ERRORS, HOOKS, GraphTable
 from mpgrad.workers.memory import MemoryMonitor, WorkerDevice, WorkerMemory, worker_device
 from mpgrad.workers.run import ProgressWriter, Runner
 
@@ -359,6 +359,7 @@ def settle(start: Start, number: int) -> None:
     share_loaded_scripts()
     PLACED.begin()
     CHECKPOINTS.watch()
+    ERRORS.watch()
     HOOKS.watch()
 
 

@@ -87,7 +87,6 @@ from mpgrad.wire.tensor_refs import (
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
 from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
 from mpgrad.workers.graphs import (
-    CHECKPOINTS,
     HOOKS,
     Edge,
     Entrance,
@@ -98,6 +97,7 @@ from mpgrad.workers.graphs import (
     edges_at,
     gradients_at,
     leaves_behind,
+    runs_whole,
     still_there,
 )
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -629,7 +629,7 @@ class Runner:
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
         run = CallRun(call, function, refs, given, entrances, worker_device, eager)
-        before = CHECKPOINTS.count
+        before = runs_whole()
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
             if call.bundle:
@@ -658,12 +658,12 @@ class Runner:
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
-                reentrant = CHECKPOINTS.count != before
+                reentrant = runs_whole() != before
                 found = run.take_eagerly(stage.offset, found, reentrant, hooks, stage)
-                before = CHECKPOINTS.count
+                before = runs_whole()
             run.tensors += found
         if eager is None and (
-            outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
+            outputs := run.connect(run.tensors, reentrant := runs_whole() != before)
         ):
             run.enter(outputs, reentrant)
         begin_item(-1)

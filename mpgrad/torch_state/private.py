@@ -55,6 +55,8 @@ from mpgrad.system import anonymous_memory
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = [
+    "DELAYED_ERRORS",
+    "ERROR_NODE",
     "LEAF_NODE",
     "NODE_IN_PYTHON",
     "CallCounter",
@@ -262,7 +264,7 @@ class CallCounter:
     """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a
     walk through all of it."""
 
-    def __init__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.count = 0
         self._owner = owner
         self._name = name
@@ -312,6 +314,14 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 
 with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
+
+
+# what a `once_differentiable` backward makes: a node that raises when a gradient comes to it
+DELAYED_ERRORS: Any = torch._C._functions
+with torch.inference_mode(False):
+    ERROR_NODE: Any = type(
+        DELAYED_ERRORS.DelayedError(b"", 1)(torch.zeros((), requires_grad=True)).grad_fn
+    )
 
 
 def held_leaves(

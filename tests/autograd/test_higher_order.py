@@ -230,3 +230,47 @@ def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
     assert settles_at(4)
     del results
     assert settles_at(0)
+
+
+class CubeOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+def cube_times(x: torch.Tensor) -> torch.Tensor:
+    return CubeOnce.apply(x) * x
+
+
+def its_derivative(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad(cube_times(x), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_what_can_be_differentiated_once_raises(engine: Any) -> None:
+    # symptom: a second derivative that lacked a part, silently. cause: PyTorch puts a node there
+    # that only raises; no input is behind it, and the engine left it out.
+    with mpgrad.Pool(1, engine=engine) as pool:
+        for fn in (cube_times, CubeOnce.apply):
+            x = torch.tensor(2.0, requires_grad=True)
+            grad = torch.tensor(1.0, requires_grad=True)
+            (first,) = torch.autograd.grad(pool.map(fn, [x])[0], x, grad, create_graph=True)
+            with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+                first.backward()
+
+
+def test_what_can_be_differentiated_once_raises_within_a_call(pool2: mpgrad.Pool) -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+        its_derivative(x).backward()
+    for _ in range(4):  # also where a backward may run early
+        with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+            sum(pool2.map(its_derivative, [x, x])).backward()
