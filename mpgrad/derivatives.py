@@ -87,9 +87,8 @@ def jacobian(
     Args:
         fn: takes `args`; returns a floating point tensor, or a structure of them: tuples, lists and
             dicts, nested or not (a pytree, in the words of torch.func). It may write into the
-            arguments that are differentiated, which are copies. All rows and columns of an item
-            meet
-            the same random numbers, fixed by `torch.manual_seed`: one number is drawn from the
+            tensors in its arguments, which are copies. All rows and columns of an item meet the
+            same random numbers, fixed by `torch.manual_seed`: one number is drawn from the
             caller's generator (engine "thread": they depend on timing). What it changes outside of
             itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
         args: a list has one entry for each item, and `fn` is differentiated for each item by

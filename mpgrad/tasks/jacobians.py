@@ -285,6 +285,8 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
     """In memory that no other has, of which `memory` keeps account."""
     if transforms_are_active() or tensor.layout is not torch.strided:
         return tensor
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor.clone()  # its memory is that of tensors within
     pointer = tensor.untyped_storage().data_ptr()
     if pointer in memory:
         return tensor.clone()
@@ -326,8 +328,10 @@ class PinnedFunction:
         self.seed()
         # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is
         # many times as large
-        found = self.task.fn(*self.given.in_arguments([tensor.clone() for tensor in inputs]))
-        output, beside = separated(found, self.task.has_aux)
+        args = self.given.in_arguments([tensor.clone() for tensor in inputs])
+        for number in set(range(len(args))).difference(numbers_in(self.given.argnums)):
+            args[number] = tree_map_only(Tensor, torch.clone, args[number])
+        output, beside = separated(self.task.fn(*args), self.task.has_aux)
         remedy = "the function must return tensors that depend smoothly on its arguments"
         outputs, self.spec = checked(output, "the output", remedy)
         if not outputs:

@@ -263,14 +263,14 @@ def test_what_can_be_differentiated_once_raises(engine: Any) -> None:
             x = torch.tensor(2.0, requires_grad=True)
             grad = torch.tensor(1.0, requires_grad=True)
             (first,) = torch.autograd.grad(pool.map(fn, [x])[0], x, grad, create_graph=True)
-            with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+            with pytest.raises(RuntimeError, match=r"twice .* @once_differentiable"):
                 first.backward()
 
 
 def test_what_can_be_differentiated_once_raises_within_a_call(pool2: mpgrad.Pool) -> None:
     x = torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"twice .* @once_differentiable"):
         its_derivative(x).backward()
     for _ in range(4):  # also where a backward may run early
-        with pytest.raises(RuntimeError, match="twice .* @once_differentiable"):
+        with pytest.raises(RuntimeError, match=r"twice .* @once_differentiable"):
             sum(pool2.map(its_derivative, [x, x])).backward()

@@ -668,3 +668,50 @@ def test_a_named_tuple_of_cotangents(pool2: mpgrad.Pool, in_pool: bool) -> None:
     cotangents = type(output)([torch.zeros((), dtype=x.dtype), torch.ones((), dtype=x.dtype)])
     _, product = mpgrad.vjp(fn, x, cotangents, pool=pool2 if in_pool else None)
     assert torch.equal(product, pull(cotangents)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_arguments_may_be_written_to(mode: str, where: mpgrad.Pool | None) -> None:
+    """Mode "auto" evaluated twice, at what the first evaluation had left, and the caller's tensor
+    got a history; forward mode refused."""
+
+    def fn(x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+        p["y"].mul_(x.sum())
+        return (p["y"] * x).repeat(5)
+
+    p = {"y": B.clone()}
+    expected = torch.func.jacrev(fn)(B, {"y": B.clone()})
+    assert_same(jacobian(fn, B, p, argnums=0, mode=mode, pool=where), expected)
+    assert_same(jacobian(fn, [B, B], p, argnums=0, mode=mode, pool=where), [expected] * 2)
+    assert_same(p["y"], B, exact=True)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has no memory of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        found: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(
+            lambda each: each.inner if isinstance(each, Wrapper) else each, (args, kwargs or {})
+        )
+        return tree_map(
+            lambda each: Wrapper(each) if isinstance(each, torch.Tensor) else each,
+            func(*args, **kwargs),
+        )
+
+
+def test_a_tensor_without_memory() -> None:
+    """The address of its memory was asked for, which it has not."""
+    x = Wrapper(B)
+    for mode in ("reverse", "batched"):
+        found = jacobian(torch.sin, x, mode=mode)
+        torch.testing.assert_close(getattr(found, "inner", found), torch.diag(B.cos()))
+    assert_same(vjp(torch.sin, x, x)[1].inner, B * B.cos())
