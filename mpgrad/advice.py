@@ -230,9 +230,8 @@ def advise(
         for threads in sorted({1, torch.get_num_threads()}):
             loops[threads] = stack.enter_context(Pool(1, threads_per_worker=threads))
         pools: dict[int, Pool] = {}
-        for workers in sorted(
-            {most, max(most // 2, min(most, 2))}
-        ):  # half: two CPUs may share a core
+        # half: two CPUs may share a core
+        for workers in sorted({most, max(most // 2, min(most, 2))}):
             pools[workers] = stack.enter_context(Pool(workers))
             pools[workers].map(abs, [1], 1)  # starts the workers
         for pool in (*loops.values(), *pools.values()):

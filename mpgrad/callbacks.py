@@ -120,9 +120,8 @@ class CallbackThread(threading.Thread):
             try:
                 act()
             except BaseException:  # SystemExit, too: others are still to be told
-                with contextlib.suppress(
-                    BaseException
-                ):  # of a handler: the record of it cannot be given either
+                # of a handler: the record of it cannot be given either
+                with contextlib.suppress(BaseException):
                     report(logging.ERROR, "a callback of a future raised", with_traceback=True)
             del act  # it may hold the result of a call, and the next one may be long in coming
             self.done += 1
@@ -194,9 +193,8 @@ def printed_again(printed: PrintedText) -> None:
     stream = sys.stdout if printed.stream == "stdout" else sys.stderr
     if stream is None:  # a program without a console has none
         return
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # nobody reads it any more, or it is closed: a task cannot help that
+    # nobody reads it any more, or it is closed: a task cannot help that
+    with contextlib.suppress(OSError, ValueError):
         stream.write(printed.text)
 
 

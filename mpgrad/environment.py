@@ -161,9 +161,8 @@ class EnvironmentFollower:
             set_variable(name, value)
         sys.argv[:], sys.path[:] = begin.arguments, begin.paths
         if begin.directory is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # gone meanwhile; the initializer may know a better one
+            # gone meanwhile; the initializer may know a better one
+            with contextlib.suppress(OSError):
                 os.chdir(begin.directory)
         if zone_in_use() != begin.zone:
             time.tzset()
@@ -438,9 +437,8 @@ def height(limit: int) -> float:
 
 
 def namespace(name: str) -> str:
-    with contextlib.suppress(
-        FileNotFoundError, PermissionError
-    ):  # an older kernel, or another user now
+    # an older kernel, or another user now
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         return os.readlink(f"{THREAD}/ns/{name}")
     return ""
 

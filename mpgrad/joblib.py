@@ -239,9 +239,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         for job in list(self._under_way):
             with job.being_sent:  # by another thread, perhaps in this moment
                 result = job.result
-            if (
-                result is not None and job.callback.parallel._aborting
-            ):  # those of others that share this backend go on
+            # those of others that share this backend go on
+            if result is not None and job.callback.parallel._aborting:
                 result._scheduler.cancel_with_grace(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:

@@ -269,9 +269,8 @@ class Reporter:
         try:
             with self._display as show:
                 self._show_all(show)
-        except (
-            Exception
-        ) as error:  # of the caller's function, or of its terminal: no reason for the work to stop
+        except Exception as error:
+            # of the caller's function, or of its terminal: no reason for the work to stop
             log.warning(
                 "progress is not shown any more: %r raised %s: %s",
                 self._progress,

@@ -124,9 +124,8 @@ def tried(name: str, workdir: Path) -> Entry:
             tox(name, workdir, "--skip-pkg-install", "--", "--last-failed", f"--junitxml={again}")
             entry |= after_second_run(entry, again)
         return {**entry, "versions": versions_in(workdir / name)}
-    except (
-        Exception
-    ) as error:  # an environment that breaks here must not keep the next ones from being run
+    except Exception as error:
+        # an environment that breaks here must not keep the next ones from being run
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
         return {
             **entry,

@@ -67,9 +67,8 @@ def changes_state(name: str, value: Any) -> bool:
         return hasattr(value, "__enter__")
     if not callable(value):
         return False
-    if inspect.isgeneratorfunction(
-        getattr(value, "__wrapped__", None)
-    ):  # under `contextlib.contextmanager`
+    # under `contextlib.contextmanager`
+    if inspect.isgeneratorfunction(getattr(value, "__wrapped__", None)):
         return True
     code = getattr(value, "__code__", None)
     if code is not None and any(

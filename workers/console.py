@@ -266,9 +266,8 @@ class TaskWarnings:
         instance = message if isinstance(message, Warning) else category(message)
         try:
             pickled = classes.dumps(instance)
-        except (
-            Exception
-        ):  # of a class of its own, with what cannot be carried: its text is what matters
+        except Exception:
+            # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[WarningReport(pickled, filename, lineno)] = None
 

@@ -160,7 +160,6 @@ class ForkServer:
             self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the parent is gone, which the next read will say
+        # the parent is gone, which the next read will say
+        with contextlib.suppress(ConnectionError):
             self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -212,9 +212,8 @@ class FunctionTable(dict[int, Function | Failure]):
         refs = self._worker_device.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
-            with torch.inference_mode(
-                False
-            ):  # of the caller's thread, where that is ours; they are used under others too
+            # of the caller's thread, where that is ours; they are used under others too
+            with torch.inference_mode(False):
                 tensors = self._memory.captures(message.slot, refs)
                 captures = [
                     as_captured(tensor, ref.flags)
@@ -260,9 +259,8 @@ class FunctionTable(dict[int, Function | Failure]):
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
-        if (
-            self._forgotten_bytes > GARBAGE_BYTES
-        ):  # a recursive function is a cycle, which would keep its captures for long
+        # a recursive function is a cycle, which would keep its captures for long
+        if self._forgotten_bytes > GARBAGE_BYTES:
             self._forgotten_bytes = 0
             known = None
             gc.collect()

@@ -313,9 +313,8 @@ def serve_and_exit(
         sys.excepthook(*sys.exc_info())
     finally:
         run_exit_handlers()
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # closed streams must not turn a good exit into a bad one
+        # closed streams must not turn a good exit into a bad one
+        with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
@@ -324,9 +323,8 @@ def serve_and_exit(
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
     """Have the start of a worker fail, in its process."""
     link = Channel(end, blocking=True)
-    with contextlib.suppress(
-        EOFError, ConnectionError
-    ):  # the parent is gone, and nobody is left to tell
+    # the parent is gone, and nobody is left to tell
+    with contextlib.suppress(EOFError, ConnectionError):
         link.receive()  # what it is told first
         link.send([StartFailure(failure(error, "start"))])
     os._exit(1)

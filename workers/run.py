@@ -318,9 +318,8 @@ class CallRun:
             ]
             gradient = torch.full_like(loss, how.gradient)
             found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
-        except (
-            BaseException
-        ):  # it will be raised again by the caller's backward, which makes the graph again
+        except BaseException:
+            # it will be raised again by the caller's backward, which makes the graph again
             return False
         finally:
             stage.differentiated(started)
@@ -603,9 +602,8 @@ class Runner:
             if sums is not None:  # last: of a call that fails nothing is in the sum
                 function.sums.of(None, (), len(sums.sums)).add(sums.sums)
             return result
-        except (
-            BaseException
-        ) as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset, stage.given)
 
     def _run(
@@ -674,9 +672,8 @@ class Runner:
         """Copies of the results' tensors, to be had where the call came from (`origin`)."""
         packer = self._memory.packer
         if len(run.shapes) > 1:
-            with contextlib.suppress(
-                SharedMemoryError
-            ):  # there may be room for them one by one; if not, one of them is named
+            # there may be room for them one by one; if not, one of them is named
+            with contextlib.suppress(SharedMemoryError):
                 if (together := packer.together(run.tensors, run.flags)) is not None:
                     return together
         # the last may be endless
@@ -698,9 +695,8 @@ class Runner:
         gradients = None
         if run.is_differentiated:
             caller_devices = graph.caller_devices(run.wanted, run.sums is None)
-            with contextlib.suppress(
-                Exception
-            ):  # no room for them: there may be for the result, which matters more
+            # no room for them: there may be for the result, which matters more
+            with contextlib.suppress(Exception):
                 gradients = self._memory.lend_all(run.gradients, caller_devices, payload)
         if gradients is None:
             graph.function.code.is_cut_short = True
@@ -761,9 +757,8 @@ class Runner:
     def _run_again(self, step: Recompute, incoming: memoryview, stage: Stage) -> BackwardResult:
         """Makes the graph of a call again, which is kept; a consumed one is run through."""
         call = step.call.call
-        if (
-            step.consumed and call in self._graphs
-        ):  # the backward that was to be the last one has failed
+        # the backward that was to be the last one has failed
+        if step.consumed and call in self._graphs:
             self._memory.give_back_unread(step)
             return BackwardResult()
         function = self._functions[step.function]

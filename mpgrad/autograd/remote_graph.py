@@ -461,9 +461,8 @@ class Backward(PendingOutcome):
     def settle(self, outcome: Any) -> None:
         if self.derived is None:
             self._graph = None
-            if (
-                self.apart or not self.captures
-            ):  # else it may have to be sent once more: see `once_more`
+            # else it may have to be sent once more: see `once_more`
+            if self.apart or not self.captures:
                 self.grads = ()
         super().settle(outcome)
 

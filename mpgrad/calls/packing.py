@@ -293,9 +293,8 @@ def pack_call(
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
         SharedMemoryError: no room for a tensor.
     """
-    if (
-        transforms_are_active()
-    ):  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+    # torch.func's, which follow none of these tensors; they would wrap all that is made here
+    if transforms_are_active():
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
     packer, grad, streams, request, known, shared = packing

@@ -183,9 +183,8 @@ class AsyncResult(Listener, Generic[R]):
             later(call_back, self._error_callback, failed.error)
         else:
             self._scheduler.uncollected.note(self._number, failed)
-            if (
-                self._is_collected
-            ):  # before it was noted: whoever waits may be faster than this thread
+            # before it was noted: whoever waits may be faster than this thread
+            if self._is_collected:
                 self._collect()
 
     def _collect(self) -> None:
@@ -390,9 +389,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
             else:
                 self._scheduler.uncollected.note(self._number, failed)
                 self.set_exception(TaskException())  # and so is the exception
-        except (
-            BaseException
-        ):  # a callback of the caller, of which concurrent.futures itself takes only an Exception
+        except BaseException:
+            # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
@@ -481,9 +479,8 @@ class ResultIterator(Listener, Generic[R]):
                     f"{name} raised StopIteration, which would have ended the results"
                 ) from error
             finally:
-                if (
-                    index not in self._operation.outcomes
-                ):  # unless there was an interrupt: then it can be asked for again
+                # unless there was an interrupt: then it can be asked for again
+                if index not in self._operation.outcomes:
                     self._next += 1
                     if not self._ordered:
                         self._arrived.popleft()

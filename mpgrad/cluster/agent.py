@@ -404,10 +404,8 @@ class NodeAgent:
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
-        if moment == math.inf or worker.overrun == (
-            chunk,
-            position,
-        ):  # there is nothing to watch, or it has been said
+        # there is nothing to watch, or it has been said
+        if moment == math.inf or worker.overrun == (chunk, position):
             return
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
@@ -486,9 +484,8 @@ class NodeAgent:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
-        elif (
-            not self._gathering
-        ):  # more of it comes soon, and an answer costs both sides as much as a small call
+        elif not self._gathering:
+            # more of it comes soon, and an answer costs both sides as much as a small call
             self._gathering = True
             self._loop.call_later(GATHERING - since, self._answer)
 

@@ -332,9 +332,8 @@ def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseE
     try:
         number, *pieces = future.result()
         return number, bytes(get(pieces[0][0])) if is_large(pieces) else b"".join(pieces)
-    except (
-        BaseException
-    ) as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
+    except BaseException as error:
+        # of Ray's kinds: the actor died, its node did, it cannot be reached
         return error
 
 

@@ -284,9 +284,8 @@ class ForkServerLauncher(Launcher):
         """A fork server whose forks can be what this process is `now`, a new one where there is
         none; counts one more user."""
         with cls._lock:
-            if (
-                cls._owner_pid != os.getpid()
-            ):  # a forked child has the parent's variables, but not its fork servers
+            # a forked child has the parent's variables, but not its fork servers
+            if cls._owner_pid != os.getpid():
                 cls._open, cls._owner_pid = [], os.getpid()
             cls._open = [each for each in cls._open if each.alive]
             found = next(
@@ -318,9 +317,8 @@ class ForkServerLauncher(Launcher):
                 self._fork_server.alive and self._fork_server.fork(name, number, changes, *ends)
             ):
                 before = self._fork_server
-                if (
-                    changes is not None
-                ):  # else its forks cannot become what we are, but others may still want it
+                # else its forks cannot become what we are, but others may still want it
+                if changes is not None:
                     before.close()  # it was killed from outside, and its workers with it
                 self._fork_server = self._join(now, self._variables)
                 self._leave(before)
@@ -453,9 +451,8 @@ class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
         process = self._processes[number]
         if process.exitcode is None:
             assert process.pid is not None
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # a fork server has seen its end before us
+            # a fork server has seen its end before us
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, by)
 
     def exited(self, number: int, timeout: float = 0) -> Exit | None:

@@ -106,9 +106,8 @@ class SocketEngine:
         self.room: int | None = None
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         self._ending: dict[SocketLink, float] = {}  # since when, on the clock of time.monotonic
-        with (
-            contextlib.ExitStack() as undo
-        ):  # what was opened, should no descriptor be left for the rest
+        # what was opened, should no descriptor be left for the rest
+        with contextlib.ExitStack() as undo:
             undo.callback(launcher.close)
             read, write = os.pipe()
             # as objects they know that they are closed, when somebody wakes us late: the numbers
@@ -158,12 +157,10 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # closed, so it has ended; one that is full takes nothing, and wakes it
-            if (
-                self._kept.is_ours
-            ):  # not so in a process that was forked from this one and has closed all that it had
+        # closed, so it has ended; one that is full takes nothing, and wakes it
+        with contextlib.suppress(ValueError, OSError):
+            # not so in a process that was forked from this one and has closed all that it had
+            if self._kept.is_ours:
                 self._wake_write.write(b"!")
 
     def close(self) -> None:

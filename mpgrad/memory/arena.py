@@ -525,9 +525,8 @@ class ForeignSlabs:
             if private is not None and not remap(private, mmap.MAP_SHARED):
                 continue  # what its owner writes would not be seen here: it is not to be used again
             self.hide(view, pointer)
-            if (
-                self._views.get(key) is view
-            ):  # else it was borrowed again; that view's end will tell for both
+            # else it was borrowed again; that view's end will tell for both
+            if self._views.get(key) is view:
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
         return returned

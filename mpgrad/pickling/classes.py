@@ -310,9 +310,8 @@ def reduce_c_type(value: type) -> Reduced | None:
         return attribute_here, (value.__module__, value.__qualname__)
     for make, arguments in origins(value):
         with contextlib.suppress(TypeError):
-            if (
-                make(*arguments) is value or value.__qualname__ == OF_PYTHON
-            ):  # ctypes makes each of the others once
+            # ctypes makes each of the others once
+            if make(*arguments) is value or value.__qualname__ == OF_PYTHON:
                 return make, arguments
     if importable_as(value) is not None:
         return None

@@ -163,9 +163,8 @@ class GlobalsSnapshot:
             id(function.__globals__), (function.__globals__, {})
         )
         values.update(state[1]["__globals__"])
-        if (
-            "__name__" in uses_in(function.__code__).names
-        ):  # of which classes that are made in it are said to be
+        # of which classes that are made in it are said to be
+        if "__name__" in uses_in(function.__code__).names:
             values["__name__"] = namespace["__name__"] = state[1].get("__module__")
         set_function(function, state)
 
@@ -251,9 +250,8 @@ def compiled_again(original: Any, options: bytes) -> Any:
     compiled = torch.compile(original, **classes.loads(options))
     if len(ROOMS.contexts) > MOST_CONTEXTS:
         ROOMS.contexts.clear()
-    if (
-        context := compiler_context(compiled)
-    ) is not None:  # there is none where the environment says not to compile
+    # there is none where the environment says not to compile
+    if (context := compiler_context(compiled)) is not None:
         ROOMS.contexts[options] = context
     return compiled
 

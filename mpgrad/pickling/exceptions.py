@@ -73,9 +73,8 @@ def carried(error: BaseException) -> bytes:
             pickled = form()
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
-        except (
-            BaseException
-        ):  # its own code runs here, and may do anything; the next form has less of it
+        except BaseException:
+            # its own code runs here, and may do anything; the next form has less of it
             continue
     raise InternalError("a RemoteError could not be pickled")
 
@@ -124,9 +123,8 @@ def raised_again(
     as cause, a note."""
     try:
         error = classes.loads(pickled)
-    except (
-        BaseException
-    ) as reason:  # its class cannot be imported here, and the text is worth more than the class
+    except BaseException as reason:
+        # its class cannot be imported here, and the text is worth more than the class
         last = traceback.rstrip().rpartition("\n")[2]  # it names the class, unless there are notes
         error = RemoteError(
             f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})"
@@ -139,9 +137,8 @@ def raised_again(
         error = RemoteError(
             f"an exception that is none when it is loaded here ({type(error).__qualname__})"
         )
-    elif issubclass(
-        type(error), SystemExit
-    ):  # the program ends with it, without a word of where it was raised
+    elif issubclass(type(error), SystemExit):
+        # the program ends with it, without a word of where it was raised
         log.warning("a task called sys.exit: %s", note)
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
@@ -165,9 +162,8 @@ def not_carried(error: Exception, subject: str, value: object, may_wait: bool = 
         raise error
     if type(error) in (TypeError, pickle.PicklingError):
         raise type(error)(why_not(error, subject, value, may_wait)) from error
-    if isinstance(
-        error, StopIteration
-    ):  # the loop that takes items from their source would take it for its end
+    # the loop that takes items from their source would take it for its end
+    if isinstance(error, StopIteration):
         raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
     add_note(error, why_not(error, subject, value, may_wait, ""))
     raise error
@@ -223,9 +219,8 @@ def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
     while True:
         tried = () if remedy_for(value) else parts(value)
         inner = None
-        with contextlib.suppress(
-            Exception
-        ):  # of the user's objects, and another one is about to be raised
+        # of the user's objects, and another one is about to be raised
+        with contextlib.suppress(Exception):
             inner = next(
                 (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
             )

@@ -756,9 +756,8 @@ def left_here(mark: OwnValueReference) -> Any:
             "it is needed"
         )
         raise TypeError(message) from error
-    if (
-        value is not None and type(value).__qualname__ != mark.type_name
-    ):  # None: it is to be made when it is needed
+    # None: it is to be made when it is needed
+    if value is not None and type(value).__qualname__ != mark.type_name:
         raise TypeError(
             f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the "
             "worker imports a "
@@ -877,9 +876,8 @@ class ModuleOverlay:
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind
-        if (
-            name == "__file__" and current is not None
-        ):  # programs of multiprocessing that a task starts run it once more
+        # programs of multiprocessing that a task starts run it once more
+        if name == "__file__" and current is not None:
             files = {
                 each.__code__.co_filename
                 for each in current.script.values()
@@ -1005,16 +1003,12 @@ def own_import(name: str) -> types.ModuleType:
 
     if name in FAILED:
         raise FAILED[name]
-    if (
-        name in sys.modules and not PLACE.in_worker
-    ):  # perhaps it is being imported, by whoever waits for us
+    # perhaps it is being imported, by whoever waits for us
+    if name in sys.modules and not PLACE.in_worker:
         return sys.modules[name]
     try:
-        with (
-            outside_transforms(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):  # a task may be running
+        # a task may be running
+        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
             return imported(name)
     except Exception as error:
         FAILED[name] = failed = ImportError(

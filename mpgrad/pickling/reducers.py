@@ -637,9 +637,8 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         return script_again, (hollow.save_to_buffer(), tensors)
     if (reduced := reduce_compiled(value)) is not None:
         return reduced
-    if is_parametrized(
-        value
-    ):  # its class was made for it, and refuses; what that was made from does not
+    # its class was made for it, and refuses; what that was made from does not
+    if is_parametrized(value):
         reduced = (
             object.__new__,
             (type(value).__base__,),

@@ -686,9 +686,8 @@ def dumps_function(
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
-        with contextlib.suppress(
-            Exception
-        ):  # whoever packs the call will find it again, and name the item
+        # whoever packs the call will find it again, and name the item
+        with contextlib.suppress(Exception):
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)

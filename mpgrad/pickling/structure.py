@@ -404,9 +404,8 @@ class CallerPickler(TensorPickler):
         reduced = (
             self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
         )
-        if (
-            reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS
-        ):  # by name, or made by the compiler
+        # by name, or made by the compiler
+        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
@@ -564,9 +563,8 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in
     `taken_out`."""
     memory = buffer.raw()
-    if (
-        memory.nbytes <= INLINE_BYTES or "numpy" not in sys.modules
-    ):  # numpy makes buffers of tensors again
+    # numpy makes buffers of tensors again
+    if memory.nbytes <= INLINE_BYTES or "numpy" not in sys.modules:
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer
         # of memory that may not be written torch makes no tensors

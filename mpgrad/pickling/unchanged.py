@@ -230,9 +230,8 @@ def key_of(function: Any) -> Key | None:
     key: Any = None
     if type(called) is types.FunctionType:
         key = called.__code__
-    elif type(called) is types.BuiltinFunctionType and goes_by_itself(
-        called
-    ):  # the method of an object would keep that
+    elif type(called) is types.BuiltinFunctionType and goes_by_itself(called):
+        # the method of an object would keep that
         key = called
     return (functools.partial, key) if is_partial and key is not None else key
 

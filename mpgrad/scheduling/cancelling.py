@@ -152,9 +152,8 @@ class Canceller:
     def _end_grace(self, worker: WorkerHandle) -> None:
         """What it is at has had its grace period."""
         under_way = worker.under_way
-        if (
-            under_way.skip_unbegun()
-        ):  # what it has not begun can be had for certain when it has seen that
+        # what it has not begun can be had for certain when it has seen that
+        if under_way.skip_unbegun():
             under_way.grace_ends = time.monotonic() + SEEN
             return
         self._drain(worker)  # we may have been late, and it not

@@ -123,9 +123,8 @@ class Dispatcher(Scheduler):
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            if (
-                self.has_unheard or self._sleeping_soundly
-            ):  # what we wait for may need one more look
+            # what we wait for may need one more look
+            if self.has_unheard or self._sleeping_soundly:
                 self.wake()
             if satisfied():
                 return True

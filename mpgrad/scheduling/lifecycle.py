@@ -175,9 +175,8 @@ class Settlement:
 def carry_out(order: Callable[[], None]) -> None:
     try:
         order()
-    except (
-        BaseException
-    ):  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+    except BaseException:
+        # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
         report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 

@@ -111,9 +111,8 @@ class CallQueue:
             if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
-            if (
-                not operation.queue
-            ):  # at once: perhaps no worker looks again, and the results would be kept
+            # at once: perhaps no worker looks again, and the results would be kept
+            if not operation.queue:
                 del self.operations[place]
             if calls:
                 return operation, calls
@@ -337,9 +336,8 @@ class Deliveries:
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        if (
-            worker.retiring or worker.under_way.in_grace
-        ):  # it ends that soon, or is ended; nobody knows which
+        # it ends that soon, or is ended; nobody knows which
+        if worker.retiring or worker.under_way.in_grace:
             return
         share = self._queue.next_for(worker)
         if share is not None:
@@ -372,9 +370,8 @@ class Deliveries:
             worker.transmit(messages, payload or Payload())
         except ConnectionError:
             pass  # it died; the end of its pipe is read next, and says so once
-        except (
-            OSError
-        ) as error:  # no descriptor is free for what has to wait: what it was sent is not whole
+        except OSError as error:
+            # no descriptor is free for what has to wait: what it was sent is not whole
             report(
                 logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
             )

@@ -199,9 +199,8 @@ class Receiver:
 
     def _ready(self, worker: WorkerHandle, message: ReadyReport) -> None:
         if worker.link.shares_memory:
-            with contextlib.suppress(
-                SharedMemoryError
-            ):  # then nothing is known of how far it has come
+            # then nothing is known of how far it has come
+            with contextlib.suppress(SharedMemoryError):
                 memory = self._memory.foreign_slabs.slab(slab_of(message.progress_record)).memory
                 offset = message.progress_record & OFFSET_MASK
                 worker.under_way.progress_record = memory[
@@ -311,9 +310,8 @@ class Answers:
         payload: memoryview,
     ) -> Iterator[tuple[int, Outcome | BaseException]]:
         """With the calls' indices."""
-        for (number, call), outcome in zip(
-            chunk.calls, message.outcomes, strict=False
-        ):  # fewer after a failure
+        # fewer after a failure
+        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
                 yield call.index, failed_again(outcome, name, worker)
@@ -387,9 +385,8 @@ class Answers:
                 )
             self._arrive(backward, worker, found, payload)
             return
-        with contextlib.suppress(
-            SharedMemoryError
-        ):  # it was cancelled: the memory is given back at once
+        # it was cancelled: the memory is given back at once
+        with contextlib.suppress(SharedMemoryError):
             self._borrow(found)
         if number is not None:
             worker.graphs.keep(number)

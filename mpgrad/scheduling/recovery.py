@@ -96,9 +96,8 @@ class Recovery:
         if place >= len(parts):
             return False
         accused = parts[place]
-        if (
-            position >= 0 or worker.overdue is not None
-        ):  # before it began, its function was loaded, which took too long
+        # before it began, its function was loaded, which took too long
+        if position >= 0 or worker.overdue is not None:
             accused.deaths += 1
         else:
             accused.idle_deaths += 1

@@ -306,9 +306,8 @@ class WorkerSupervisor:
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
             worker.overdue = None  # it has not ended for that
-        elif (
-            worker.termination is not None and worker.termination.begun != begun
-        ):  # what took too long was done in that moment
+        elif worker.termination is not None and worker.termination.begun != begun:
+            # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.tracer.trace is not None:
@@ -328,9 +327,8 @@ class WorkerSupervisor:
         self.deaths += worker.ready
         self.kills += is_ours
         self._remove_at_once(worker, died, has_exited)
-        if (
-            worker.number in self._ending
-        ):  # whatever it died of, it was nothing behind its first chunk
+        # whatever it died of, it was nothing behind its first chunk
+        if worker.number in self._ending:
             behind = chunks[1:]
             del chunks[1:]
             worker.under_way.drop_behind()
@@ -403,10 +401,8 @@ class WorkerSupervisor:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
             self._remove_at_once(worker, reason)
-        for (
-            number,
-            ending,
-        ) in self._ending.items():  # what waited for these is answered now, however they died
+        # what waited for these is answered now, however they died
+        for number, ending in self._ending.items():
             self._ending[number] = ending._replace(death=None)
 
     def await_exits(self) -> None:

@@ -66,9 +66,8 @@ class Tracer:
 
     def answered(self, worker: WorkerHandle, message: ChunkTrace) -> None:
         traced = self._under_way.pop((worker.number, message.chunk), None)
-        if (
-            traced is not None and self.trace is not None
-        ):  # else it was sent before that began, or comes after its end
+        # else it was sent before that began, or comes after its end
+        if traced is not None and self.trace is not None:
             traced.began, traced.ended, traced.spans = message.began, message.ended, message.spans
             traced.answered = time.monotonic_ns()
             # the others were taken back, and run elsewhere

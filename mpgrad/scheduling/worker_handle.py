@@ -176,9 +176,8 @@ class WorkerHandle:
         """All that was sent for the backward with this number; who waits for it gets the error."""
         for item in list(self.backlog):
             if item.graph_task == graph_task:
-                with contextlib.suppress(
-                    ValueError
-                ):  # after the end several threads may take from it
+                # after the end several threads may take from it
+                with contextlib.suppress(ValueError):
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
         self.under_way.cancel_backward(graph_task, error)
@@ -445,9 +444,8 @@ class SentChunks:
         in_order()
         position = progress_record[ProgressRecord.POSITION]
         in_order()
-        if (
-            at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]
-        ):  # it goes on in this moment
+        # it goes on in this moment
+        if at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]:
             return []
         found = []
         # those before it are, though their answers may still be on their way

@@ -182,9 +182,8 @@ def name_of(function: object) -> str:
         return name_of(function.func)
     if isinstance(function, types.BuiltinFunctionType):  # of a class that PyTorch hides
         return function.__name__
-    if isinstance(function, types.MethodType) and isinstance(
-        function.__self__, type
-    ):  # inherited, perhaps
+    # inherited, perhaps
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, type):
         return f"{name_of(function.__self__)}.{function.__name__}"
     return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition(
         "<locals>."

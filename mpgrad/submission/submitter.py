@@ -227,9 +227,8 @@ class Submitter:
         report = functools.partial(reporting, options.progress, source.total)
         result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
-        with (
-            contextlib.nullcontext() if total is None else collector_held()
-        ):  # a generator may take long
+        # a generator may take long
+        with contextlib.nullcontext() if total is None else collector_held():
             self.feeder.feed(result._operation, calls, waits=False, total=total)
         return result
 
@@ -480,9 +479,8 @@ class Feeder:
                             0,
                             packer.bytes_copied,
                         )
-                    if (
-                        operation.has_failed
-                    ):  # what comes behind is not even taken from its source, as in a loop
+                    # what comes behind is not even taken from its source, as in a loop
+                    if operation.has_failed:
                         break
                 operation.sealed = True
                 scheduler.admit(operation, waits=waits)

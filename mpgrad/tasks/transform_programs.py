@@ -60,9 +60,8 @@ class ProgramRunner:
         self.seed = seed
 
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
-        if (
-            self.seed is not None
-        ):  # a derivative of some items only meets their random numbers again
+        # a derivative of some items only meets their random numbers again
+        if self.seed is not None:
             seed_item(self.seed, program.direct.item)
         tensors = program(
             functools.partial(begun, self.pickled, program.direct.item), self.common, own
@@ -134,9 +133,8 @@ class DirectProgram(Program):
         entering = [tensors[k] for k in missing]
         if not missing or not torch.is_grad_enabled():
             return run(*entering)
-        if (
-            transforms_are_active()
-        ):  # where no tensor can be made to require grad, but for one more transform
+        # where no tensor can be made to require grad, but for one more transform
+        if transforms_are_active():
             return list(torch.func.vjp(run, *entering)[0])
         # clones keep a tangent
         return run(*(tensor.clone().requires_grad_() for tensor in entering))
@@ -202,9 +200,8 @@ class VjpProgram(DerivedProgram):
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
-        def outputs_of(
-            *inputs: torch.Tensor,
-        ) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
+        # of clones: not leaves, so that it may write to them
+        def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:
             rest = iter(inputs)
             entered_own, entered_common = list(own), list(common)
             for k in self.own_wanted:

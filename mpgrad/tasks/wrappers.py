@@ -54,9 +54,8 @@ class IndexedFunctions:
         from joblib import parallel_config  # only workers of a pool that joblib uses have it
         from joblib.parallel import SequentialBackend, register_parallel_backend
 
-        if (
-            PLACE.in_worker
-        ):  # for functions that name it: the pool has the CPUs already. In the caller it is ours
+        # for functions that name it: the pool has the CPUs already. In the caller it is ours
+        if PLACE.in_worker:
             register_parallel_backend("mpgrad", SequentialBackend)
         with parallel_config(
             backend=SequentialBackend(nesting_level=self.nesting_level), n_jobs=None
@@ -103,9 +102,8 @@ class Replicas:
         for (
             name,
             buffer,
-        ) in (
-            own.items()
-        ):  # each call begins with those of the caller, and leaves them to the next as they were
+            # each call begins with those of the caller, and leaves them to the next as they were
+        ) in own.items():
             put(module, name, copies[id(buffer)])
         try:
             output = module(*inputs, **kwargs)
@@ -263,9 +261,8 @@ class Fold:
 
     def __call__(self, target: Any, items: Sequence[Any]) -> Any:
         own = set(map(id, tree_leaves(target)))
-        if any(
-            id(each) in own for each in tree_leaves(items)
-        ):  # what is written into the target is no item
+        # what is written into the target is no item
+        if any(id(each) in own for each in tree_leaves(items)):
             items = tree_map_only(
                 torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items
             )

@@ -200,16 +200,14 @@ def try_all(which: str, found: Failures) -> None:
     except (AttributeError, ImportError) as error:
         found.append(("the parts of PyTorch that mpgrad imports are there", error))
         return
-    with (
-        warnings.catch_warnings()
-    ):  # of what only the probes do; the caller's filters may make errors of them
+    # of what only the probes do; the caller's filters may make errors of them
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, probe in getattr(probes, which).items():
             try:
                 probe()
-            except (
-                Exception
-            ) as error:  # whatever it is, it is no longer what mpgrad was written for
+            except Exception as error:
+                # whatever it is, it is no longer what mpgrad was written for
                 found.append((name, error))
 
 

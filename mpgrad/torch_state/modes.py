@@ -259,9 +259,8 @@ os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
     for setting in settings:
-        if (
-            setting.get() != wanted[setting.name]
-        ):  # asked one by one: to set one may set others, which come later
+        # asked one by one: to set one may set others, which come later
+        if setting.get() != wanted[setting.name]:
             setting.set(wanted[setting.name])
 
 
@@ -490,9 +489,8 @@ def load_generators() -> None:
     may have no descriptor left to read it with.
     """
     if "numpy" in sys.modules:
-        with contextlib.suppress(
-            OSError
-        ):  # none left now, either: it is tried again when it is needed
+        # none left now, either: it is tried again when it is needed
+        with contextlib.suppress(OSError):
             importlib.import_module("numpy.random")
 
 

@@ -201,9 +201,8 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
     """The edge to a tensor whose node is written in Python, and with it the graph behind."""
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        if (
-            getattr(edge, "ownership_token", None) is not None
-        ):  # from torch 2.9 on, and made by way of a view
+        # from torch 2.9 on, and made by way of a view
+        if getattr(edge, "ownership_token", None) is not None:
             return edge
     with torch.enable_grad():
         # of sparse tensors there are no views
@@ -459,10 +458,8 @@ DUAL_LEVEL = SharedLevel()
 @contextmanager
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
-    with (
-        forward_ad._set_fwd_grad_enabled(True),
-        DUAL_LEVEL.entered(),
-    ):  # a function's own `jvp` runs with it off
+    # a function's own `jvp` runs with it off
+    with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():
         yield
 
 
@@ -814,10 +811,8 @@ def is_refusing_no_grad() -> bool:
 @contextmanager
 def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    with (
-        torch._C._EnableTorchFunction(),
-        NoGradRefusal(),
-    ):  # a task in the caller's thread may run `without_refusal`
+    # a task in the caller's thread may run `without_refusal`
+    with torch._C._EnableTorchFunction(), NoGradRefusal():
         yield
 
 

@@ -75,9 +75,8 @@ def global_hooks() -> list[GlobalHook]:
 
 def register_of(name: str) -> Callable[..., Any]:
     owner, register = REGISTRIES[name]
-    if (
-        name == "_global_backward_hooks" and not MODULES._global_is_full_backward_hook
-    ):  # the older kind
+    # the older kind
+    if name == "_global_backward_hooks" and not MODULES._global_is_full_backward_hook:
         register = "register_module_backward_hook"
     return getattr(owner, register)  # type: ignore[no-any-return]
 
@@ -300,9 +299,8 @@ def of_this_version(setting: Setting) -> Setting:
     """With the default, and the way to set it, that this PyTorch has: older ones have less of
     some."""
     now = setting.get()
-    if (
-        isinstance(now, tuple) and setting.default is True
-    ):  # of two truth values, where an older PyTorch has the first only
+    # of two truth values, where an older PyTorch has the first only
+    if isinstance(now, tuple) and setting.default is True:
         return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
     return (
         setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting

@@ -664,9 +664,8 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
-    if not (
-        any(stride) or tensor.is_complex() or tensor.is_neg()
-    ):  # one number everywhere: what a sum's gradient looks like
+    # one number everywhere: what a sum's gradient looks like
+    if not (any(stride) or tensor.is_complex() or tensor.is_neg()):
         return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
@@ -873,9 +872,8 @@ class Packer:
         unit = unit_of(dtype.itemsize, counts)
         parts = alike if unit == 1 else filled_up(alike, counts, unit)
         nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
-        if (
-            nbytes > INLINE_TOGETHER and self._devices is not None
-        ):  # there each tensor is named by itself
+        # there each tensor is named by itself
+        if nbytes > INLINE_TOGETHER and self._devices is not None:
             return None
         shapes = [tuple(tensor.shape) for tensor in alike]
         with torch.no_grad(), without_autocast():
@@ -900,9 +898,8 @@ class Packer:
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
-            if (
-                tensor.nbytes > INLINE_BYTES and 0 not in tensor.stride()
-            ):  # an expanded one travels as small as it is
+            # an expanded one travels as small as it is
+            if tensor.nbytes > INLINE_BYTES and 0 not in tensor.stride():
                 return None
             core, form, how = dense_core(tensor)
             nbytes = core.nbytes

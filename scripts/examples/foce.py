@@ -160,10 +160,11 @@ def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
         there = here + step
         around_there = expand(infant, parameters, there)
         promised = around.gradient @ step
+        # true for nan
         if (
             not around_there.value
             <= around.value + 1e-4 * promised + ROUND_OFF * around.value.abs()
-        ):  # true for nan
+        ):
             step = step / 2
             continue
         here, around = there, around_there

@@ -127,9 +127,8 @@ def network(width: int) -> nn.Module:
         nn.Linear(4 * width, 10),
     )
     for layer in layers:
-        if isinstance(
-            layer, (nn.Conv2d, nn.Linear)
-        ):  # with PyTorch's own, nothing is learned for five epochs
+        # with PyTorch's own, nothing is learned for five epochs
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(layer.weight)
     return layers
 

@@ -590,10 +590,8 @@ def serve(planted: str) -> None:
     exec(planted, {"mpgrad": mpgrad})
     known = inspect.signature(mpgrad.Pool).parameters
     options: dict[str, Any] = {}
-    with (
-        mpgrad.Pool(1),
-        contextlib.ExitStack() as stack,
-    ):  # the first is there so that others start in milliseconds
+    # the first is there so that others start in milliseconds
+    with mpgrad.Pool(1), contextlib.ExitStack() as stack:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             if options_of(int(line)) != options:

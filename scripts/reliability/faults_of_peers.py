@@ -200,9 +200,8 @@ def raising(item: Item) -> Tensor:
 def busy(folder: Path, item: int) -> None:
     leave_word(folder, f"busy-{item}")
     ends = time.monotonic() + BUSY_CALL
-    while (
-        time.monotonic() < ends
-    ):  # computes, as a worker does that has no time to look whether its caller is there
+    # computes, as a worker does that has no time to look whether its caller is there
+    while time.monotonic() < ends:
         pass
 
 

@@ -227,9 +227,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     tell = Operation.tell_if_finished
 
     def tell_late(operation: Operation) -> None:
-        if (
-            operation.finished and threading.current_thread() is not asks
-        ):  # with engine "inline" it is
+        # with engine "inline" it is
+        if operation.finished and threading.current_thread() is not asks:
             assert taken.wait(30)
         tell(operation)
 
@@ -324,9 +323,8 @@ def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
     class Watched(Operation):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if (
-                name in ("delivered", "limit") and len(self.outcomes) > 0 and self.finished
-            ):  # another thread may look here
+            # another thread may look here
+            if name in ("delivered", "limit") and len(self.outcomes) > 0 and self.finished:
                 assert self.outcomes.keys() >= set(range(min(self.added, self.limit)))
                 assert self.first_failure() is self.outcomes[self.limit]
 

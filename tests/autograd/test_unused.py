@@ -232,9 +232,8 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
 @pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "auto"]))
 def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, fork_server: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
-    with pytest.raises(
-        RuntimeError, match="second time"
-    ):  # PyTorch frees the history of `inner` with the first of two items
+    # PyTorch frees the history of `inner` with the first of two items
+    with pytest.raises(RuntimeError, match="second time"):
         inside_of_a_checkpoint(serial, True)
     with every_loss_gets(1.0), mpgrad.Pool(2, graphs=graphs) as pool:
         same(inside_of_a_checkpoint(pool.map, True), inside_of_a_checkpoint(serial, False))

@@ -73,8 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (why := OF_ONE_MACHINE.get(item.name)) is not None:
             item.add_marker(pytest.mark.skip(reason=why))
-    if (
-        os.environ.get("MPGRAD_CLUSTER") == "ray"
-    ):  # it keeps sockets and processes of its own, which come and go
+    # it keeps sockets and processes of its own, which come and go
+    if os.environ.get("MPGRAD_CLUSTER") == "ray":
         conftest: Any = importlib.import_module("conftest")
         conftest.leftovers = lambda before: {}

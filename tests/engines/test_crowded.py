@@ -168,9 +168,8 @@ def test_graphs_of_chains_are_made_again_after_the_end(fork_server: mpgrad.Pool)
     with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, transport):
         staffed(pool, 2)
         xs, results = [], []
-        while not all(
-            worker.graphs for worker in pool.stats().workers
-        ):  # or one might end at once, and nobody would be left
+        # or one might end at once, and nobody would be left
+        while not all(worker.graphs for worker in pool.stats().workers):
             more = [leaf() for _ in range(4)]
             chains = [chain(pool, x) for x in more]
             results += [each[-1].result() for each in chains]

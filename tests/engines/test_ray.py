@@ -85,9 +85,8 @@ def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
     weight = torch.ones(100_000, requires_grad=True)
     ray = importlib.import_module("ray")
     deadline = time.monotonic() + 20
-    while (
-        ray.available_resources().get("CPU") != 4
-    ):  # Ray may say for some moments that an earlier pool still has them
+    # Ray may say for some moments that an earlier pool still has them
+    while ray.available_resources().get("CPU") != 4:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     with ray_pool() as pool:

@@ -189,9 +189,8 @@ def test_shutdown_that_cancels(kind: Any) -> None:
     executor.shutdown(cancel_futures=True)
     assert futures[0].result() == 0.2 and futures[-1].cancelled()
     assert all(future.done() for future in futures)
-    if (
-        kind is mpgrad.Executor
-    ):  # the other one leaves them where `wait` does not see that they are done
+    # the other one leaves them where `wait` does not see that they are done
+    if kind is mpgrad.Executor:
         assert concurrent.futures.wait(futures, timeout=PATIENCE).not_done == set()
 
 
@@ -215,10 +214,8 @@ def test_an_initializer_that_fails(kind: Any, capfd: pytest.CaptureFixture[str])
 def test_wrong_arguments(kind: Any) -> None:
     with pytest.raises(ValueError, match="max_workers"):
         kind(0)
-    if kind is mpgrad.Executor or sys.version_info >= (
-        3,
-        11,
-    ):  # before, the standard library's takes none
+    # before, the standard library's takes none
+    if kind is mpgrad.Executor or sys.version_info >= (3, 11):
         with pytest.raises(ValueError, match="max_tasks_per_child"):
             kind(1, max_tasks_per_child=0)
     with pytest.raises(TypeError, match="initializer must be"):

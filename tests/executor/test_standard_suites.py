@@ -125,11 +125,8 @@ def found(modules: Sequence[str], name: str) -> Any:
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
-        except (
-            ImportError,
-            AttributeError,
-            unittest.SkipTest,
-        ):  # there are no such tests, or not on this system
+        except (ImportError, AttributeError, unittest.SkipTest):
+            # there are no such tests, or not on this system
             continue
     return None
 

@@ -142,9 +142,8 @@ def test_a_child_of_the_caller_that_becomes_a_daemon(
                 os._exit(status)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    while (
-        not fresh_pool._scheduler._sleeping_soundly
-    ):  # then it is woken when there is something to give back
+    # then it is woken when there is something to give back
+    while not fresh_pool._scheduler._sleeping_soundly:
         time.sleep(0.01)
     children = [
         become(tmp_path / "of_caller", results),

@@ -131,9 +131,8 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
             came = True
         finally:  # also if it never comes: the block would wait forever
             signal.pthread_kill(main, signal.SIGINT)
-        if not was_raised.wait(
-            10
-        ):  # it came when the thread was about to block: Python looks again at the next signal only
+        # it came when the thread was about to block: Python looks again at the next signal only
+        if not was_raised.wait(10):
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -906,9 +905,8 @@ def test_an_interrupt_anywhere(fork_server: mpgrad.Pool, engine: str) -> None:
     at = 1
     while True:
         interrupter = Interrupter(at)
-        with contextlib.suppress(
-            KeyboardInterrupt, mpgrad.AncestorFailedError
-        ):  # the latter where a call was interrupted
+        # the latter where a call was interrupted
+        with contextlib.suppress(KeyboardInterrupt, mpgrad.AncestorFailedError):
             sys.setprofile(interrupter)
             work(pool)
         sys.setprofile(None)

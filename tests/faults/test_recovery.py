@@ -218,9 +218,8 @@ def test_a_sum_that_is_lost_before_it_is_collected(
         send(backward)
 
     def after_a_massacre(*arguments: Any) -> None:
-        if (
-            len(backwards) == 8 and not fresh_pool.stats().deaths
-        ):  # once: the sum of the other worker is asked for as well
+        # once: the sum of the other worker is asked for as well
+        if len(backwards) == 8 and not fresh_pool.stats().deaths:
             assert scheduler.wait_until(
                 lambda: all(backward.arrived for backward in backwards), timeout=10
             )
@@ -672,9 +671,8 @@ def test_a_released_graph_takes_its_input_with_it(fork_server: mpgrad.Pool) -> N
             del y
             x.grad = None  # it lies in the worker's memory
             deadline = time.monotonic() + 5
-            while (
-                pool.stats().shared_bytes >= 4_000_000
-            ):  # until the worker has given it back, along with some answer
+            # until the worker has given it back, along with some answer
+            while pool.stats().shared_bytes >= 4_000_000:
                 assert time.monotonic() < deadline
                 pool.apply(abs, (1,))
 

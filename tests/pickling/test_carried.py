@@ -101,9 +101,8 @@ def test_sparse_tensors_go_and_come_with_gradients(pool: mpgrad.Pool, layout: to
 @pytest.mark.parametrize("rows", [6, 10_000])
 def test_sparse_products(pool2: mpgrad.Pool, layout: torch.layout, rows: int) -> None:
     assert_same_as_serial(lambda x: x @ RIGHT, sparse_items(layout, rows), pool2)
-    if (
-        layout is not torch.sparse_csc
-    ):  # where torch has no gradient of a product with a sparse result
+    # where torch has no gradient of a product with a sparse result
+    if layout is not torch.sparse_csc:
         assert_same_as_serial(
             lambda x: torch.sparse.mm(x, RIGHT), sparse_items(layout, rows), pool2
         )

@@ -164,9 +164,8 @@ class Unruly(dict[Any, Any]):
 def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
     """Symptom: "ValueError: no name yet" in place of what could not be pickled."""
     held = {Unruly(): log}
-    with pytest.raises(
-        (TypeError, ValueError)
-    ) as caught:  # from Python 3.14 on, pickle itself asks for the key's `repr`
+    # from Python 3.14 on, pickle itself asks for the key's `repr`
+    with pytest.raises((TypeError, ValueError)) as caught:
         pool.map(lambda x: held, [1])
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "closure: held[<Unruly instance at 0x" in said and "].file)" in said

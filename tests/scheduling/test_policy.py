@@ -53,9 +53,8 @@ def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> N
 def ends_slowly(_: int) -> None:
     ends = os._exit
 
-    def end_slowly(
-        status: int,
-    ) -> None:  # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
+    # as one whose `sys.stdout.flush()` hangs in a pipe that nobody reads
+    def end_slowly(status: int) -> None:
         time.sleep(1.5 * WAIT)
         ends(status)
 

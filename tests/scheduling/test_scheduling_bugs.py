@@ -314,9 +314,8 @@ def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(fork_server: m
     with mpgrad.Executor(1) as executor:
         with pytest.raises(RuntimeError, match="item 1 of stops raised StopIteration"):
             list(executor.map(stops, [0, 1, 2]))
-        with pytest.raises(
-            multiprocessing.TimeoutError, match="of the task"
-        ):  # symptom: "a result did not come ..."
+        # symptom: "a result did not come ..."
+        with pytest.raises(multiprocessing.TimeoutError, match="of the task"):
             list(executor.map(fails, [multiprocessing.TimeoutError("of the task")]))
         for error in (StopAsyncIteration(), GeneratorExit()):
             with pytest.raises(type(error)):

@@ -64,9 +64,8 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
             assert worker.stdout.readline() == b"here\n"
             state = psutil.Process(worker.pid)
             while len(received) < 1_000_000:
-                while (
-                    state.status() == psutil.STATUS_RUNNING
-                ):  # until there is no room in the pipe, and it sleeps
+                # until there is no room in the pipe, and it sleeps
+                while state.status() == psutil.STATUS_RUNNING:
                     pass
                 os.kill(worker.pid, signal.SIGSTOP)
                 while state.status() != psutil.STATUS_STOPPED:

@@ -73,9 +73,8 @@ def device_transfer(request: pytest.FixtureRequest) -> str:
 
 def is_direct(pool: mpgrad.Pool) -> bool:
     device_transfer: Any = pool._scheduler.memory.device_transfer
-    while not (
-        device_transfer._is_direct or device_transfer._is_refused
-    ):  # one worker may have answered all calls, and the other none
+    # one worker may have answered all calls, and the other none
+    while not (device_transfer._is_direct or device_transfer._is_refused):
         for device in {worker.device for worker in pool.stats().workers} - {"cpu"}:
             pool.map(abs, [1] * 8, device=device)  # who answers has told before how the trial went
     return bool(device_transfer._is_direct)
