@@ -30,8 +30,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 __all__ = [
     "CGROUPS",
     "CLOSE_ON_EXEC",
@@ -466,6 +464,8 @@ class OthersClock:
 
 def busy_seconds() -> float:
     """Of the CPUs that this process may run on, since the machine started."""
+    import psutil
+
     times, ours = psutil.cpu_times(percpu=True), own_cpus()
     if ours and max(ours) < len(times):
         times = [times[number] for number in ours]
@@ -479,6 +479,8 @@ def busy_seconds() -> float:
 def own_seconds() -> dict[int, float]:
     """CPU time of this process and its descendants, each with that of its children that have
     ended."""
+    import psutil
+
     found, this = {}, psutil.Process()
     for process in (this, *this.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

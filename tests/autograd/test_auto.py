@@ -273,7 +273,7 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.slow
 def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one() -> None:
-    passes_with(HERE / "losses_get_one.py", "captures", "higher_order", "spent")
+    passes_with(HERE / "losses_get_one.py", "captures", "higher_order", "consumed")
 
 
 # --- memory that is about to end

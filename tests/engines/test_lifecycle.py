@@ -212,7 +212,7 @@ def test_the_nursery_is_killed() -> None:
     code = UNCLOSED + (
         "fork_server = psutil.Process().children()[0]\n"
         "fork_server.kill()\n"
-        "while fork server.pid in [child.pid for child in psutil.Process().children()]:\n"
+        "while fork_server.pid in [child.pid for child in psutil.Process().children()]:\n"
         "    try: pool.map(abs, range(10))\n"
         "    except mpgrad.WorkerDiedError: pass\n"
         "print(pool.map(abs, [-1, -2]))\n"
