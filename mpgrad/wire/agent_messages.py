@@ -7,6 +7,7 @@ machine. With a shared-memory engine there is no agent, and the frame is for the
 A `ProgressRecord` is a row of numbers in shared memory. The process that watches the worker on the
 worker's machine reads it: the agent or the caller.
 """
+
 from __future__ import annotations
 
 import platform
@@ -20,16 +21,17 @@ __all__ = [
     "ProgressRecordLocation",
     "in_order",
 ]
+
 # whether this CPU keeps stores in order, and loads in order, as other processes see them
-# of stores, and of loads, as other processes see them
 KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def in_order() -> None:
-    """What was read or written before is so, for other processes too, before what comes after.
+    """Order memory accesses: other processes see earlier reads and writes happen before later ones.
 
-    Python has no barrier. But what stands before a release comes no later than it, what stands
-    behind an acquisition no earlier than that, and no acquisition before an earlier release.
+    Python has no barrier, but locks order memory accesses. An access before a release cannot happen
+    after it. An access after an acquisition cannot happen before it. No acquisition happens before
+    an earlier release.
     """
     if not KEEPS_ORDER:
         for _ in range(2):

@@ -11,8 +11,8 @@ So addresses stay valid, no message is rewritten, and the borrower reads memory 
 as if it were shared. An own slot is carried once while it is lent. Borrowed memory is carried each
 time, because its owner may have written to it in between.
 
-Assumes: one thread sends, and one receives. What an owner hollows out or gives up stays in the
-    replica until the slab is gone.
+Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
+    the replica until the slab is dropped.
 """
 
 from __future__ import annotations
