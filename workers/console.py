@@ -16,9 +16,9 @@ worker whose call takes too long. The worker writes its stack, and then the sign
 by default. So the death of the process shows that the stack is complete.
 
 Guarantees: what a task has printed or logged arrives before its result. What it printed before it
-    crashed arrives, too. Any thread, signal handler or finalizer may print or log at any moment: nothing
-    is lost, and nothing is sent twice. If a handler raises while something is being sent, the
-    frames that are waiting may be lost, each as a whole.
+    crashed arrives, too. Any thread, signal handler or finalizer may print or log at any moment:
+    nothing is lost, and nothing is sent twice. If a handler raises while something is being sent,
+    the frames that are waiting may be lost, each as a whole.
 Assumes: one thread sends over the link. What other threads print waits for it.
 """
 
