@@ -6,8 +6,7 @@ short. This module also holds the worker's device. Worker's side.
     results ──► lend: slots of ours ──► the caller sends them back: take_back
         ──► free for the next result
 Guarantees: each received address is returned once for each time that it was received, even for
-calls
-    that did not run. Lent memory is kept until it is returned.
+    calls that did not run. Lent memory is kept until it is returned.
 
 The size of a call's graph is the rise of the allocator's count during the call. A worker can do
 without kept graphs, because calls are run again when their backwards come. So a `MemoryMonitor`
@@ -262,7 +261,7 @@ NEAR = 0.85
 # How much may be taken until the next look, as a multiple of what was taken between the last two.
 # Each worker may add a call's graph.
 AHEAD = 2
-FAR = 0.6  # below this share, looks are rare
+FAR = 0.6  # below this share, with the expected rise, looks are rare
 SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks (0.05 ms each), below FAR and from there on
 
 
@@ -419,7 +418,7 @@ class WorkerDevice:
         """The devices for the packer, or None in a pool without devices."""
         return None if self._setup is None else self
 
-    # --- who waits for whom
+    # --- waiting
 
     def arrive(self) -> None:
         """Let the device wait for the caller. Later work of this thread there sees everything that

@@ -295,7 +295,7 @@ class NodeAgent:
             self._loop.remove_reader(self._launcher.tracker.fileno())
         self._launcher.close()
 
-    # --- what the caller says
+    # --- from the caller
 
     def _obey(self, kind: str, *rest: Any) -> None:
         match kind:
@@ -367,7 +367,7 @@ class NodeAgent:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
-                # This frame only introduces the slab. What the slab should hold is lacking until
+                # This frame only introduces the slab. The slab's content counts as lacking until
                 # its memory exists.
                 slab.awaited.append((worker.number, frame))
                 return
@@ -385,7 +385,7 @@ class NodeAgent:
         if worker.has_outgoing:
             self._loop.add_writer(worker.fileno(), self._write, worker)
 
-    # --- what workers say
+    # --- from workers
 
     def _read(self, worker: AgentWorker) -> None:
         try:
@@ -491,7 +491,7 @@ class NodeAgent:
         if self._is_closing and not self._burials:
             self._say("closed")
 
-    # --- what is said
+    # --- to the caller
 
     def _say(self, *record: Any) -> None:
         self._updates.append(record)
@@ -586,7 +586,7 @@ class AgentWorker(Pipe):
             if isinstance(message, CrashTraceback):
                 self._crash_traceback = descriptor
             elif isinstance(message, ProgressRecordLocation):
-                # without memory for the mapping, skipped chunks run although nobody wants them
+                # without memory for the mapping, the worker runs chunks that it should skip
                 with contextlib.suppress(OSError):
                     memory = memoryview(mmap.mmap(descriptor, 0))
                     self.progress_record = memory[

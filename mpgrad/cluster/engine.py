@@ -190,7 +190,7 @@ class ClusterEngine:
         self._agents.append(agent)
         return agent
 
-    # --- what comes
+    # --- updates from agents
 
     def wait(self, seconds: float | None) -> Sequence[AgentLink]:
         for agent in self._agents:
@@ -427,7 +427,7 @@ class AgentHandle:
         self._agent = self.engine.transport.start_agent(options)
         self.opened_at = time.monotonic()
 
-    # --- what is told
+    # --- to the agent
 
     def tell(self, *record: Any) -> None:
         self._records.append(record)
@@ -468,7 +468,7 @@ class AgentHandle:
                 self._pending.discard(exchange)
         self.engine.inbox.put((self, (is_first, reply)))
 
-    # --- what is heard
+    # --- from the agent
 
     def is_silent(self, patience: float) -> str:
         """Return why the agent counts as dead after so many seconds, or "" if it does not."""
@@ -542,7 +542,8 @@ class AgentHandle:
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
         address, lent = address_of(holder), self.replicas(holder.slab).lent
-        # borrowed memory is written again: its owner may have changed it since it was last sent
+        # Borrowed memory is written again, because code that has the borrowed tensor may have
+        # changed it since it was last sent.
         if not lent[address] or isinstance(holder, BorrowedMemory):
             self.tell("write", address, PickleBuffer(holder.memory))
         lent[address] += 1

@@ -280,7 +280,8 @@ class RayTransport:
             "scheduling_strategy": placement,
             "max_restarts": 0,
             "max_concurrency": 1000,
-            "enable_task_events": False,  # else Ray's dashboard gets an event for each exchange
+            # otherwise Ray sends its dashboard an event for each exchange
+            "enable_task_events": False,
         }
         if ours.memory_per_worker is not None:
             how["memory"] = ours.memory_per_worker * options.slots

@@ -1,5 +1,5 @@
-"""How worker processes and threads are started, and how the caller learns that they have ended.
-Caller's side.
+"""Launchers, which start worker processes and threads and tell how these have ended. Caller's side,
+and in agents on other machines.
 
 A launcher gives a worker its end of a socket pair, and later tells its exit code.
 `ForkServerLauncher` is the default on Linux: it forks workers from a process that has imported

@@ -1,5 +1,5 @@
-"""Devices beside the CPU: numbers for devices, memory there that processes share, and who waits for
-whose work. Both sides.
+"""Devices beside the CPU. This module numbers them, shares memory there between processes, and
+decides which process waits for whose work. Both sides.
 
 PyTorch sends one IPC handle for each tensor. It counts handles in a file of /dev/shm that is left
 behind when a process is killed. Here a slab of the device's memory is sent once. From then on a
@@ -16,8 +16,8 @@ worker gave outlives the worker.
                                                              stream is done, and answers
 Guarantees: nothing is read before it was written, nor written again before it was read. An event is
     recorded on one stream only, so a later record covers all earlier ones. A receiver that waits
-    for the event after a message has come never waits too little. No stream of another process
-    waits for a worker's, so the death of a worker leaves no stream waiting.
+    for the event after a message has come never waits too little. No other stream ever waits for a
+    worker's, so the death of a worker leaves no stream waiting.
 Assumes: a task's results are ready on its current stream when it returns, as every caller of
     PyTorch code assumes.
 """
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def device_code(tensor: torch.Tensor) -> int:
-    """Where `tensor` lies, as a number: 0 on the CPU, k + 1 on device k."""
+    """Return the code of the tensor's device: 0 for the CPU, k + 1 for device k."""
     return 0 if tensor.is_cpu else int(tensor.device.index) + 1
 
 

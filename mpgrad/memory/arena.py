@@ -571,20 +571,20 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
     )
 
 
-# --- memory that is borrowed here, in a forked child: it keeps its content of the moment of the
-# fork
+# --- borrowed memory in a forked child: it keeps the content that it has at the fork
 #
 # A shared mapping stays shared after a fork. The child would see later writes of the slot's owner
 # and of its parent, and the parent would see the child's writes. So memory that is borrowed at an
 # `os.fork` becomes the child's own. There are two ways:
 #
-#     mapped    [1] before the fork the parent maps the pages anew, privately, so that its writes
-# and               the child's stay apart, page by page [2] the parent does not return the memory
-# before               the child has ended (`Token`), because pages without writes are still the
-# owner's               [3] once the view is dead, and before the memory is returned, it is shared
-# again     copied    the child copies the memory, and the parent waits for that. This is for memory
-# that               cannot be mapped privately, for lack of descriptors, and for workers, whose end
-#               returns all memory even if they have forked children
+#     mapped    [1] Before the fork the parent maps the pages anew, privately. So its writes and the
+#               child's stay apart, page by page.
+#               [2] The parent does not return the memory before the child has ended (`Token`),
+#               because pages without writes are still the owner's.
+#               [3] Once the view is dead, and before the memory is returned, it is shared again.
+#     copied    The child copies the memory, and the parent waits for that. This is for memory that
+#               cannot be mapped privately, or when no descriptor is left to map it by. It is also
+#               for workers, whose end returns all memory even if they have forked children.
 #
 # Guarantees: memory that another thread borrows during a fork is treated like memory that was
 #     borrowed before it.

@@ -47,8 +47,8 @@ class LackingMemory(NamedTuple):
 
 
 class CrashTraceback(NamedTuple):
-    """Worker to agent: one end of a pipe, whose descriptor is sent with the frame. If the worker
-    dies, the pipe may hold its Python stack."""
+    """Worker to agent or caller: one end of a pipe, whose descriptor is sent with the frame. If the
+    worker dies, the pipe may hold its Python stack."""
 
 
 class ProgressRecord:

@@ -9,7 +9,7 @@ memory, and the caller keeps replicas of each agent's.
                                                      ══► written at the same offset ──► borrowed
 So addresses stay valid, no message is rewritten, and the borrower reads memory of its own machine
 as if it were shared. An own slot is carried once while it is lent. Borrowed memory is carried each
-time, because its owner may have written to it in between.
+time, because code that has the borrowed tensor may have written to it in between.
 
 Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
     the replica until the slab is dropped.

@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 HEADER = struct.Struct("<4sQQI")
-MARK = b"mpg\xb1"  # what does not begin with it is no frame
-MAX_BYTES = 1 << 42  # of a frame; what announces more is none
+MARK = b"mpg\xb1"  # every frame begins with it
+MAX_BYTES = 1 << 42  # the most bytes of a frame; a header with more is not a frame
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 TRUNCATED = int(socket.MSG_CTRUNC)  # testing a bit of the enumeration itself runs Python code

@@ -21,9 +21,8 @@ What a tensor's storage holds before and behind the tensor is not sent. Gaps bet
 are sent only if that is cheaper than to close them.
 
 Guarantees: strides are preserved. An expanded tensor is sent without repetition. Sparse tensors
-keep
-    their layout, the order of their entries, and whether they are coalesced. A received tensor is
-    never a view in autograd's sense, so it may be written in place like any fresh tensor. Its
+    keep their layout, the order of their entries, and whether they are coalesced. A received tensor
+    is never a view in autograd's sense, so it may be written in place like any fresh tensor. Its
     storage begins and ends with the sent bytes, so `as_strided` cannot reach other memory.
 """
 
