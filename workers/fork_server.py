@@ -1,8 +1,8 @@
 """The fork server: a process that imports torch once, and then forks each worker on request in
 milliseconds. Worker's side.
 
-multiprocessing's fork server does the same. But it imports the parent's main module (so every
-script needs a guard), listens on a named socket, and is shared with all other code that uses it.
+multiprocessing's fork server does the same. But it imports the parent's main module, so every
+script needs a guard. It listens on a named socket, and is shared with all other code that uses it.
 This fork server has a single pipe, to the parent, and ends with it.
 
     parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket

@@ -245,8 +245,8 @@ def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
     """Return the edges behind nodes that raise when a gradient comes to them.
 
     PyTorch puts such a node behind the gradients of a `once_differentiable` backward. No input is
-    behind it, so the engine would pass it by and silently leave a part of the gradient out, unless
-    the gradient at such an edge is asked for too.
+    behind it, so the engine would skip it and silently leave out a part of the gradient. To prevent
+    this, the gradient at such an edge is requested, too.
     """
     return [
         GradientEdge(behind, 0)

@@ -396,8 +396,8 @@ def has_objects(call: ForwardCall, shape: Structure) -> bool:
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Return the flags of a result. A leaf that `fn` was given is a node of the graph, but a leaf
-    that `fn` made is a fresh leaf in the parent, too."""
+    """Return the flags of a result. A leaf that `fn` was given is a node of the graph. A leaf that
+    `fn` made is a fresh leaf in the parent, too."""
     if type(tensor) is torch.Tensor:  # most are
         if not tensor.requires_grad:
             return LEAF

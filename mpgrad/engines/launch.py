@@ -155,8 +155,8 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
     """Call `enter` in a process that may be a fork.
 
     Another thread may have been importing a module when this process was forked. Here no thread
-    will finish that import. So code that imports the module gets it as it is, as the importing
-    thread would, and does not wait for the end of the import.
+    will finish that import. So code that imports the module does not wait for the end of the
+    import. It gets the module as it is, as the importing thread would.
     """
     if method != "fork":
         # multiprocessing has passed its descriptors and this package's as inheritable. Programs
@@ -697,7 +697,7 @@ class SharedTracker(LifeSocket):
 
     If a worker had a tracker of its own, this tracker would remove what the worker has made for
     others when the worker ends. A tracker for all workers runs as long as the program, and most
-    workers never need it. (See `workers.child`.)
+    workers never need it. (See `workers.main`.)
     """
 
     def __init__(self) -> None:

@@ -646,10 +646,9 @@ GAPPED = 4
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """Return the memory that is sent for `tensor`, as one run; the form that rebuilds the tensor;
-    and SPREAD if the gaps were closed, otherwise 0.
+    """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
-    Strides are preserved even if they have gaps. Sums over other strides are added in another
+    That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if they have gaps. Sums over other strides are added in another
     order, which gives other bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
@@ -960,8 +959,8 @@ class Packer:
     ) -> PackedTensor:
         """Pack a tensor that is on a device, or will be.
 
-        Small ones use a slot there, too. To be inline in a message, they would have to be copied to
-        the CPU, and the copy would wait for all earlier work of the device.
+        Small ones use a slot there, too. An inline tensor would have to be copied to the CPU, and
+        the copy would wait for all earlier work of the device.
         """
         channel = None if staged or code == 0 else self._way(tensor)
         if channel is None:
