@@ -4,7 +4,7 @@ decides which process waits for whose work. Both sides.
 PyTorch sends one IPC handle for each tensor. It counts handles in a file of /dev/shm that is left
 behind when a process is killed. Here a slab of the device's memory is sent once. From then on a
 tensor is sent as an address, as on the CPU. The receiver copies borrowed memory at once, at some
-TB/s. So a slot is free long before the tensor dies. A task may write to the tensors that it got, and
+TB/s. So no slot waits for the end of a tensor. A task may write to the tensors that it got, and
 results outlive their worker.
 
     caller                                                   worker

@@ -589,8 +589,8 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
 # Guarantees: memory that another thread borrows during a fork is treated like memory that was
 #     borrowed before it.
 # Assumes: Python forks the children (`os.fork`, multiprocessing, `preexec_fn` of subprocess), or
-#     they run another program at once. This process never writes to pages that contain borrowed
-#     memory: workers have private copies.
+#     they run another program at once. This process writes to no other memory in the pages of a
+#     borrowed piece: workers have private copies of it.
 
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [

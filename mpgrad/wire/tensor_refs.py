@@ -648,8 +648,8 @@ GAPPED = 4
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
-    That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if they have gaps. Sums over other strides are added in another
-    order, which gives other bits.
+    That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
+    they have gaps. Sums over other strides are added in another order, which gives other bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
