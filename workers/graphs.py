@@ -330,7 +330,7 @@ class GraphEdges(NamedTuple):
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
         """Return gradients of the `wanted` inputs, then of all captures if `captures`. They are
-        None where unused."""
+        None for unused inputs and captures."""
         # Gradients gather in the leaves of a graph that runs as a whole. If some were not taken,
         # they would be added to the next backward's.
         numbers = range(len(self.inputs)) if self.reentrant else wanted

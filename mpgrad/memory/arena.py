@@ -326,7 +326,7 @@ class ForeignSlabs:
     def __init__(self, notify: Callable[[], None], copies_for_children: bool = PORTABLE) -> None:
         """`copies_for_children` says how a fork treats borrowed memory: see the end of the module.
 
-        macOS cannot map a part of named shared memory privately, so there it is True.
+        macOS can map named shared memory only as shared, never privately, so there it is True.
         """
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
@@ -815,7 +815,7 @@ class Fork:
 
 
 def make_private(key: int, view: View) -> bool:
-    """Return whether the view could be made private. Assumes: `MAPPING` is held."""
+    """Make a view private. Return False if that is not possible. Assumes: `MAPPING` is held."""
     memory, start, _, slab, foreign_slabs = view
     if slab is None or foreign_slabs.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
         return False

@@ -94,8 +94,8 @@ class Channel(Pipe):
             self._replicas.drop(holder, times)
 
     def receive(self) -> Frame | None:
-        """Return the next frame. At the parent's end, return None if no whole frame has arrived;
-        the caller should then wait until there is more to read.
+        """Return the next frame. At the parent's end, return None if no whole frame has arrived.
+        Then wait until there is more to read, and try again.
 
         Raises:
             EOFError: the other end is gone.

@@ -335,9 +335,9 @@ class BackwardCall(NamedTuple):
     gradients each output has; they are added up. Gradients are batches over `levels`, which are the
     first dimensions.
 
-    `wanted` are the numbers of the inputs that need gradients. With `apart`, the gradients of the
-    captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a number,
-    a graph of all these gradients is kept under it.
+    `wanted` are the numbers of the inputs whose gradients are wanted. With `apart`, the gradients
+    of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
+    number, a graph of all these gradients is kept under it.
 
     `before` are steps that make the call's graph again if it is missing. The worker drops the graph
     after the `last` backward, which uses up all of it.

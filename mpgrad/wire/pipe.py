@@ -230,7 +230,7 @@ class Pipe:
 
     def receive_raw(self) -> RawFrame | None:
         """Return the next frame. An end that does not block returns None if no whole frame has
-        arrived; its user should then wait until there is more to read.
+        arrived. Then wait until there is more to read, and try again.
 
         Raises:
             EOFError: the other end is gone. If the bytes are not a frame, it is an
