@@ -421,8 +421,8 @@ class WorkerDevice:
     # --- waiting
 
     def arrive(self) -> None:
-        """Let the device wait for the caller. Later work of this thread there sees everything that
-        the caller had copied before it sent the last frame."""
+        """Let the device wait for the caller. Later work of this thread there comes after all that
+        the caller wrote or read there before it sent the last frame."""
         for code, events in self._events.items():
             stream = self.setup.accelerator.current_stream(code - 1)
             for event in events:

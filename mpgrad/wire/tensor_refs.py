@@ -369,8 +369,8 @@ def flags_of(tensor: torch.Tensor) -> int:
 
 
 def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
-    """Return the tensors for which a backward does more in the caller than to add to `.grad`. They
-    are numbered among those that need gradients."""
+    """Return the numbers of the tensors for which a backward does more in the caller than to add to
+    `.grad`. The numbers count the tensors that need gradients."""
     needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
     return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
 
