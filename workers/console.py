@@ -1,25 +1,25 @@
-"""What a worker tells beside results: what tasks print, log and warn of, and its crash traceback
-when it dies.
+"""What a worker reports beside results: the prints, log records and warnings of tasks, and its
+crash traceback if it dies. Worker's side.
 
-A worker process inherits the descriptors of its parent, so that C code prints where the parent
-does. But `sys.stdout` of a notebook, of a test runner or under `redirect_stdout` is no descriptor,
-and log handlers are not inherited at all. Warnings go to the caller too, whose filters say what
-becomes of them, as they do for a serial loop.
+A worker process inherits its parent's descriptors, so C code prints to the same place as in the
+parent. But `sys.stdout` is not a descriptor in a notebook, in a test runner or under
+`redirect_stdout`, and log handlers are not inherited. Warnings are sent to the caller, too, whose
+filters decide what happens to them, as in a serial loop.
 
     print, logging ──► OutputStream, LogHandler ──► Outlet ──► PrintedText, LoggedRecord
     warnings ──► TaskWarnings ──► the answer
     faulthandler ──► a pipe, whose other end the parent has
-faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
-in C and holds the interpreter lock, or its memory is broken. Fatal signals (SIGSEGV, SIGFPE,
-SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `TRACEBACK_SIGNAL` is how the parent
-ends one whose call takes too long: the stack is written, and then the signal does what it does by
-default, which is to end the process. So the death says that the stack is complete.
+faulthandler writes the Python stack from a signal handler, in C. This works even if the worker is
+stuck in C and holds the interpreter lock, or if its memory is corrupt. Fatal signals (SIGSEGV,
+SIGFPE, SIGABRT, SIGBUS, SIGILL) still end the worker. The parent sends `TRACEBACK_SIGNAL` to a
+worker whose call takes too long. The worker writes its stack, and then the signal ends the process
+by default. So the death of the process shows that the stack is complete.
 
-Guarantees: what a task printed or logged has arrived before its result; also what it printed before
-    it crashed. Any thread, signal's handler or finalizer may print or log at any moment: nothing is
-    lost, and nothing comes twice. A handler that raises while something is being sent ends that:
-    what waited at that moment may be lost, whole frames of it, never a half.
-Assumes: one thread sends over the link; what others print waits for it.
+Guarantees: what a task has printed or logged arrives before its result. What it printed before it
+    crashed arrives, too. Any thread, signal handler or finalizer may print or log at any moment:
+    nothing is lost, and nothing is sent twice. If a handler raises while something is being sent,
+    the frames that are waiting may be lost, each as a whole.
+Assumes: one thread sends over the link. What other threads print waits for it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Outlet:
         take_levels(log_levels, handler)
 
     def close(self) -> None:
-        """Nothing can be sent any more; what is still printed goes where it would have gone."""
+        """Stop sending. Later prints go where they would have gone without this outlet."""
         sys.stdout, sys.stderr = (stream.original for stream in self._streams)
 
     def put(self, message: Message) -> None:
@@ -93,14 +93,14 @@ class Outlet:
             self._send()
 
     def flush(self) -> None:
-        """Send what waits, unfinished lines too; by the thread that sends."""
+        """Send everything that waits, even unfinished lines. Only the sending thread calls this."""
         for stream in self._streams:
             stream.flush()
         self._send()
 
     def _send(self) -> None:
-        # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was
-        # added
+        # A signal handler or a finalizer has interrupted the loop below. The loop will also send
+        # what was added.
         if self._is_sending:
             return
         try:
@@ -112,19 +112,18 @@ class Outlet:
 
     @property
     def is_ours(self) -> bool:
-        """Not in a process that a task has forked: the link is not its own."""
+        """Whether the link belongs to this process. In a fork that a task has made, it does not."""
         return os.getpid() == self._pid
 
 
 class OutputStream(io.TextIOBase):
-    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at
-    once."""
+    """Replaces `sys.stdout` or `sys.stderr`. It sends a line, or flushed text, at once."""
 
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
         self._outlet = outlet
         self._name = name
         self.original = original
-        self._pieces: deque[str] = deque()  # of a line
+        self._pieces: deque[str] = deque()  # parts of a line
         self._order = threading.RLock()  # what was written first is sent first
 
     @property
@@ -175,8 +174,8 @@ class LogHandler(logging.Handler):
 
 
 def take_levels(given: LogLevels, handler: logging.Handler) -> None:
-    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not
-    reach the root are."""
+    """Set the caller's levels, so that no record is sent that the caller would drop. Records of
+    loggers that do not propagate get the handler directly."""
     for level, name in given.names.items():
         logging.addLevelName(level, name)
     for name, each in given.loggers.items():
@@ -192,8 +191,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 def dumps_record(record: logging.LogRecord) -> bytes:
-    """A record may hold anything: it goes without what cannot be carried, and its text is made
-    here, unless that is plain."""
+    """Pickle a record. Attributes that cannot be pickled are left out. Unless its arguments are
+    plain, the text is formatted here."""
     attributes = dict(vars(record))
     values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
     if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
@@ -207,10 +206,10 @@ def dumps_record(record: logging.LogRecord) -> bytes:
 
 
 def pickled_attributes(attributes: dict[str, Any]) -> bytes:
-    """Without those that cannot be carried."""
+    """Pickle the attributes that can be pickled."""
     try:
         return dumps(attributes, ExceptionPickler)
-    except Exception:  # of whoever's object is among them
+    except Exception:  # raised by any object among them
         return dumps(
             {name: each for name, each in attributes.items() if can_be_carried(each)},
             ExceptionPickler,
@@ -229,17 +228,17 @@ def can_be_carried(value: object) -> bool:
 
 
 class TaskWarnings:
-    """Those since the last answer, each once, in order."""
+    """The warnings since the last answer, each once, in order."""
 
     def __init__(self) -> None:
         self._given: dict[WarningReport, None] = {}
 
     def watch(self) -> None:
-        """From here on, in a process that belongs to us."""
+        """Collect warnings from now on, in a process that belongs to the pool."""
         warnings.showwarning = self._show
 
     def take(self) -> list[WarningReport]:
-        """For the answer."""
+        """Return the warnings for the answer, and forget them."""
         if not self._given:
             return []
         given, self._given = self._given, {}
@@ -247,7 +246,7 @@ class TaskWarnings:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """While something runs again: its warnings were given the first time."""
+        """Ignore warnings while a call runs again, because the caller got them the first time."""
         given = dict(self._given)
         try:
             yield
@@ -267,7 +266,7 @@ class TaskWarnings:
         try:
             pickled = classes.dumps(instance)
         except Exception:
-            # of a class of its own, with what cannot be carried: its text is what matters
+            # a warning of the user's class with content that cannot be pickled: keep its text
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[WarningReport(pickled, filename, lineno)] = None
 
@@ -283,7 +282,7 @@ MOST_IN_WORDS = 6  # values of each container
 
 
 def in_words(value: Any, depth: int = 2) -> str:
-    """Tensors by dtype and shape, the rest by type; runs no code of the user's."""
+    """Describe tensors by dtype and shape, other values by type. This runs no code of the user."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -321,7 +320,7 @@ def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 def described(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
+    except Exception:  # it is the user's code, and this text is only for an error message
         return object.__repr__(value)
 
 
@@ -332,24 +331,24 @@ def register_crash_traceback(link: Link) -> None:
     """Have this process leave its stack to the parent, or to its agent, which passes it on."""
     try:
         theirs, ours = os.pipe()
-    except OSError:  # no descriptor is free, and calls matter more
+    except OSError:  # no descriptor is free; calls matter more
         return
     try:
-        # what does not fit in is left out: nobody reads before we are dead
+        # What does not fit is left out: the pipe is read only after the worker's death.
         os.set_blocking(ours, False)
         link.send([CrashTraceback()], (), [theirs])
     finally:
         os.close(theirs)
     faulthandler.enable(ours)
     faulthandler.register(TRACEBACK_SIGNAL, ours, chain=True)
-    # whoever started us may have blocked it
+    # the process that started this one may have blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {TRACEBACK_SIGNAL})
 
     end = [OwnedDescriptor(ours)]
 
     def leave() -> None:
-        """A process that a task forks has nothing to say; nor has one that such a process forks, of
-        which the end is not."""
+        """Close the pipe in a process that a task forks, and in the children of that process, once.
+        They must not report to it."""
         if end:
             faulthandler.disable()
             faulthandler.unregister(TRACEBACK_SIGNAL)

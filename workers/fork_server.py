@@ -1,18 +1,18 @@
-"""The fork server: a process that imports torch once and then forks workers on request, in
-milliseconds each.
+"""The fork server: a process that imports torch once, and then forks each worker on request in
+milliseconds. Worker's side.
 
-multiprocessing's fork server does the same, but imports the parent's main module (so that every
-script needs a guard), listens on a named socket and is shared with whatever else uses it. This one
-has a single pipe, to the parent, and ends with it.
+multiprocessing's fork server does the same. But it imports the parent's main module, so every
+script needs a guard. It listens on a named socket, and is shared with all other code that uses it.
+This fork server has a single pipe, to the parent, and ends with it.
 
     parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket
-                            pairs, by the second of which it may ask for a resource tracker
-                        ("kill", name, signal)
+                            pairs; by the second one it may ask for a resource tracker
+                            ("kill", name, signal)
     fork server ► parent    (name, exit code, 0) once for each worker
-                        (name, None, errno) where the system refuses to start it
-A worker's number is its own within its pool; its name is unique among all pools that share the
-fork server. The changes are what the worker takes over, since the parent is not what it was when
-the fork server began, nor need the fork server have been that.
+                            (name, None, errno) if the system refuses to start it
+A worker's number is unique in its pool, and its name among all pools that share the fork server.
+The changes are the state that the worker takes over. The parent's state may have changed since it
+started the fork server, and the fork server's own may differ from it.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ __all__ = [
     "main",
 ]
 
-MESSAGE_BYTES = 1 << 18  # more than any order has
+MESSAGE_BYTES = 1 << 18  # more than any order needs
 
 
 def main(descriptor: int) -> None:
-    """Serves until the parent is gone, or closes its end; `descriptor` is our end of the pipe to
+    """Serve until the parent is gone or closes its end. `descriptor` is this end of the pipe to
     it."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # who starts us may have blocked it
+    # the process that started this one may have blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    # what is imported stays: to look through it for garbage, again and again, is a fifth of what a
-    # start costs
+    # Imported objects stay. Searching them for garbage again and again would take a fifth of the
+    # start.
     gc.disable()
-    # once for all workers: with torch, it is most of what a start costs
+    # Imported once for all workers. With torch, this is most of the time of a start.
     import mpgrad.workers.main  # noqa: F401
     from mpgrad.torch_state.modes import load_generators
 
     load_generators()
-    # a worker that becomes another user may not be able to read them any more
+    # imported now, because a worker that becomes another user may not be able to read the files
     import multiprocessing.resource_tracker
     import multiprocessing.shared_memory  # noqa: F401
 
     from mpgrad.pickling.modules import installed
 
     installed()
-    # a worker's collector then leaves the inherited objects, and so their shared pages, alone
+    # Each worker's garbage collector then skips the inherited objects, whose pages stay shared.
     gc.freeze()
     gc.enable()
     fork_server = ForkServer(socket.socket(fileno=descriptor), parent)
     fork_server.run()
-    os._exit(0)  # nothing to tidy up, and the workers end when this process does
+    os._exit(0)  # there is nothing to tidy up, and the workers end when this process does
 
 
 class ForkServer:
-    """Forks workers when the parent says so, and reports what became of each, once."""
+    """Forks workers on the parent's orders, and reports the end of each, once."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
@@ -77,17 +77,17 @@ class ForkServer:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        # without a handler the wake-up descriptor stays silent
+        # without a handler, Python does not write to the wake-up descriptor
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Obey until the parent closes its end or dies; the kernel kills the workers after us."""
+        """Obey until the parent closes its end or dies. The kernel then kills the workers."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            # a process that the parent forked may hold the parent's end of the pipe open, so its
-            # end alone is not enough
+            # A child of the parent may hold the parent's end of the pipe open, so the pipe alone
+            # does not show the parent's death.
             selector.register(self._parent, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
@@ -98,10 +98,10 @@ class ForkServer:
                         return
 
     def _obey(self) -> bool:
-        """One order of the parent; False at the end of the pipe."""
+        """Carry out one order of the parent. Return False at the end of the pipe."""
         try:
-            # a program that a call starts with os.system must not keep the worker's end open, when
-            # that has ended
+            # The received descriptors are not inheritable. A program that a call starts with
+            # os.system must not keep the worker's end open after the worker has ended.
             data, ends = receive_descriptors(self._control, MESSAGE_BYTES, 2)
         except ConnectionError:
             return False
@@ -114,11 +114,11 @@ class ForkServer:
             else:
                 for each in ends:
                     os.close(each)
-                self._report(name, None, errno.EMFILE)  # no descriptor was free to receive one with
+                self._report(name, None, errno.EMFILE)  # no descriptor was free to receive an end
         else:
             for pid, child in self._children.items():
                 if child == name:
-                    os.kill(pid, what)  # not reaped yet, so the pid is still its own
+                    os.kill(pid, what)  # not reaped yet, so the pid is still the worker's
         return True
 
     def _fork(
@@ -160,6 +160,6 @@ class ForkServer:
             self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
-        # the parent is gone, which the next read will say
+        # the parent is gone, as the next read will show
         with contextlib.suppress(ConnectionError):
             self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -1,27 +1,28 @@
-"""The functions that a worker has been given: made of bytes and captures, until the caller forgets
-them; and what comes of them.
+"""The functions that a worker has. They are loaded from bytes and captures, and kept until the
+caller forgets them. This module also holds the sums of captures' gradients, and finds stray leaves.
+Worker's side.
 
     Define ──► FunctionTable: FunctionPickle, which operations share; Function, of one
     backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
-Stray leaves: those that a result depends on, and that are neither inputs nor captures. Their
+Stray leaves are leaves that a result depends on, and that are neither inputs nor captures. Their
 gradients would be lost.
 
-A worker has leaves of its own: what an installed package keeps in its modules, and what an object
-made when it was loaded, because its own pickling went by way of arrays, a state dict or torch.save.
-In the loop a backward would come to the caller's. Here it would end at one that nobody looks at. So
-the caller is told which results lead there, and its backward raises.
+A worker has leaves of its own. Some are kept by the modules of an installed package. Others were
+made when an object was loaded, because its own pickling uses arrays, a state dict or torch.save. In
+the loop, a backward would reach the caller's leaf. Here it would end at a leaf that nobody reads.
+So the worker reports which results lead there, and the caller's backward of them raises.
 
     loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
     the function has run ──► leaves behind its results ──► copied, or kept by a module? ◄──────╯
                                                                └──► `Result.strays` ──► the caller
-Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one
-that the initializer made.
-Assumes: a function that reaches a package has its name in its pickle, or is given something that
-    was pickled; packages put no methods of theirs into PyTorch's classes. A reentrant checkpoint
-    shows nothing of what is in it.
+Guarantees: no backward is needed to find stray leaves. A leaf that a call made for itself is not a
+    stray leaf, nor is one that the initializer made.
+Assumes: a function that reaches a package has the package's name in its pickle, or is given an
+    object that was pickled. Packages add no methods of their own to PyTorch's classes. The inside
+    of a reentrant checkpoint cannot be searched.
 """
 
 from __future__ import annotations
@@ -92,30 +93,31 @@ GARBAGE_BYTES = 64 << 20
 
 
 class LoadedFunction(NamedTuple):
-    """A function that an operation had, and the next one with the same pickle may have."""
+    """A function that an operation had. The next operation with the same pickle may use it
+    again."""
 
     target: Any
     modules: Namespaces
-    script: Mapping[str, Any]  # of these, when it was loaded
-    fingerprint: FunctionFingerprint  # likewise
+    script: Mapping[str, Any]  # of `modules`, as it was when the function was loaded
+    fingerprint: FunctionFingerprint  # as it was when the function was loaded
 
 
 class FunctionPickle:
-    """A pickled function, which operations have in common. Their captures differ."""
+    """A pickled function, which operations share. Their captures differ."""
 
     __slots__ = ("_kept", "_under_way", "is_cut_short", "operations", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
-        self.operations = 0  # that had it
-        self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
-        self._kept: LoadedFunction | None = None  # which no operation has now
+        self.operations = 0  # operations that had it
+        self.is_cut_short = False  # eager backwards ran for a part of a call's items, in vain
+        self._kept: LoadedFunction | None = None  # no operation uses it now
         self._under_way: list[LoadedFunction] = []
 
     def load(
         self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
     ) -> tuple[Any, Namespaces, Streams]:
-        """As `loads_with_state`; but what no call has written to is not loaded again."""
+        """Do as `loads_with_state`, but do not load again what no call has changed."""
         self.operations += 1
         if captures or state:
             return loads_with_state(self.pickled, captures, number, state, in_state)
@@ -138,7 +140,7 @@ class FunctionPickle:
         return target, modules, streams
 
     def take_back(self, target: Any) -> None:
-        """The operation that had it has ended."""
+        """Keep the function for the next operation, because its operation has ended."""
         for each in self._under_way:
             if each.target is target:
                 self._under_way.remove(each)
@@ -153,20 +155,20 @@ class Function(NamedTuple):
     code: FunctionPickle
     target: Callable[..., Any]
     captures: list[torch.Tensor]
-    modules: Namespaces  # of the user's own, as it sees them
+    modules: Namespaces  # the user's own modules, as the function sees them
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
-    gathers: bool  # the tensors of its calls come to our device
-    # where the captures that need gradients lie in the caller, in a pool with devices
+    gathers: bool  # the tensors of its calls are moved to the worker's device
+    # the caller's devices of the captures that need gradients, in a pool with devices
     caller_devices: Sequence[int] | None
     search: CaptureSearch
     sums: FunctionSums
-    streams: Streams  # of the generators that it captures
+    streams: Streams  # for the generators that it captures
     strays: StrayLeaves
 
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """In which it and its backward are to run: with the caller's hooks, and among the caller's
-        modules."""
+        """Return the context in which the function and its backward run. It sets the caller's
+        hooks, and the user's modules as the caller has them."""
         if not isinstance(self.target, GloballyHookedFunction):
             return self.modules
         stack = contextlib.ExitStack()
@@ -176,26 +178,26 @@ class Function(NamedTuple):
 
     @property
     def has_written(self) -> bool:
-        """A call wrote to a capture, or gave it a gradient."""
+        """Whether a call has written to a capture, or has given it a gradient."""
         return [each._version for each in self.captures] != self.versions or any(
             edge.grad is not None for edge in self.edges if isinstance(edge, torch.Tensor)
         )
 
 
 class FunctionTable(dict[int, Function | Failure]):
-    """By number. In the place of one that could not be loaded is the failure that each of its calls
-    gets."""
+    """The functions by number. If one could not be loaded, the table has the failure that each of
+    its calls gets."""
 
     def __init__(self, memory: WorkerMemory, worker_device: WorkerDevice) -> None:
         self._memory = memory
         self._worker_device = worker_device
         self._codes: dict[int, FunctionPickle] = {}
-        # of the user's modules, see `ModulesState`
+        # states of the user's modules, see `ModulesState`
         self._states: RecentValues[bytes] = RecentValues()
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
 
     def define(self, message: Define) -> None:
-        """Loads the function at once; if that raises, each of its calls fails with it."""
+        """Load the function at once. If that raises, each of its calls fails with the error."""
         if message.pickled is not None:
             self._codes[message.code] = FunctionPickle(message.pickled)
         if message.state is not None:
@@ -212,7 +214,8 @@ class FunctionTable(dict[int, Function | Failure]):
         refs = self._worker_device.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
-            # of the caller's thread, where that is ours; they are used under others too
+            # If this is the caller's thread, its mode must not apply: the captures are also used
+            # under other modes.
             with torch.inference_mode(False):
                 tensors = self._memory.captures(message.slot, refs)
                 captures = [
@@ -248,7 +251,7 @@ class FunctionTable(dict[int, Function | Failure]):
         )
 
     def forget(self, message: Forget) -> None:
-        """Drops functions and pickles; collects garbage after every `GARBAGE_BYTES` of captures."""
+        """Drop functions and pickles. Collect garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
             known = self.pop(number, None)
             if isinstance(known, Function):
@@ -259,7 +262,7 @@ class FunctionTable(dict[int, Function | Failure]):
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
-        # a recursive function is a cycle, which would keep its captures for long
+        # a recursive function is a reference cycle, which would keep its captures for long
         if self._forgotten_bytes > GARBAGE_BYTES:
             self._forgotten_bytes = 0
             known = None
@@ -276,22 +279,22 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 # --- sums of captures' gradients
 
 
-MOST_BACKWARDS = 256  # of one function at a time
+MOST_BACKWARDS = 256  # sums of one function that are kept at the same time
 
 
 class CaptureSums:
-    """Capture gradients of one function in one backward, and of how many calls they are the sum."""
+    """Capture gradients of one function in one backward, added up over a number of calls."""
 
     def __init__(self, count: int) -> None:
         self.calls = 0
         self.sums: list[torch.Tensor | None] = [None] * count
-        # the first gradient may share memory with others; a sum of ours does not
+        # The first gradient may share memory with other tensors. A sum that was made here does not.
         self._owned = [False] * count
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Those of a call: one gradient for each capture, None where there is none.
+        """Add the gradients of a call, one for each capture, or None.
 
-        Writes to sums of its own only.
+        This writes only to sums that were made here.
         """
         self.calls += 1
         for k, grad in enumerate(grads):
@@ -308,23 +311,23 @@ class CaptureSums:
 
 
 class FunctionSums:
-    """All sums of one function: of each backward, and (None) of the eager ones."""
+    """All sums of one function: one for each backward, and one (key None) for eager backwards."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
 
     def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
-        """That of `count` captures."""
+        """Return the sum of a backward, for `count` captures."""
         key = graph_task, levels
         sums = self._sums.get(key)
         if sums is None:
             sums = self._sums[key] = CaptureSums(count)
-            if len(self._sums) > MOST_BACKWARDS:  # a backward that failed leaves its sum behind
+            if len(self._sums) > MOST_BACKWARDS:  # a failed backward leaves its sum behind
                 del self._sums[next(key for key in self._sums if key[0] is not None)]
         return sums
 
     def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """What was added up, which is not here any more then."""
+        """Return the sum and forget it."""
         return self._sums.pop((graph_task, levels), None)
 
 
@@ -349,32 +352,32 @@ SKIPPED |= {
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 }
-Copies = Mapping[torch.Tensor, str]  # whose each leaf was
-# by which code comes to a module that it does not name
+Copies = Mapping[torch.Tensor, str]  # each copied leaf, and the class of its owner
+# names by which code can reach a module without naming it
 WAYS_TO_MODULES = frozenset(
     {b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"}
 )
-# modules in whose names such a name occurs: of what each function of a script is made by, and of
-# PyTorch's layers
+# Modules whose names contain such a name. Every function of a script is made by the first one, and
+# the others are PyTorch's layers.
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
 class StrayLeaves:
-    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that
-    was."""
+    """Finds the stray leaves of one function's results. `copied` are leaves in the function that
+    its own pickling made, with their owners."""
 
     def __init__(self, pickles: Sequence[bytes], copied: Copies, again: bool) -> None:
-        """`pickles`: of all that the function consists of; `again`: another operation had it
+        """`pickles` are all parts of the function. `again` means that another operation had it
         before."""
         self._pickles = pickles
-        # one that is another each time would be read each time
+        # a function that is new each time would be read each time, so less of it is read
         self._most_read = MOST_READ_AGAIN if again else MOST_READ
         self._copied = copied
-        self._modules = 0  # that had been imported when `_leads_out` was found
+        self._modules = 0  # the number of imported modules when `_leads_out` was computed
         self._leads_out = False
 
     def may_be_reached(self) -> bool:
-        """Also by a call that is given nothing but tensors."""
+        """Whether results may depend on stray leaves, even if a call is given only tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
             self._leads_out = any(
@@ -386,8 +389,8 @@ class StrayLeaves:
     def behind(
         self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies
     ) -> dict[int, str]:
-        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or
-        is itself."""
+        """Describe in words the stray leaf that an output depends on, or is itself, by number of
+        the output. `known` leaves are not stray."""
         nodes = held_leaves(outputs, known, (ENTRY_NODE,))
         given = {
             number: each
@@ -442,7 +445,7 @@ class StrayLeaves:
         return ""
 
 
-@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+@functools.lru_cache(maxsize=64)  # the same function is mapped again and again
 def leads_to_modules(pickled: bytes) -> bool:
     of_others = pickled
     for module in NO_WAYS:
@@ -458,8 +461,8 @@ def described(leaf: torch.Tensor) -> str:
 
 
 def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
-    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling
-    they came of."""
+    """Return the leaves in a loaded value that are not `known`, and the class whose pickling made
+    each."""
     if not pickled.endswith(RUNS_CODE):
         return {}
     found, objects = leaves_in([value], set())
@@ -467,7 +470,7 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     if not left:
         return {}
     owners = dict.fromkeys(left, "an object")
-    # from the outer ones to the inner ones
+    # from the outer objects to the inner ones
     users = [each for each in objects if not is_of_libraries(type(each).__module__)]
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
         owners.update(
@@ -480,8 +483,8 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
-    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules,
-    nor of what was `seen`."""
+    """Return the leaves that `values` refer to, by id, and all objects on the way. Modules, and
+    objects in `seen`, are not searched."""
     found: dict[int, torch.Tensor] = {}
     passed: list[Any] = []
     level = list(values)
@@ -507,7 +510,7 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
     return found, passed
 
 
-# what has functions of the user's, and their modules, in it
+# classes of this package that contain functions of the user, and their modules
 CARRY = (
     "mpgrad.tasks.",
     "mpgrad.torch_state.modes.",
@@ -517,7 +520,8 @@ CARRY = (
 
 
 def is_ours(kind: type) -> bool:
-    """A pool's machinery: inline, or in a thread, it has functions and what they made."""
+    """Whether the class belongs to the pool's own objects. In the inline and thread engines these
+    refer to functions and their results."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return (
         name.startswith("mpgrad.")
@@ -526,7 +530,7 @@ def is_ours(kind: type) -> bool:
     )
 
 
-# --- what is known of leaves
+# --- what is known about leaves
 
 
 class LeafPlace:
@@ -546,20 +550,20 @@ class LeafPlace:
         return f"{self._module}.{self._name}{joint}{self._path}"
 
 
-# None where a leaf is known to be kept by no module
+# None if a leaf is known to be kept by no module
 PLACES: MutableMapping[torch.Tensor, LeafPlace | None] = WeakIdKeyDictionary()
 OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
-    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made
-    one, or nobody keeps it."""
+    """Note where these leaves, and those of the nodes, are kept. A leaf is kept nowhere if the
+    initializer made it, or no module has it."""
     unknown = [each for each in given if each not in PLACES]
     unplaced = [node for node in nodes if node.variable not in PLACES]
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
-        # what the call left behind in cycles, for to look through modules takes longer
+        # free what the call left behind in cycles first, because searching modules takes longer
         gc.collect(1)
     unknown += [node.variable for node in unplaced if is_held(node)]
     if not unknown:
@@ -571,8 +575,8 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
 
 
 class SearchBudget:
-    """How long they take: a function that keeps a new leaf in each call does not pay for one each
-    time. What was not searched for is not noted, so it is met again."""
+    """Limits the time of searches, so that a function that keeps a new leaf in each call does not
+    pay for one each time. A leaf that was not searched for is not noted, so it is found later."""
 
     def __init__(self) -> None:
         self._began = self._rest_until = 0.0
@@ -589,14 +593,14 @@ class SearchBudget:
             self._rest_until = now + (now - self._began) * REST
 
 
-IN_VAIN = 8  # as many searches in a row need no rest
-REST = 20  # times as long as a search took
+IN_VAIN = 8  # this many unsuccessful searches in a row need no pause
+REST = 20  # a pause, in durations of the last search
 SEARCHES = SearchBudget()
 
 
 def look_through_modules() -> None:
-    """Note all leaves that the modules of packages, or of the user's own that were imported here,
-    lead to."""
+    """Note all leaves that modules lead to: modules of packages, and the user's own that were
+    imported here."""
     seen: set[int] = set()
     for module, found in list(sys.modules.items()):
         if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):
@@ -609,7 +613,7 @@ def look_through_modules() -> None:
 
 @contextmanager
 def noting_those_of_initializer() -> Iterator[None]:
-    """What is made in the body is meant to be the worker's own."""
+    """Note the leaves that are made in the body. They are meant to be the worker's own."""
     before = set(map(id, all_leaves()))
     yield
     OF_INITIALIZER.update({leaf: None for leaf in all_leaves() if id(leaf) not in before})

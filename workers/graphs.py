@@ -1,10 +1,11 @@
-"""The graph table: the autograd graph of every call that ran here and whose backward may come.
+"""The graph table. It holds the autograd graph of every call that ran here and whose backward may
+come. Worker's side.
 
-The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything
-between is PyTorch's own, with its own rules: `retain_graph`, and the RuntimeError of a second
-backward, are not imitated, they happen.
+The outputs of a graph have gone to the caller as bytes, so the table holds the graph's edges. The
+nodes between are PyTorch's own, and follow its rules: `retain_graph` and the RuntimeError of a
+second backward are not imitated, they happen.
 
-The life of a graph, by call. Each arrow is a method of `GraphTable`:
+The states of a call's graph. Each arrow is a method of `GraphTable`:
 
     (none) ── keep ──► KEPT ── note_emptied ──► EMPTIED
                         │                         │
@@ -17,17 +18,17 @@ The life of a graph, by call. Each arrow is a method of `GraphTable`:
                      (none)
 
     KEPT      here, and whole
-    EMPTIED   here, but emptied, which PyTorch tells a second backward
-    DROPPED   not here, and the caller does not know it
-    (none)    never here, or the caller knows that it is not
+    EMPTIED   here, but used up; PyTorch raises at a second backward
+    DROPPED   not here, and the caller does not know it yet
+    (none)    never here, or the caller knows that it is gone
 
-keep: a call has run, for the first time or again; or a backward whose gradients are to be
-differentiated. note_emptied: a backward ran through it that was not to keep it. release: the
-caller's node has died, or the backward was the last one. trim: graphs take too much memory. find: a
-backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
-sends the call once more with the next backward that needs it.
+keep: a call has run, for the first time or again, or a backward has run whose gradients are
+differentiable. note_emptied: a backward has run through the graph without keeping it. release: the
+caller's node has died, or the backward was the last one. trim: the graphs take too much memory.
+find: a backward needs the graph. miss: an eager backward has run through a part of it. The caller
+sends the call of a dropped graph again with the next backward that needs it.
 
-Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
+Autograd keeps a graph alive from its outputs, so the edges keep it here:
 
     forward: entrances remember where the inputs came in
         inputs ──► dress ──► the function ──► outputs
@@ -88,9 +89,9 @@ __all__ = [
     "still_there",
 ]
 
-# a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+# A leaf is its own edge. That is cheaper, and a sparse leaf has no other edge.
 Edge = GradientEdge | torch.Tensor
-# of an input: the node where its gradient leaves, or the leaf that it is
+# for an input: the node where its gradient leaves, or the input itself if it is a leaf
 Entrance = weakref.ref[Any] | torch.Tensor
 
 
@@ -98,25 +99,26 @@ def edge_of(tensor: torch.Tensor) -> Edge:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    if isinstance(node, NODE_IN_PYTHON):  # its Python object, by itself, keeps nothing
+    # the node's Python object alone does not keep its graph alive
+    if isinstance(node, NODE_IN_PYTHON):
         return edge_that_keeps(tensor)
     return GradientEdge(node, tensor.output_nr)
 
 
 class GraphEntry(torch.autograd.Function):
-    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place
-    writes to it are legal."""
+    """The node where the gradient of a non-leaf input leaves. In the caller this input has a
+    history, so in-place writes to it are legal."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        # hidden in a list: as an argument it would come back as a view, which forbids in-place
-        # writes
+        # The tensor is hidden in a list. As an argument it would be returned as a view, which
+        # forbids in-place writes.
         return alone[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before
-        # it comes here
+        # This runs only for `run_whole`, perhaps in several runs of the engine. Otherwise the
+        # engine takes the gradient at this node's edge, before this.
         held = vars(ctx).get("received")
         ctx.received = grad if held is None else held if grad is None else plus(held, grad)
         return None, None
@@ -124,16 +126,16 @@ class GraphEntry(torch.autograd.Function):
 
 ENTRY_NODE = node_type(GraphEntry)
 ROOT = torch.zeros((), device="cpu", requires_grad=True)
-# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so
-# that another worker thread which waits for that lock, holding the interpreter's, would wait for
-# ever.
+# This edge is kept alive because PyTorch would otherwise make it again. In anomaly mode PyTorch
+# runs Python while it makes the edge and holds ROOT's lock. Another worker thread that holds the
+# interpreter's lock and waits for ROOT's would then wait forever.
 ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 def dress(
     tensors: Sequence[torch.Tensor], flags: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[Entrance]]:
-    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a
+    """Return `tensors` as `fn` would see them in the caller, and an entrance for each that needs a
     gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
     for k, own in enumerate(flags):
@@ -142,19 +144,19 @@ def dress(
         if own & REQUIRES_GRAD and own & LEAF:
             entrances.append(dressed[k].requires_grad_())
         elif own & REQUIRES_GRAD:
-            with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
+            with torch.enable_grad():  # even if the caller has it off, `fn` may turn it on
                 dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
-            # now: an in-place write moves the tensor away from that node
+            # noted now, because an in-place write moves the tensor to another node
             entrances.append(weakref.ref(dressed[k].grad_fn))
     return dressed, entrances
 
 
 def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
-    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend
-    on has been kept by them.
+    """Return the edges of the entrances, after `fn` has run and its arguments are forgotten.
 
-    None where they do not. The caller has a history behind it then which is not theirs, and no
-    backward of theirs may run it. Where the tensors are still held there is an edge to each.
+    The results keep the inputs that they depend on. For other inputs the edge is None: no backward
+    of these results may run the histories that such inputs have in the caller. While the arguments
+    are still held, every input has an edge.
     """
     return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
 
@@ -167,9 +169,9 @@ def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
 def leaves_behind(
     outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool
 ) -> set[int]:
-    """Those leaves, of the `wanted` ones by id, that the outputs depend on.
+    """Return the `wanted` leaves, by id, on which the outputs depend.
 
-    A graph that is `reentrant` does not show what that is: so it may be any.
+    A `reentrant` graph does not show this, so then all of them are returned.
     """
     if reentrant or not wanted:
         return set(wanted)
@@ -188,8 +190,8 @@ def leaves_behind(
 
 
 class CaptureSearch:
-    """For the captures of a function behind which the caller has a history, or hooks: which of them
-    results depend on."""
+    """Finds the captures on which results depend, among those that have a history or hooks in the
+    caller."""
 
     def __init__(self, captures: dict[int, int]) -> None:
         self._all = captures  # their numbers among those that need gradients, by id
@@ -197,19 +199,19 @@ class CaptureSearch:
         self._found: list[int] = []
 
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
-        """In the graphs of all calls, until each has been found once; so one that never is costs a
-        walk through every graph."""
+        """Search the graphs of all calls until each capture has been found once. A capture that is
+        never found costs a walk through every graph."""
         self._found += [
             self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)
         ]
 
     def take_found(self) -> list[int]:
-        """Since the last time."""
+        """Return the captures that were found since the last call."""
         found, self._found = self._found, []
         return found
 
     def behind(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> list[int]:
-        """Those that these outputs depend on."""
+        """Return the captures on which these outputs depend."""
         return [self._all[each] for each in leaves_behind(outputs, self._all, reentrant)]
 
 
@@ -222,7 +224,7 @@ def gradients_at(
     create: bool = False,
     levels: tuple[Level, ...] = (),
 ) -> list[torch.Tensor | None]:
-    """None where there is no edge, and for what was not used."""
+    """Return the gradients at the edges. They are None for missing edges, and for unused ones."""
     there = [edge for edge in edges if edge is not None]
     found: Sequence[torch.Tensor | None]
     if not there:
@@ -243,8 +245,8 @@ def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
     """Return the edges behind nodes that raise when a gradient comes to them.
 
     PyTorch puts such a node behind the gradients of a `once_differentiable` backward. No input is
-    behind it, so the engine would pass it by and silently leave a part of the gradient out, unless
-    the gradient at such an edge is asked for too.
+    behind it, so the engine would skip it and silently leave out a part of the gradient. To prevent
+    this, the gradient at such an edge is requested, too.
     """
     return [
         GradientEdge(behind, 0)
@@ -256,7 +258,7 @@ def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 
 def still_there(edge: Edge | None) -> Edge | None:
-    """Not a leaf that the call has frozen, nor a node that has ended."""
+    """Return the edge, or None if the call has frozen its leaf, or its node has ended."""
     if isinstance(edge, torch.Tensor):
         return edge if edge.requires_grad else None
     return edge if edge is None or is_alive(edge.node) else None
@@ -269,8 +271,8 @@ def run_whole(
     keep: bool,
     create: bool,
 ) -> list[torch.Tensor | None]:
-    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from
-    there."""
+    """Run `torch.autograd.backward`, which accumulates gradients in leaves and entry nodes, and
+    take them from there."""
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
     for leaf in leaves:
         leaf.grad = None
@@ -303,17 +305,17 @@ def runs_whole() -> int:
 # --- the table
 
 
-MOST_STALE = 1000  # entries of the heap for graphs that are gone
+MOST_STALE = 1000  # entries of the heap for graphs that are not here any more
 
 
 class GraphEdges(NamedTuple):
-    """A graph by its edges; those of the captures are the function's."""
+    """A graph, given by its edges. The captures' edges are stored in the function."""
 
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
-    # of the inputs that need gradients, in order; None: the outputs do not depend on it
+    # of the inputs that need gradients, in order; None if the outputs do not depend on the input
     inputs: Sequence[Edge | None]
-    # can only be run as a whole, by `backward()`, see `runs_whole`
+    # whether it can only run as a whole, by `backward()`; see `runs_whole`
     reentrant: bool = False
     devices: DeviceMap | None = None
     errors: Sequence[GradientEdge] = ()  # see `delayed_errors`
@@ -327,9 +329,10 @@ class GraphEdges(NamedTuple):
         create: bool,
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
-        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was
-        not used."""
-        # a part that nobody took of what is run as a whole would be added to what comes next
+        """Return gradients of the `wanted` inputs, then of all captures if `captures`. They are
+        None for unused inputs and captures."""
+        # Gradients gather in the leaves of a graph that runs as a whole. If some were not taken,
+        # they would be added to the next backward's.
         numbers = range(len(self.inputs)) if self.reentrant else wanted
         edges = [still_there(self.inputs[k]) for k in numbers]
         if captures or self.reentrant:
@@ -348,8 +351,8 @@ class GraphEdges(NamedTuple):
         return found
 
     def caller_devices(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
-        """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller, in
-        a pool with devices."""
+        """Return on which devices of the caller gradients of the `wanted` inputs, and of the
+        captures, belong. Return None in a pool without devices."""
         return None if self.devices is None else self.devices.caller_devices(wanted, captures)
 
     def derived(
@@ -358,8 +361,8 @@ class GraphEdges(NamedTuple):
         entered: Sequence[Edge | None],
         grads: Sequence[TensorRef],
     ) -> GraphEdges:
-        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered`
-        it."""
+        """Return the graph of a backward of this one, which gave `outputs` for `grads`. The
+        gradients came in at the edges `entered`."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
         errors = delayed_errors(outputs)
@@ -369,33 +372,36 @@ class GraphEdges(NamedTuple):
 
 
 class GraphTable:
-    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made
-    again when they are wanted; and, while the `watch` finds memory short, the older half.
+    """The graphs that are kept here, by call.
 
-    A call is in one of `_kept`, `_emptied` and `_dropped`, or in none. With a limit of 0 none is
-    kept, and nothing is measured.
+    `trim` drops the largest graphs beyond `limit` bytes; they are made again if they are needed.
+    While `watch` finds memory short, `trim` also drops the older half.
+
+    A call is in one of `_kept`, `_emptied` and `_dropped`, or in none. With a limit of 0 no graph
+    is kept, and nothing is measured.
     """
 
     def __init__(self, limit: int | None, watch: MemoryMonitor | None = None) -> None:
-        self.nbytes = 0  # of those kept, where there is a limit
+        self.nbytes = 0  # of the kept graphs, if there is a limit
         self._limit = limit
         self._watch = watch
         self._kept: dict[int, GraphEdges] = {}
         self._emptied: dict[int, GraphEdges] = {}
-        self._dropped: set[int] = set()  # the caller believes that they are here
-        self._sizes: dict[int, int] = {}  # of those kept
-        # a heap of (-bytes, call); may name some that are gone
+        self._dropped: set[int] = set()  # the caller believes that these graphs are here
+        self._sizes: dict[int, int] = {}  # of the kept graphs
+        # a heap of (-bytes, call), which may contain graphs that are gone
         self._largest: list[tuple[int, int]] = []
 
     def __contains__(self, call: int) -> bool:
         return call in self._kept or call in self._emptied
 
     def memory_in_use(self) -> int:
-        """Bytes, where they matter: the rise over a call is what its graph takes."""
+        """Return the bytes in use, if there is a limit. The rise during a call is the size of its
+        graph."""
         return memory_in_use() if self._limit else 0
 
     def keep(self, call: int, graph: GraphEdges, nbytes: int) -> None:
-        """`nbytes` is what the graph takes, 0 where nothing is measured."""
+        """Keep a graph. `nbytes` is its size, or 0 if nothing is measured."""
         self.release(call)
         self._kept[call] = graph
         if self._limit and nbytes > 0:
@@ -407,7 +413,7 @@ class GraphTable:
                 heapq.heapify(self._largest)
 
     def find(self, call: int) -> GraphEdges | None:
-        """For a backward. One that is not here counts as dropped from now on."""
+        """Return the graph for a backward. One that is not here counts as dropped from now on."""
         graph = self._kept.get(call) or self._emptied.get(call)
         if graph is None:
             self._dropped.add(call)
@@ -437,7 +443,7 @@ class GraphTable:
         self._dropped.add(call)
 
     def miss(self, call: int) -> None:
-        """It was never kept, and the caller believes that it was."""
+        """Note that the caller believes that this graph was kept, although it never was."""
         self._dropped.add(call)
 
     def forget(self, message: Release) -> None:
@@ -445,7 +451,7 @@ class GraphTable:
             self.release(call)
 
     def release(self, call: int) -> None:
-        """Forget all about it."""
+        """Forget the graph of a call in any state."""
         self._kept.pop(call, None)
         self._emptied.pop(call, None)
         self._dropped.discard(call)
@@ -453,7 +459,7 @@ class GraphTable:
             self.nbytes -= self._sizes.pop(call, 0)
 
     def take_dropped(self) -> list[int]:
-        """Those since the last time, for the caller."""
+        """Return the calls whose graphs were dropped since the last time, for the caller."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped

@@ -1,5 +1,5 @@
-"""A worker: its entry points, for each place where it can live (a process of its own, or a thread
-of the parent), and its loop.
+"""A worker: its loop, and its entry points for each place where it can run (a process of its own,
+or a thread of the parent). Worker's side.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums
@@ -7,22 +7,21 @@ of the parent), and its loop.
                ReturnedSlots, NewSlab ... ─► WorkerMemory
                Follow ─► FOLLOWER
     timelines  Record ─► ChunkTrace, with each answer
-Guarantees: every request is answered once, whatever the task raises; a task's exception ends the
-task, not the worker.
-Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool
-    again. In a process this is the only thread, and it dies with whoever made it: by the kernel's
-    word, or, where the kernel has none (`PORTABLE`), by the end of the pipe, the next time that it
-    reads.
+Guarantees: every request is answered once, whatever the task raises. A task's exception ends the
+    task, not the worker.
+Assumes: one thread calls `handle`. Inline, that may happen within `handle`, because a task may use
+    the pool again. In a process this is the only thread. The process dies with the process that
+    made it: the kernel kills it, or, without such a kernel (`PORTABLE`), it ends at its next read,
+    at the end of the pipe.
 
-A worker is none of multiprocessing's processes. But a task that starts processes, connects to a
-manager or makes shared memory finds what it would find in one: the caller's authentication key,
-interpreter, start method and resource tracker, a name and a number, and at the worker's end exit
-handlers, which end daemonic children.
+A worker is not one of multiprocessing's processes. But a task may start processes, connect to a
+manager or make shared memory. Then it finds the same state as in such a process: the caller's
+authentication key, interpreter, start method and resource tracker, and a name and a number. Exit
+handlers run at the worker's end, and end daemonic children.
 
-The tracker is that of the caller, because what a task makes may be for others, and what nobody
-unlinks has to go with the program rather than with a worker. Most programs never need one, so a
-worker asks for it (`engines.launch.SharedTracker`) when multiprocessing first looks for its
-descriptor:
+The tracker is the caller's, because others may use what a task makes. If nobody unlinks it, it must
+be removed with the program, not with a worker. Most programs never need a tracker. So a worker asks
+for it (`engines.launch.SharedTracker`) when multiprocessing first reads its descriptor:
 
     a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where
                                                           there is none
@@ -108,11 +107,11 @@ __all__ = [
 ]
 
 PR_SET_PDEATHSIG = 1
-LIVES: list[socket.socket] = []  # kept for as long as this process
+LIVES: list[socket.socket] = []  # kept open as long as this process lives
 
 
 class Worker:
-    """The loop: takes each message to the part whose matter it is, and sends what that answers."""
+    """The loop. It passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
         self, number: int, link: Link, graphs: GraphTable, worker_device: WorkerDevice
@@ -127,7 +126,7 @@ class Worker:
         self._runner = runner = Runner(
             functions, graphs, memory, self._progress, self._warnings, worker_device
         )
-        self._records = False  # for a timeline
+        self._records = False  # whether it records a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: runner.forward,
             Backwards: runner.backward,
@@ -149,12 +148,12 @@ class Worker:
         }
 
     def take_warnings(self) -> None:
-        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they
-        do for a serial loop."""
+        """Send the warnings of tasks to the parent. The parent's filters decide what happens to
+        them, as in a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if not self._link.shares_memory:  # for the agent: it looks there for the caller
+        if not self._link.shares_memory:  # the agent reads the record for the caller
             here = ProgressRecordLocation(
                 self._progress.address & OFFSET_MASK, 8 * ProgressRecord.COUNT
             )
@@ -168,7 +167,7 @@ class Worker:
                 self._answer(message, frame.payload)
             else:
                 self._news[type(message)](message)
-        # nobody knows when the next answer comes
+        # send returns now, because the next answer may be far away
         if type(frame.messages[-1]) not in self._requests and (
             returns := self._memory.take_returns()
         ):
@@ -190,13 +189,13 @@ class Worker:
         self._send(answered, outgoing.parts, recorded)
 
     def _record(self, message: Record) -> None:
-        """Begin or end; inline, a chunk that is under way goes on as it began."""
+        """Start or stop to record. Inline, a chunk that is running goes on as it began."""
         self._records = message.on
 
     def _send(
         self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[ChunkTrace] = ()
     ) -> None:
-        """Send the answer, and along with it what the parent has to know about memory."""
+        """Send an answer, with what the parent needs to know about memory."""
         self.before_answer()
         self._memory.announce_slabs()
         messages: list[Message] = []
@@ -215,7 +214,7 @@ class Worker:
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
-    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the
+    """Answer frames until `Stop` or the end of the link. The caller's side has the other end of the
     socket."""
     link = Channel(end, blocking=True)
     outlet = None
@@ -243,9 +242,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
                     leave_children()
                 return
             worker.handle(frame)
-            del frame  # it pins the payload while the worker waits for the next one
+            del frame  # it would pin the payload while the worker waits for the next frame
     except (EOFError, ConnectionError):
-        return  # the parent is gone, and nobody is left to tell
+        return  # the parent is gone
     finally:
         setting.close()
         if outlet is not None:
@@ -256,8 +255,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
 def begin(
     number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
 ) -> Worker | None:
-    """Run the initializer and make the worker; says over the link whether that went well.
-    `setting`: the worker works in it."""
+    """Run the initializer and make the worker, and report over the link whether that succeeded. The
+    worker's device is entered in `setting`, for as long as the worker lives."""
     device, phase = WorkerDevice(), "initializer"
     try:
         if setting is not None:
@@ -269,7 +268,8 @@ def begin(
         FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
-        worker = Worker(number, link, graphs, device)  # which takes shared memory
+        # raises if there is no shared memory for it
+        worker = Worker(number, link, graphs, device)
     except BaseException as error:
         link.send([StartFailure(failure(error, phase))])
         return None
@@ -284,10 +284,10 @@ def serve_in_process(
     tracker: socket.socket | None = None,
     life: socket.socket | None = None,
 ) -> None:
-    """`serve` in a process of its own, made by `parent_pid` where that is known.
+    """Run `serve` in a process of its own, whose parent is `parent_pid` if that is known.
 
-    It asks the caller through `tracker` for a resource tracker, and ends with the other end of
-    `life`.
+    The process asks the caller through `tracker` for a resource tracker. It ends when the other end
+    of `life` is closed.
     """
     die_with(parent_pid)
     if life is not None:
@@ -295,7 +295,7 @@ def serve_in_process(
     if tracker is not None:
         share_tracker(tracker)
     PLACE.in_worker = True
-    # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    # Ctrl-C signals the whole process group, but the parent decides what to do about it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(end, number, in_process=True)
 
@@ -303,7 +303,7 @@ def serve_in_process(
 def serve_and_exit(
     end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket
 ) -> NoReturn:
-    """`serve_in_process` in one that is nobody else's."""
+    """Run `serve_in_process` in a process that runs nothing else."""
     status = 1
     forget_exit_handlers()
     try:
@@ -313,7 +313,7 @@ def serve_and_exit(
         sys.excepthook(*sys.exc_info())
     finally:
         run_exit_handlers()
-        # closed streams must not turn a good exit into a bad one
+        # closed streams must not turn a successful exit into a failed one
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -321,19 +321,19 @@ def serve_and_exit(
 
 
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
-    """Have the start of a worker fail, in its process."""
+    """Report in the worker's process that its start has failed, and exit."""
     link = Channel(end, blocking=True)
-    # the parent is gone, and nobody is left to tell
+    # an error means that the parent is gone
     with contextlib.suppress(EOFError, ConnectionError):
-        link.receive()  # what it is told first
+        link.receive()  # the `Start`
         link.send([StartFailure(failure(error, "start"))])
     os._exit(1)
 
 
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
-    """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
+    """Run `serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
-    # else a program that a call starts would keep it open, when this one has ended
+    # otherwise a program that a call starts would keep it open after this one's end
     end.set_inheritable(False)
     serve_and_exit(end, number, None, socket.socket(fileno=tracker))
 
@@ -342,7 +342,7 @@ def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
     become_child(start.preparation, number)
     environment = start.environment
-    if start.remote:  # of which this machine has its own; there may be a folder of that name
+    if start.remote:  # this machine has its own state, but may have a folder of the same name
         sys.path[:] = merged(sys.path, environment.paths)
         sys.argv[:] = environment.arguments
         if environment.directory is not None:
@@ -350,7 +350,7 @@ def settle(start: Start, number: int) -> None:
                 os.chdir(environment.directory)
     else:
         FOLLOWER.take_over(environment)
-    os.environ.update(thread_variables(start.threads))  # for what is loaded later
+    os.environ.update(thread_variables(start.threads))  # for libraries that are loaded later
     torch.set_num_threads(start.threads or 1)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
@@ -362,33 +362,33 @@ def settle(start: Start, number: int) -> None:
 
 
 def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Where this machine's modules are, and behind that what there is here of the caller's
-    folders."""
+    """Return this machine's module paths, followed by those of the caller's folders that exist
+    here."""
     return [*ours, *(each for each in theirs if each not in ours and os.path.exists(each))]
 
 
 def die_with(parent_pid: int | None) -> None:
-    """Have the kernel kill this process when the one that made it dies, however busy this one is
-    then."""
+    """Have the kernel kill this process when its parent dies, however busy it is then."""
     if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent_pid is not None and os.getppid() != parent_pid:  # it died before we could ask
+    # the parent has died before this process could ask
+    if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
 
 
 def die_with_end(life: socket.socket) -> None:
-    """Have the kernel kill this process when the other end of `life`, on which nothing is ever
-    said, is closed."""
+    """Have the kernel kill this process when the other end of `life` is closed. Nothing is ever
+    sent through `life`."""
     if PORTABLE:
         return
     LIVES.append(life)
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)  # in the place of SIGIO
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)  # instead of SIGIO
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:  # closed before we could ask
+    if select.select([life], [], [], 0)[0]:  # it was closed before this process could ask
         os._exit(1)
 
 
@@ -396,8 +396,8 @@ def die_with_end(life: socket.socket) -> None:
 
 
 class CallerTracker(resource_tracker.ResourceTracker):
-    """Has the descriptor of the caller's, once it is looked at; without an answer, multiprocessing
-    starts another one."""
+    """Fetches the descriptor of the caller's tracker when it is first read. If there is no answer,
+    multiprocessing starts another tracker."""
 
     asks: socket.socket
 
@@ -414,7 +414,7 @@ class CallerTracker(resource_tracker.ResourceTracker):
 
 
 def asked(where: socket.socket) -> int | None:
-    """None: nobody is there, or has one to give."""
+    """Ask for a tracker's descriptor. Return None if nobody answers, or there is none to give."""
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -427,7 +427,7 @@ def asked(where: socket.socket) -> int | None:
 
 
 def share_tracker(where: socket.socket) -> None:
-    """From now on this process asks there for its resource tracker."""
+    """Have this process ask at this socket for its resource tracker."""
     where.set_inheritable(False)
     tracker = resource_tracker._resource_tracker
     CallerTracker.asks = where
@@ -435,12 +435,12 @@ def share_tracker(where: socket.socket) -> None:
 
 
 def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
-    """`preparation`: the caller's word (`environment.preparation`); None: it is on another
-    machine."""
+    """Take over what multiprocessing gives its children. `preparation` comes from the caller
+    (`environment.preparation`); it is None on another machine."""
     process = multiprocessing.current_process()
-    process.name = f"mpgrad-worker-{number}"  # as log records call it
+    process.name = f"mpgrad-worker-{number}"  # appears in log records
     if not process._identity:
-        process._identity = (number,)  # by which tasks tell workers apart
+        process._identity = (number,)  # by this, tasks tell workers apart
     if preparation is None:
         return
     process.authkey = preparation["authkey"]
@@ -453,19 +453,20 @@ def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
 
 
 def forget_exit_handlers() -> None:
-    """Those of what was imported before this process was forked are not its own."""
+    """Forget the handlers of modules that were imported before the fork: they belong to the
+    parent."""
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
 
 def leave_children() -> None:
-    """Have the exit handlers not wait for those that are no daemons."""
+    """Keep the exit handlers from waiting for children that are not daemons."""
     for child in multiprocessing.active_children():
         if not child.daemon:
             multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
 
 
 def run_exit_handlers() -> None:
-    """Those of tasks, and multiprocessing's, which ends daemonic children and waits for the
-    others."""
+    """Run the handlers of tasks, and multiprocessing's, which ends daemonic children and waits for
+    the others."""
     atexit._run_exitfuncs()

@@ -1,27 +1,26 @@
-"""Memory that a worker lends and borrows, what its own process uses, and whether memory is about to
-end.
+"""The memory of a worker: what it lends and borrows, what its process uses, and whether memory is
+short. This module also holds the worker's device. Worker's side.
 
     caller's slots ──► views: tensors that look at them ──► nothing looks any more
         ──► take_returns: the caller is told
     results ──► lend: slots of ours ──► the caller sends them back: take_back
         ──► free for the next result
-Guarantees: each address that came is returned once for each time that it came, also for calls that
-    did not run. What is lent stays until it is returned.
+Guarantees: each received address is returned once for each time that it was received, even for
+    calls that did not run. Lent memory is kept until it is returned.
 
-What a call's graph takes is the rise of the allocator's count over the call. Graphs that are kept
-are what a worker can do without: the calls are run again when their backwards come. So a
-`MemoryMonitor` looks how near the limits of this process's control groups are, where Linux kills.
+The size of a call's graph is the rise of the allocator's count during the call. A worker can do
+without kept graphs, because calls are run again when their backwards come. So a `MemoryMonitor`
+checks how near this process's control groups are to their limits, at which Linux kills processes.
 
-The device that a worker stands at has its set-up, its channel to the caller, and places for
-tensors:
+A worker's device has its setup, its channel to the caller, and rules for where tensors belong:
 
     frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
         ──► `finish`: wait here for the device
-Results are reported when the device is done with them, which costs a few microseconds a call. In
-return an error on the device is the error of the call that made it, times and timeouts are those of
-the work, and a worker that dies has said nothing that is not there.
+Results are reported when the device has finished them, which costs a few microseconds a call. In
+return, an error on the device is attributed to the call that made it, and times and timeouts are
+those of the work. A worker that dies has reported only results that exist.
 
-In a pool without devices a `WorkerDevice` has no post, and graphs have no `DeviceMap`.
+In a pool without devices a `WorkerDevice` has no setup, and graphs have no `DeviceMap`.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ __all__ = [
 
 
 class WorkerMemory:
-    """Slots of ours until they are returned, and what is due to the caller of its own."""
+    """The worker's own slots until they are returned, and what it must return to the caller."""
 
     def __init__(self, number: int, link: Link, worker_device: WorkerDevice) -> None:
         self.arena = Arena(number)
@@ -109,15 +108,16 @@ class WorkerMemory:
         self._link = link
         self._worker_device = worker_device
         self._lent: dict[int, Slot] = {}
-        # what is given back is told with the next answer
+        # returned memory is reported with the next answer
         self._foreign_slabs = ForeignSlabs(lambda: None, copies_for_children=True)
-        self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
+        # lent to this worker for calls that did not run
+        self._unread: deque[tuple[int, int]] = deque()
 
-    # --- what we borrow
+    # --- borrowed memory
 
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
-        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots
-        are given back."""
+        """Return tensors that view the payload and the caller's slots. If one cannot be viewed,
+        return all slots to the caller."""
         if isinstance(refs, TensorBucket):
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
@@ -125,7 +125,7 @@ class WorkerMemory:
             for row in rows_of(refs):
                 found.append(view(row, payload, self.borrow))
         except BaseException:
-            # that one was given back as it was refused; the rest was not looked at
+            # the failed slot has been returned already; the later ones were not read
             self._unread.extend((ref.place, 1) for ref in lent(refs[len(found) + 1 :]))
             raise
         return found
@@ -136,7 +136,8 @@ class WorkerMemory:
     def captures(
         self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]
     ) -> list[torch.Tensor]:
-        """Those of a function; `slot`: address and size of what holds the small ones."""
+        """Return the captures of a function. `slot` is the address and size of the slot with the
+        small ones."""
         content = memoryview(b"")
         if slot is not None:
             try:
@@ -149,17 +150,18 @@ class WorkerMemory:
     def give_back_unread(
         self, *steps: ForwardCall | BackwardCall | Recompute | RecomputeBackward
     ) -> None:
-        """What was lent to us for something that does not run."""
+        """Return the slots that were lent for steps that do not run."""
         for step in steps:
             call = step.call if isinstance(step, (Recompute, RecomputeBackward)) else step
             refs = call.tensors if isinstance(call, ForwardCall) else call.grads
             self._unread.extend((ref.place, 1) for ref in lent(refs))
 
     def take_returns(self) -> list[tuple[int, int]]:
-        """What we need no more since the last time: addresses, and how often each had come."""
+        """Return the addresses that are not needed any more, since the last call, and how often
+        each was received."""
         return self._foreign_slabs.collect() + drained(self._unread)
 
-    # --- what we lend
+    # --- lent memory
 
     def lend_all(
         self,
@@ -167,10 +169,10 @@ class WorkerMemory:
         caller_devices: Sequence[int] | None,
         payload: Payload,
     ) -> Sequence[TensorRef | None]:
-        """Gradients; `caller_devices`: where they are to be in the caller, in a pool with
-        devices."""
-        # all are packed before the first is lent: where memory ends half-way, nothing has been
-        # given away
+        """Lend gradients. In a pool with devices, `caller_devices` says on which device of the
+        caller each belongs."""
+        # All are packed before the first is lent. So if memory runs out half-way, nothing has been
+        # lent.
         flags = [
             REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
         ]
@@ -196,7 +198,7 @@ class WorkerMemory:
     def lend(
         self, packed: Sequence[PackedTensor | None] | PackedTensors, payload: Payload
     ) -> Sequence[TensorRef | None]:
-        """References to what was packed, for the message with this `payload`."""
+        """Lend packed tensors, and return references for the message with this `payload`."""
         holders = (
             [packed.holder]
             if isinstance(packed, PackedTensors)
@@ -213,7 +215,7 @@ class WorkerMemory:
             self._link.carry(slot)
 
     def take_back(self, message: ReturnedSlots) -> None:
-        for address, _ in message.slots:  # a result is lent once, so once is all
+        for address, _ in message.slots:  # a result is lent only once
             slot = self._lent.pop(address)
             if not self._link.shares_memory:
                 self._link.drop(slot, 1)
@@ -221,7 +223,7 @@ class WorkerMemory:
     # --- slabs
 
     def announce_slabs(self) -> None:
-        """Tell the caller of memory that is new; before what lies there."""
+        """Tell the caller about new slabs, before it gets addresses in them."""
         self.arena.tidy()
         if new := drained(self.arena.made) + self._worker_device.take_new_slabs():
             self._link.introduce(new)
@@ -233,7 +235,7 @@ class WorkerMemory:
             self._foreign_slabs.attach(message.number, self._link.take_descriptor(), message.nbytes)
 
     def take_missing(self) -> list[int]:
-        """See `MissingSlabs`."""
+        """Return slabs to request again, see `MissingSlabs`."""
         return self._foreign_slabs.take_missing()
 
     def tell_again(self, message: MissingSlabs) -> None:
@@ -250,36 +252,37 @@ class WorkerMemory:
         return self._worker_device.try_out(message, self._foreign_slabs.borrow, self._lend_slot)
 
 
-# --- whether memory is about to end
+# --- whether memory is short
 
 
-# of a limit, which caller and workers share; the file cache has been left out. A call takes more
-# while it runs
+# The share of the limit, without the file cache, above which memory is short. Caller and workers
+# share the limit. A call takes more while it runs.
 NEAR = 0.85
-# times what was taken between two looks, which may be taken until the next one: a call's graph, in
-# each worker
+# How much may be taken until the next look, as a multiple of what was taken between the last two.
+# Each worker may add a call's graph.
 AHEAD = 2
-FAR = 0.6  # up to here, that included
-SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
+FAR = 0.6  # below this share, with the expected rise, looks are rare
+SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks (0.05 ms each), below FAR and from there on
 
 
 class MemoryMonitor:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
-        """`folders`: of the control groups; None for this process's own. Those that limit nothing
-        now are left out."""
+        """`folders` are those of the control groups; None is for this process's own. Groups that
+        have no limit now are left out."""
         self._given = folders
         self._next = 0.0  # when to look again, on the clock of time.monotonic
-        self._used = 1.0  # of the limit that is nearest
-        self._rise = 0.0  # between two looks, the most of late
+        self._used = 1.0  # share of the nearest limit
+        self._rise = 0.0  # the largest recent rise between two looks
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would
-        wait."""
+        """The folders with a limit. They are found when first needed, because it takes 0.7 ms,
+        which would delay the worker's start."""
         return limiting(own_cgroups("memory") if self._given is None else self._given)
 
     def is_short(self) -> bool:
-        """Looks, unless it has looked a moment ago: then nothing is said to be short."""
+        """Whether memory is short. Shortly after a look, this returns False without another
+        look."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -294,11 +297,11 @@ class MemoryMonitor:
         return used > NEAR or soon > 1
 
 
-# --- as the allocator counts
+# --- the allocator's counts
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns."""
+    """The result of glibc's `mallinfo2`."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -318,7 +321,7 @@ class Mallinfo(ctypes.Structure):
 
 
 class Mstats(ctypes.Structure):
-    """What the `mstats` of macOS returns."""
+    """The result of `mstats` on macOS."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -337,16 +340,17 @@ if MSTATS is not None:
 
 
 def give_back() -> None:
-    """To the system, what was freed and the allocator keeps; where it can be told to."""
+    """Return freed memory from the allocator to the system, if the allocator supports that."""
     if MALLOC_TRIM is not None:
         MALLOC_TRIM(0)
 
 
 def memory_in_use() -> int:
-    """Bytes that the allocator has given out: their rise over a call is what stays.
+    """Return the bytes that the allocator has handed out. Their rise over a call is what the call
+    has kept.
 
-    Where it does not say, those that the process has resident, which memory that is used again does
-    not add to.
+    If the allocator does not tell, return the resident bytes of the process. Memory that is reused
+    does not add to these.
     """
     if MALLINFO is not None:
         state = MALLINFO()
@@ -360,35 +364,35 @@ def memory_in_use() -> int:
 
 
 class DeviceMap(NamedTuple):
-    """Where the tensors of a graph lie, as numbers of devices: here those of its outputs, in the
-    caller those of its inputs, and of the captures."""
+    """The devices of a graph's tensors, as codes: here for its outputs, and in the caller for its
+    inputs and captures."""
 
     outputs: Sequence[int]
     inputs: Sequence[int]
     captures: Sequence[int]
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
-        """Gradients of the outputs, as they are to be here; of each output as many as `parts`
-        says."""
+        """Return references to the outputs' gradients for the devices where they belong here. Each
+        output has as many as `parts` says."""
         codes = [
             code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)
         ]
         return [redirected(*each) for each in zip(refs, codes, strict=True)]
 
     def caller_devices(self, wanted: Sequence[int], captures: bool) -> Sequence[int]:
-        """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller."""
+        """Return the caller's devices for gradients of the `wanted` inputs, and of the captures."""
         return [self.inputs[k] for k in wanted] + [*(self.captures if captures else ())]
 
     def derived(self, outputs: Sequence[torch.Tensor], grads: Sequence[TensorRef]) -> DeviceMap:
-        """The map of a backward's own graph, which gave `outputs` for `grads`."""
+        """Return the map of a backward's own graph. The backward gave `outputs` for `grads`."""
         return DeviceMap(
             [*map(device_code, outputs)], [*codes_in(grads), *self.inputs], self.captures
         )
 
 
 class WorkerDevice:
-    """A worker's device and its channel to the caller. At the CPU (code 0) there is no channel, and
-    in a pool without devices no set-up either: then hardly anything is to be done."""
+    """A worker's device and its channel to the caller. On the CPU (code 0) there is no channel. In
+    a pool without devices there is no setup, either, and most methods do nothing."""
 
     def __init__(
         self, setup: DeviceSetup | None = None, channel: DeviceChannel | None = None
@@ -396,55 +400,55 @@ class WorkerDevice:
         self._setup = setup
         self._channel = channel
         self._code = 0 if setup is None else setup.code
-        self.kind = "" if setup is None else setup.accelerator.type  # for the packer, as `way_to`
-        self._is_direct = False  # results may travel as slots
-        self._channels: dict[
-            int, DeviceChannel
-        ] = {}  # to devices whose slabs have been opened here
+        # for the packer, as is `way_to`
+        self.kind = "" if setup is None else setup.accelerator.type
+        self._is_direct = False  # whether results may be sent as slots on the device
+        # to devices whose slabs were opened here
+        self._channels: dict[int, DeviceChannel] = {}
         self._events: dict[int, list[Any]] = {}
 
     @property
     def setup(self) -> DeviceSetup:
-        """What only a pool with devices asks for."""
+        """The setup. Only code for pools with devices reads it."""
         assert self._setup is not None
         return self._setup
 
     @property
     def devices(self) -> Devices | None:
-        """For who packs tensors; None in a pool without devices."""
+        """The devices for the packer, or None in a pool without devices."""
         return None if self._setup is None else self
 
-    # --- who waits for whom
+    # --- waiting
 
     def arrive(self) -> None:
-        """From here on the device has, for this thread, all that the caller wrote and read before
-        it sent the last frame."""
+        """Let the device wait for the caller. Later work of this thread there comes after all that
+        the caller wrote or read there before it sent the last frame."""
         for code, events in self._events.items():
             stream = self.setup.accelerator.current_stream(code - 1)
             for event in events:
                 stream.wait_event(event)
 
     def finish(self) -> None:
-        """Wait until the device has done what it was given. Raises what went wrong there."""
+        """Wait until the device has finished its work. Raises the errors of that work."""
         if self._channel is not None:
             self._channel.finish()
 
     # --- slabs
 
     def go_direct(self, message: DirectTransfer) -> None:
-        """From here on results may travel as slots."""
+        """Send results as slots on the device from now on."""
         self._is_direct = True
 
     def take_new_slabs(self) -> list[Any]:
-        """Slabs on the device that the caller has not been told of."""
+        """Return the slabs on the device that the caller has not been told about."""
         return [] if self._channel is None else drained(self._channel.arena.made)
 
     def attach(self, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:
-        """A slab of the caller's on a device."""
+        """Add a slab of the caller on a device."""
         foreign_slabs.attach_elsewhere(message.number, functools.partial(self._open, message))
 
     def _open(self, message: NewSlab) -> DeviceSlab:
-        """A slab of the caller's, mapped; the first on its device brings the caller's events
+        """Map a slab of the caller. The first slab on a device also opens the caller's events
         there."""
         assert message.handle is not None
         code = message.code
@@ -478,21 +482,21 @@ class WorkerDevice:
             if bytes(found.tolist()) != message.mark:
                 return TrialOutcome("a worker found other bytes than were written", None)
             slot = self._channel.write(found)
-            _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
+            _ = slot.slab.handle  # if there can be no handle, this fails here, not while sending
             self.finish()
         except (OSError, RuntimeError, MemoryError) as error:
             return TrialOutcome(str(error), None)
         lend(slot)
         return TrialOutcome("", SlotTrial(slot.address, message.nbytes, message.mark))
 
-    # --- which tensor belongs where
+    # --- where tensors belong
 
     def way_to(self, code: int) -> DeviceChannel | None:
         return self._channel if self._is_direct and code == self._code else None
 
     def named(self, refs: Sequence[TensorRef], gathers: bool) -> Sequence[TensorRef]:
-        """Where the caller's tensors are to be here: where they are there, if there are workers;
-        else with us."""
+        """Return references for the devices where the caller's tensors belong here. A tensor stays
+        on its device if workers are there; otherwise it moves to this worker's device."""
         if self._setup is None:
             return refs
         return [self._named(ref, gathers) for ref in refs]
@@ -505,23 +509,24 @@ class WorkerDevice:
     def caller_devices_of(
         self, tensors: Sequence[torch.Tensor], origin: int
     ) -> Iterable[int | None]:
-        """Where our tensors are to be in the caller, for a call that came from `origin`."""
+        """Return the caller's devices for tensors of this worker, for a call from device
+        `origin`."""
         if self._setup is None:
             return itertools.repeat(None)
         return [origin if code == self._code else code for code in map(device_code, tensors)]
 
     def codes_of(self, tensors: Sequence[torch.Tensor]) -> Iterable[int]:
-        """Where tensors lie here."""
+        """Return the devices of tensors here."""
         return () if self._setup is None else map(device_code, tensors)
 
     def codes_in(self, refs: Sequence[TensorRef]) -> Sequence[int] | None:
-        """Where those of the caller's tensors lie there that need gradients."""
+        """Return the caller's devices of its tensors that need gradients."""
         return None if self._setup is None else codes_in(refs)
 
     def device_map(
         self, outputs: Sequence[int], inputs: Sequence[TensorRef], captures: Sequence[int] | None
     ) -> DeviceMap | None:
-        """None in a pool without devices."""
+        """Return the map of a graph, or None in a pool without devices."""
         return None if self._setup is None else DeviceMap(outputs, codes_in(inputs), captures or ())
 
     def seed_item(self, seed: int, item: int) -> None:
@@ -532,7 +537,7 @@ class WorkerDevice:
 
 @contextmanager
 def worker_device(pickled: bytes, number: int) -> Iterator[WorkerDevice]:
-    """The device of worker `number`, set up for the body."""
+    """Set up the device of worker `number` for the body."""
     if not pickled:
         yield WorkerDevice()
         return
@@ -549,9 +554,10 @@ def worker_device(pickled: bytes, number: int) -> Iterator[WorkerDevice]:
     stream = (
         accelerator.on(accelerator.stream(index)) if setup.in_process else contextlib.nullcontext()
     )
-    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait
-    # in it, for us, so in the caller's process ours would wait for them; in any, to run where we
-    # are saves the way there and back.
+    # PyTorch has one thread for each device, which runs all backwards of a process there. In the
+    # caller's process, gates of the caller may occupy this thread and wait for this worker, whose
+    # backwards would then wait for them. In any process, running a backward in this thread saves
+    # the way to the other thread and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
         try:
             yield WorkerDevice(setup, channel)
@@ -560,5 +566,5 @@ def worker_device(pickled: bytes, number: int) -> Iterator[WorkerDevice]:
 
 
 def codes_in(refs: Sequence[TensorRef]) -> list[int]:
-    """Where those of the caller's tensors lie there that need gradients."""
+    """Return the caller's devices of its tensors that need gradients."""
     return [ref.flags // DEVICE for ref in refs if ref.flags & REQUIRES_GRAD]

@@ -1,5 +1,5 @@
-"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed
-over.
+"""The runner. It runs the calls and backwards of chunks in a worker, and sends the caller the sums
+of gradients. Worker's side.
 
     Forward ──► each call: views ──► dress ──► the function ──► result_structure
                     ──► CallRun: tensors, shapes, graph
@@ -10,18 +10,21 @@ over.
                             └──► captures' gradients: added up
     Collect ──► the sum ──► lend ──► CollectedSums
 
-An eager backward is run for a loss right after its forward, while the graph is hot in the cache,
-for the gradient that is predicted. Gradients of inputs travel with the result; those of captures
-too, or they are added up here until the caller collects them. Unless the graph is kept, it goes,
-and a caller whose backward turns out to be another one has it made again.
+An eager backward runs right after the forward of a loss, for the predicted gradient, while the
+graph is in the CPU's cache. Gradients of inputs are sent with the result. Gradients of captures are
+sent with it, too, or they are added up here until the caller collects them. Then the graph is
+dropped, unless it is to be kept. If the real backward turns out to be different, the caller has the
+graph made again.
 
-Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
-`ProgressRecord`. How far a call has come, for its failure, and what it took, is in its `Stage`;
-while the caller records a timeline, that also notes when.
-Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises.
-    Whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a
-    pair that goes together. Each call of a forward is noted before the look whether it is skipped.
-Assumes: one thread, in which a chunk may come within another's call (inline).
+Meanwhile the caller can read which call the worker is running, from a few numbers in shared memory:
+see `ProgressRecord`. A call's `Stage` records how far the call has come, for its failure, and how
+long it took. While the caller records a timeline, it also records the moments.
+
+Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises. A
+    process that reads the chunk, the position and the chunk again, and finds the same chunk twice,
+    has a matching pair. Each call of a forward is noted before the worker checks whether it is
+    skipped.
+Assumes: one thread, in which a chunk may arrive during a call of another chunk (inline).
 """
 
 from __future__ import annotations
@@ -111,11 +114,12 @@ WHEN_RUN_AGAIN = (
 )
 
 
-# --- where a worker is
+# --- the worker's position
 
 
 class ProgressWriter:
-    """Written by the worker, but for the chunks that are skipped: these are the caller's."""
+    """The worker's end of its `ProgressRecord`. The worker writes it, but the caller writes the
+    skipped chunks."""
 
     def __init__(self, arena: Arena) -> None:
         self._slot = arena.allocate(8 * ProgressRecord.COUNT)
@@ -127,14 +131,14 @@ class ProgressWriter:
         return chunk in self._numbers[ProgressRecord.SKIPPED :]
 
     def begin(self, chunk: int, position: int) -> None:
-        """A call of the chunk begins."""
+        """Note that a call of the chunk begins."""
         numbers = self._numbers
         numbers[ProgressRecord.STARTED] = time.monotonic_ns()
         numbers[ProgressRecord.OFFSET] = -1
         if numbers[ProgressRecord.CHUNK] == chunk:
             numbers[ProgressRecord.POSITION] = position
         else:
-            # whoever reads both finds them to go together, or this
+            # A process that reads both numbers finds a matching pair, or this mark.
             numbers[ProgressRecord.CHUNK] = ProgressRecord.BETWEEN
             in_order()
             numbers[ProgressRecord.POSITION] = position
@@ -142,29 +146,29 @@ class ProgressWriter:
             numbers[ProgressRecord.CHUNK] = chunk
 
     def begin_item(self, offset: int) -> None:
-        """Note the item of a bundle: for who has to say which one a worker died of. -1: none."""
+        """Note the item of a bundle, in case the worker dies of it. -1 is for none."""
         self._numbers[ProgressRecord.OFFSET] = offset
 
 
 class Stage:
-    """How far a call has come, or the backwards of a chunk."""
+    """Records how far a call has come, or the backwards of a chunk."""
 
     def __init__(self, spans: list[Span] | None) -> None:
-        """`spans` are for a timeline, while the caller records one."""
+        """`spans` collects entries for a timeline. It is None unless the caller records one."""
         self.phase = "forward"
         self.position = 0  # of the call, in its chunk
         self.offset = 0  # of the item, in a bundle
-        self.given = ""  # to the function, where it raised
-        self.own_seconds = 0.0  # in the function
-        self.backward_seconds = 0.0  # in PyTorch's engine
+        self.given = ""  # the arguments in words, if the function has raised
+        self.own_seconds = 0.0  # spent in the function
+        self.backward_seconds = 0.0  # spent in PyTorch's engine
         self._spans = spans
 
     def ran(self, started: float) -> None:
-        """The function has run until now."""
+        """Note that the function has run from `started` until now."""
         self.own_seconds += self._since(started, "forward")
 
     def differentiated(self, started: float) -> None:
-        """PyTorch's engine has run until now."""
+        """Note that PyTorch's engine has run from `started` until now."""
         self.backward_seconds += self._since(started, "backward")
 
     def _since(self, started: float, phase: str) -> float:
@@ -179,8 +183,8 @@ class Stage:
 
 
 class CallRun:
-    """What a call is given and gives, where the gradients of those of its tensors that need them
-    enter its graph, and what eager backwards found."""
+    """One run of a call: its inputs and outputs, the edges of its graph, and the gradients of its
+    eager backwards."""
 
     def __init__(
         self,
@@ -192,16 +196,16 @@ class CallRun:
         worker_device: WorkerDevice,
         eager: EagerOptions | None,
     ) -> None:
-        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that
-        need gradients."""
-        # of each item: how its tensors go together, and how many there are
+        """`given` are the tensors of `refs`, which are the call's references for this worker.
+        `entrances` lead to the tensors that need gradients."""
+        # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
-        # of bundles all of these are leaves
+        # known before the run for a bundle, because its inputs are leaves
         self.inputs = edges_at(entrances) if call.bundle else []
-        self.graph: GraphEdges | None = None  # of all items, at the end
-        self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
+        self.graph: GraphEdges | None = None  # of all items, once all have run
+        self.unused: Sequence[int] = ()  # inputs that the graph does not reach, see `Result`
         self.strays: list[tuple[int, str]] = []  # see `Result`
         self._call = call
         self._refs = refs
@@ -209,27 +213,28 @@ class CallRun:
         self._entrances = entrances
         self._function = function
         self._worker_device = worker_device
-        self._outputs: list[Edge] = []  # those of losses whose backward was an eager one have gone
-        self._codes: list[int] = []  # where the outputs lie, in a pool with devices
+        self._outputs: list[Edge] = []  # without losses whose eager backward has run
+        self._codes: list[int] = []  # devices of the outputs, in a pool with devices
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
-        self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
-        # results that are strays themselves: nodes of the graph, as captures are
+        self._known: set[int] = set()  # ids of inputs and captures, once they are needed
+        # results that are stray leaves themselves: they are nodes of the graph, as captures are
         self._kept_leaves: list[torch.Tensor] = []
-        # eager backwards: of the items' losses, from the first item on
+        # Eager backwards are run for the losses of the items, from the first item on.
         self.eager = eager
-        # of inputs; of captures too, unless these are added up
+        # gradients of the inputs; of captures, too, unless these are added up
         self.gradients: list[torch.Tensor | None] = []
-        self.wanted: list[int] = []  # the inputs
-        self.has_begun = False  # so that the call's graph may not be whole any more
-        self.sums = None  # of this call: what others add to is right only if all of it gets there
+        self.wanted: list[int] = []  # numbers of these inputs
+        self.has_begun = False  # an eager backward has begun, so the call's graph may not be whole
+        # The sum of this call alone. It is added to the function's sum as a whole, or not at all.
+        self.sums = None
         if eager is not None and function.edges and not eager.apart:
             self.sums = CaptureSums(len(function.edges))
         self._own_inputs = own_inputs(call) if eager is not None else ()
-        self._differentiated = 0  # items
+        self._differentiated = 0  # number of items whose eager backward has run
 
     def items(self) -> Iterator[list[torch.Tensor]]:
-        """The tensors of the call, or of each item of a bundle."""
+        """Yield the tensors of the call, or of each item of a bundle."""
         start = 0
         for _, count in self._call.bundle:
             yield self._given[start : start + count]
@@ -238,7 +243,8 @@ class CallRun:
             yield self._given
 
     def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
-        """Look behind what an item gave, which was given what was `copied`."""
+        """Find stray leaves behind the results of an item. `copied` are leaves that were made when
+        its arguments were loaded."""
         if not self._known:
             self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
         for number, words in self._function.strays.behind(found, self._known, copied).items():
@@ -247,8 +253,8 @@ class CallRun:
                 self._kept_leaves.append(found[number])
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
-        """An item gave these tensors, or all items did. Returns those behind which there is a
-        graph: see `enter`."""
+        """Connect the results of an item, or of all items, to the graph. Return those that have a
+        graph, for `enter`."""
         flags = [
             flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves)
             for tensor in found
@@ -261,7 +267,7 @@ class CallRun:
         ]
         alone = not self._call.bundle
         if alone:
-            # now only what was made of an input, if that is no leaf, still holds it
+            # now a non-leaf input is kept alive only by tensors that were made from it
             self._given.clear()
             self.inputs = edges_at(self._entrances)
         if not outputs or torch.is_inference_mode_enabled():
@@ -273,7 +279,7 @@ class CallRun:
         return outputs
 
     def enter(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
-        """Gradients may come to these."""
+        """Add these outputs to the edges where gradients enter."""
         self._outputs += map(edge_of, outputs)
         self._codes += self._worker_device.codes_of(outputs)
         self._reentrant = self._reentrant or reentrant
@@ -281,14 +287,14 @@ class CallRun:
     def take_eagerly(
         self, item: int, found: list[torch.Tensor], reentrant: bool, hooks: int, stage: Stage
     ) -> list[torch.Tensor]:
-        """Run the backward of what an item gave, if that is a loss; returns what is to be sent.
+        """Run the backward of an item's result if that is a loss, and return the tensors to send.
 
-        `hooks`: how many had been registered on tensors before the item began. If it registers
-        some, these are to be called when the caller's backward comes.
+        `hooks` is the number of hooks registered on tensors before the item began. If the item
+        registers hooks, they must run in the caller's backward, so no backward runs here.
         """
         outputs = self.connect(found, reentrant)
         if outputs and hooks == HOOKS.count and self._differentiate(item, found, reentrant, stage):
-            # nothing holds the graph now: the next one gets its memory
+            # nothing refers to the graph now, so the next graph can use its memory
             return [tensor.detach() for tensor in found]
         if outputs:
             self.enter(outputs, reentrant)
@@ -297,19 +303,19 @@ class CallRun:
     def _differentiate(
         self, item: int, tensors: list[torch.Tensor], reentrant: bool, stage: Stage
     ) -> bool:
-        """Whether the item's graph can go, as the backward of its loss was run."""
+        """Run the backward of an item's loss. Return whether it has run and the graph can go."""
         loss, captures, how = loss_of(tensors), self._function.edges, self.eager
         if loss is None or how is None or item != self._differentiated:
             return False
         if HOOKS.count and any(
             isinstance(each, torch.Tensor) and each._backward_hooks for each in captures
         ):
-            # items to come may add to the hooks of a capture, and the caller's backward is to see
-            # them all
+            # Later items may add hooks to a capture, and the caller's backward must call all of
+            # them.
             return False
         self.has_begun = True
         started = time.perf_counter()
-        # the caller does not ask for those of unused inputs
+        # the caller does not ask for gradients of unused inputs
         wanted = [number for number in self._own_inputs[item] if number not in self.unused]
         try:
             edges = [
@@ -319,13 +325,13 @@ class CallRun:
             gradient = torch.full_like(loss, how.gradient)
             found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
         except BaseException:
-            # it will be raised again by the caller's backward, which makes the graph again
+            # the caller's backward, which makes the graph again, will raise the error again
             return False
         finally:
             stage.differentiated(started)
         for place, grad in enumerate(found):
             if grad is not None and grad.layout is not torch.strided:
-                # its indices may be a tensor that the function keeps, and writes to again
+                # its indices may be a tensor that the function keeps, and writes to later
                 found[place] = grad.clone()
         if self.sums is not None:
             self.sums.add(found[len(wanted) :])
@@ -341,7 +347,7 @@ class CallRun:
         return self._differentiated == len(self._own_inputs)
 
     def end(self) -> None:
-        """All items have run."""
+        """Make the graph, after all items have run."""
         if self._has_graph:
             function = self._function
             devices = self._worker_device.device_map(
@@ -357,8 +363,8 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(args, kwargs) of the item at `offset`, made of its tensors, those of dependencies' results
-    last."""
+    """Return (args, kwargs) of the item at `offset`. Its tensors come first, then those of
+    dependencies' results."""
     shape = structure_of(call, offset)
     own, dependency_results = len(tensors), list[Any]()
     if call.dependency_results:
@@ -378,20 +384,20 @@ def arguments(
         return tensors, {}
     streams = Streams()
     args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
-    streams.begin(call.item + offset)  # of generators that code captures which comes with the item
+    streams.begin(call.item + offset)  # for generators that are captured by code in the item
     return args, kwargs
 
 
 def has_objects(call: ForwardCall, shape: Structure) -> bool:
-    """Whether there may be tensors in what a call is given, besides those that it is given."""
+    """Whether the arguments may contain tensors that are not among the call's tensors."""
     return isinstance(shape, bytes) or any(
         isinstance(each, bytes) for each, _ in call.dependency_results
     )
 
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh
-    leaf in the parent too."""
+    """Return the flags of a result. A leaf that `fn` was given is a node of the graph. A leaf that
+    `fn` made is a fresh leaf in the parent, too."""
     if type(tensor) is torch.Tensor:  # most are
         if not tensor.requires_grad:
             return LEAF
@@ -413,8 +419,8 @@ def unused_inputs(
     outputs: Sequence[torch.Tensor],
     reentrant: bool,
 ) -> list[int]:
-    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what
-    `edges_at` found no edge for."""
+    """Return `Result.unused`: leaves with hooks that no output depends on, and inputs for which
+    `edges_at` found no edge."""
     looked_for = {
         id(edge): number
         for number in with_more_behind(refs)
@@ -427,11 +433,11 @@ def unused_inputs(
 
 
 def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
-    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if
-    it has some.
+    """Return the structure of a result, and its tensors. `kind` is that of the pool's devices, if
+    it has any.
 
     Raises:
-        UncarriedResultError: it cannot be carried.
+        UncarriedResultError: the result cannot be sent.
     """
     shape: Structure = None
     if isinstance(value, torch.Tensor) and not have_attributes((value,)):
@@ -461,7 +467,8 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
 
 
 def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Of those that one item gave: the only one that needs a gradient, where it is a number."""
+    """Return the only result of an item that needs a gradient, if it is a number; otherwise
+    None."""
     needing = [tensor for tensor in tensors if tensor.requires_grad]
     if len(needing) != 1:
         return None
@@ -469,8 +476,8 @@ def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def own_inputs(call: ForwardCall) -> Sequence[range]:
-    """For each item, the numbers of its tensors among those of the call that need gradients."""
-    # how many of those that need gradients come before each tensor
+    """Return, for each item, the numbers of its tensors among the call's that need gradients."""
+    # how many tensors that need gradients come before each tensor
     ends = [
         0,
         *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)),
@@ -484,16 +491,16 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
 
 
 class BackwardResult(NamedTuple):
-    """What came of one step of a backward."""
+    """The outcome of one step of a backward."""
 
     gradients: Sequence[torch.Tensor | None] = ()
-    # where these are to be in the caller, in a pool with devices
+    # the caller's devices of these gradients, in a pool with devices
     caller_devices: Sequence[int] | None = None
-    reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
+    reached: Sequence[int] = ()  # captures that the gradients depend on, see `Gradients`
 
 
 class Runner:
-    """Answers `Forward`, `Backwards` and `Collect`. What stays of them is in the graph table, the
+    """Answers `Forward`, `Backwards` and `Collect`. What is kept of them is in the graph table, the
     memory, and the sums of functions."""
 
     def __init__(
@@ -511,7 +518,7 @@ class Runner:
         self._progress = progress
         self._warnings = task_warnings
         self._worker_device = worker_device
-        self.spans: list[Span] | None = None  # of the chunk that is being answered, for a timeline
+        self.spans: list[Span] | None = None  # of the current chunk, for a timeline
 
     # --- forward
 
@@ -525,8 +532,8 @@ class Runner:
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
-                # noted before the look: the caller may have what was not, some time after it said
-                # that it is skipped
+                # Noted before the check. Some time after the caller has marked a chunk as skipped,
+                # it takes back the calls that were not noted.
                 self._progress.begin(chunk, position)
                 if self._progress.is_skipped(chunk):
                     break
@@ -538,7 +545,7 @@ class Runner:
                     else found
                 )
                 outcomes.append(outcome)
-                # raises where the device cannot go on after an error, which ends the worker
+                # raises if the device cannot go on after an error, which ends the worker
                 self._worker_device.finish()
                 if function is None:
                     self._memory.give_back_unread(call)
@@ -577,8 +584,8 @@ class Runner:
         payload: Payload,
         stage: Stage,
     ) -> Result | Failure:
-        """The outcome of a call. What was lent for it, and its graph where that is kept, are
-        noted."""
+        """Return the outcome of a call. Its memory is lent, and its graph is put into the table if
+        it is kept."""
         before = self._graphs.memory_in_use()
         try:
             eager = None if function.code.is_cut_short else message.eager
@@ -599,11 +606,12 @@ class Runner:
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
-            if sums is not None:  # last: of a call that fails nothing is in the sum
+            # added last, so that the sum has no gradients of a call that fails
+            if sums is not None:
                 function.sums.of(None, (), len(sums.sums)).add(sums.sums)
             return result
         except BaseException as error:
-            # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+            # also SystemExit and KeyboardInterrupt, which the parent will raise
             return failure(error, stage.phase, stage.offset, stage.given)
 
     def _run(
@@ -615,7 +623,7 @@ class Runner:
         stage: Stage,
         eager: EagerOptions | None = None,
     ) -> CallRun:
-        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it
+        """Run a call for its results, or a second time for its graph. `stage` records how far it
         came."""
         worker_device, kind, begin_item = (
             self._worker_device,
@@ -669,14 +677,16 @@ class Runner:
         return run
 
     def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
-        """Copies of the results' tensors, to be had where the call came from (`origin`)."""
+        """Copy the results' tensors for devices of the caller. The call came from device
+        `origin`."""
         packer = self._memory.packer
         if len(run.shapes) > 1:
-            # there may be room for them one by one; if not, one of them is named
+            # If memory is short, there may be room for the tensors one by one. If not, the error
+            # then names the tensor.
             with contextlib.suppress(SharedMemoryError):
                 if (together := packer.together(run.tensors, run.flags)) is not None:
                     return together
-        # the last may be endless
+        # the last iterator may be endless
         rows = zip(
             run.tensors,
             run.flags,
@@ -691,11 +701,13 @@ class Runner:
     def _lend_gradients(
         self, call: int, run: CallRun, graph: GraphEdges, payload: Payload
     ) -> Sequence[TensorRef | None] | None:
-        """Those of losses; None where not all could be had: the caller's backward is sent then."""
+        """Lend the gradients of losses. Return None if not all are available; the caller then sends
+        the backward."""
         gradients = None
         if run.is_differentiated:
             caller_devices = graph.caller_devices(run.wanted, run.sums is None)
-            # no room for them: there may be for the result, which matters more
+            # Without room for the gradients, there may still be room for the result, which matters
+            # more.
             with contextlib.suppress(Exception):
                 gradients = self._memory.lend_all(run.gradients, caller_devices, payload)
         if gradients is None:
@@ -745,8 +757,8 @@ class Runner:
     def _step(
         self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
     ) -> BackwardResult | None:
-        """A backward, or a step to the graph that it needs; None where one that it starts from is
-        not here any more."""
+        """Run a backward, or a step that makes the graph that it needs. Return None if the graph
+        that the step starts from is not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
         with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
@@ -755,9 +767,10 @@ class Runner:
             return self._run_again(step, incoming, stage)
 
     def _run_again(self, step: Recompute, incoming: memoryview, stage: Stage) -> BackwardResult:
-        """Makes the graph of a call again, which is kept; a consumed one is run through."""
+        """Make the graph of a call again, and keep it. If the step is `consumed`, also run through
+        the graph, so that it is used up."""
         call = step.call.call
-        # the backward that was to be the last one has failed
+        # the graph is still here, because the backward that should have been the last has failed
         if step.consumed and call in self._graphs:
             self._memory.give_back_unread(step)
             return BackwardResult()
@@ -780,7 +793,7 @@ class Runner:
     def _differentiate(
         self, call: BackwardCall, incoming: memoryview, stage: Stage
     ) -> BackwardResult | None:
-        """The gradients that are wanted; None where the graph is not there any more."""
+        """Return the wanted gradients, or None if the graph is not here any more."""
         graph = self._graphs.find(call.call)
         if graph is None:
             self._memory.give_back_unread(call)
@@ -821,7 +834,7 @@ class Runner:
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
-            # now, while it is in the cache, and the next one can have its memory
+            # Dropped now, while it is in the cache, so that the next graph can use its memory.
             self._graphs.release(call.call)
         elif not call.keep:
             self._graphs.note_emptied(call.call)
@@ -830,8 +843,7 @@ class Runner:
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[CollectedSums, Payload]:
-        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there
-        was none."""
+        """Send a sum and forget it. If there is none, send no gradients and 0 calls."""
         payload = Payload()
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
@@ -852,8 +864,8 @@ class Runner:
 
 
 def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """One gradient for each output, of each the sum of as many as `parts` says; None where there is
-    none."""
+    """Return one gradient for each output: the sum of as many gradients as `parts` says, or None
+    for 0."""
     if set(parts) == {1}:
         return given
     rest = iter(given)
@@ -864,11 +876,11 @@ def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.
 
 
 def run_through(run: CallRun, graph: GraphEdges) -> None:
-    """Run through a graph that was run through before, and dropped: what a second backward finds is
-    PyTorch's own matter.
+    """Run through a graph that was made again after an earlier run had used it up and it was
+    dropped.
 
-    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is
-    of no interest to anybody.
+    So PyTorch itself decides what a second backward finds. The gradients are ones. Errors are
+    ignored, whether they come from the user's code or from anomaly mode.
     """
     pairs = zip(run.tensors, run.flags, strict=True)
     grads = [

@@ -1,15 +1,14 @@
-"""Workers on other machines: an engine whose frames and memory travel through agents, one on each
-node.
+"""Workers on other machines. This engine sends frames and memory through agents, one on each node.
 
-Caller only, but for `agent`, and for the transports' other ends. An agent is a process on a node:
-it starts workers as this machine would, replicates the memory that the caller lends them, and
-passes frames on as they are. What carries all that there and back is a transport.
+Caller only, except for `agent` and the agents' ends of the transports. An agent is a process on a
+node. It starts workers as the caller's machine would, replicates the memory that the caller lends
+them, and passes frames on unchanged. A transport carries all of this in both directions.
 
-    engine     the engine: places workers on agents, notices which are gone; the caller's end of an
-               agent and of the links to its workers: what was sent, lent and heard
-    agent      on the node: workers, replicated slabs, relayed frames; records as bytes, in their
-               order; needs no torch
-    transport  what a transport does: name nodes, start an agent, exchange, kill it; and one whose
-               agents are programs on this machine, for tests and for who has no cluster
-    ray        a transport whose agents are actors of a Ray cluster; what a pool is told of that
+    engine     the engine, which places workers on agents and notices lost ones; the caller's ends
+               of an agent and of its workers' links
+    agent      the agent on the node, with its workers and replicas; how records become bytes and
+               keep their order; needs no torch
+    transport  the protocol of a transport, which names nodes, starts and kills agents, and
+               exchanges records; and a transport for tests, whose agents are local programs
+    ray        a transport whose agents are actors of a Ray cluster; and its options, `mpgrad.Ray`
 """

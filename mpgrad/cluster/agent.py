@@ -1,40 +1,44 @@
-"""An agent: on a node of a cluster, between the caller and the workers that it starts there. Runs
-on the node; needs no torch. And what both ends of an agent share: records as bytes, and their
-order.
+"""The agent: a process on a node of a cluster, between the caller and the workers that the agent
+starts there. Runs on the node; needs no torch. This module also holds what both ends of an agent
+share: how records become bytes, and how they are put into order.
 
     caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, replicated here, shared with
                                                          all workers of the agent
-Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the
-caller's offset, so addresses in frames stay valid. What a worker lends the caller travels inside
-its frames.
+The agent passes frames on unchanged. A replica has the same number as the caller's slab, and the
+same offsets, so addresses in frames stay valid. The bytes of tensors that a worker lends to the
+caller are sent inside its frames.
 
     caller ► agent: ("start", worker) ("slab", number, nbytes) ("write", address, bytes)
                    ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
-                   ("follow", worker, seconds for which it is said where it is)
+                   ("follow", worker, seconds for which the agent follows the worker)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     agent ► caller: ("hello", Hello) ("frame", worker, header, body)
                    ("gone", worker, exit code, crash traceback)
-                   ("at", worker, its `ProgressRecord`): before "overrun" and "gone", when followed,
-                        each second
-                   ("skipped", worker, place, chunk): written, and all that it had answered by then
-                        has been passed on
+                   ("at", worker, its `ProgressRecord`)
+                   ("skipped", worker, place, chunk): the agent has noted the chunk, and has passed
+                        on everything that the worker had answered by then
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
-An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has
-some of them here at a time. What carries them may do so in any order, late, or twice. So both ends
-number what they say, and `RecordReceiver` puts it into its order, each piece once. Memory stands
-behind the pickle of the records, as it is: it is copied once when it is packed, from where it lies,
-and not when it is unpacked.
+The agent sends "at" only if the record has changed. It checks before it sends "overrun" or "gone",
+and once a second. While it follows a worker, it checks every 20 ms. The caller asks the agent to
+follow a worker after an interrupt.
+
+The agent answers an exchange as soon as it has records to send, or after `PATIENCE`. The caller
+keeps several exchanges waiting here at a time. The transport may deliver exchanges in any order,
+late, or twice. So both ends number what they send, and `RecordReceiver` restores the order and
+drops duplicates. Memory follows the pickle of the records as raw bytes. It is copied once, when it
+is packed, and is not copied when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
-An `AgentWorker` is a worker as its agent sees it: its pipe, what it has shown of itself, and what
-the agent has to say of it.
+`AgentWorker` is the agent's view of a worker. It holds the pipe, the shared memory that the worker
+has announced, and what the agent last reported about the worker.
 
-Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
+Guarantees: an agent that gets nothing from the caller for `patience` seconds ends, with its
+    workers.
 """
 
 from __future__ import annotations
@@ -85,16 +89,16 @@ GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
-# seconds in which more of a frame has to come that is on its way, or its worker is at a call for
-# too long
+# seconds within which more bytes of a frame must arrive; otherwise its worker counts as still
+# running the call
 AMID_FRAME = 1.0
 
 
 class Hello(NamedTuple):
-    """Who is there: what has to be the same at both ends."""
+    """One end's host and versions; the versions must be the same at both ends."""
 
     host: str
-    versions: dict[str, str]  # of Python, torch and mpgrad, the first two numbers of Python
+    versions: dict[str, str]  # of Python (its first two numbers), torch and mpgrad
 
 
 def hello() -> Hello:
@@ -115,7 +119,10 @@ COUNT = struct.Struct("<Q")
 
 
 def packed(records: Sequence[Record]) -> bytes:
-    """What is a `PickleBuffer` in them is a memoryview at the other end. No bytes say nothing."""
+    """Return the records as bytes. No records are no bytes.
+
+    A `PickleBuffer` in the records becomes a memoryview at the other end.
+    """
     if not records:
         return b""
     buffers: list[pickle.PickleBuffer] = []
@@ -143,28 +150,29 @@ def unpacked(content: bytes) -> Sequence[Record]:
 
 
 class RecordReceiver:
-    """What one end hears. It waits for what is missing.
+    """The pieces that one end receives, in their order. A piece waits for missing earlier ones.
 
-    `missing_for` and `silent_for` say for how long already, since whoever asks gives up some time.
+    `silent_for` and `missing_for` are in seconds. The end uses them to decide when to give up.
     """
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._coming: set[int] = set()
-        # on the clock of time.monotonic: when the next became the next, or the first came early
+        # on the clock of time.monotonic: when the missing piece became the next, or the first later
+        # piece came
         self._since = 0.0
         self._heard_at = time.monotonic()
 
     def expect(self, number: int) -> None:
-        """That piece is on its way, and may take long."""
+        """Note that this piece is on its way, and may take long."""
         self._heard_at = time.monotonic()
         self._coming.add(number)
 
     def records(self, number: int, piece: bytes) -> Iterator[Record]:
-        """A piece has come: the records of those that are now in turn.
+        """Return the records that are now in turn, after a piece has arrived.
 
-        A number that has come before says nothing new.
+        A piece whose number has arrived before is ignored.
         """
         self._heard_at = time.monotonic()
         if number > self._next and not self._early:
@@ -184,7 +192,7 @@ class RecordReceiver:
 
     @property
     def missing_for(self) -> float:
-        """Seconds for which others have been there before the next, of which nobody knows."""
+        """Seconds for which later pieces have waited for the next one, unless it is expected."""
         return (
             time.monotonic() - self._since
             if self._early and self._next not in self._coming
@@ -196,20 +204,21 @@ class RecordReceiver:
 
 
 class SlabReplica:
-    """Shared memory with the number of one of the caller's slabs, made and taken from the system
-    when it is first written."""
+    """The replica of one of the caller's slabs, with the same number. Its memory is created at the
+    first write."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._memory: mmap.mmap | None = None
-        self.descriptor = -1  # there is none yet
-        # workers, and the frames that are to introduce it to them
+        self.descriptor = -1  # -1 until the memory is created
+        # workers, and the frames that will introduce this slab to them
         self.awaited: list[tuple[int, memoryview]] = []
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
-        """
+        """Copy the content to an offset of the slab.
+
         Raises:
-            OSError: the system has no memory, or no descriptor, for that now.
+            OSError: the system has no memory or no descriptor left for it now.
         """
         if self._memory is None:
             self._memory = self._make()
@@ -228,9 +237,10 @@ class SlabReplica:
         return memory
 
     def _reserve(self, offset: int, nbytes: int) -> None:
-        """A lack is an error here, not a SIGBUS in the middle of a copy."""
+        """Reserve memory first, so that a lack is an error, not a SIGBUS in the middle of a
+        copy."""
         if not PORTABLE and os.lseek(self.descriptor, offset, os.SEEK_HOLE) >= offset + nbytes:
-            return  # has been written before
+            return  # it has been written before
         if nbytes > free_memory():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         reserve_memory(self.descriptor, offset, nbytes)
@@ -242,22 +252,22 @@ class SlabReplica:
 
 
 class NodeAgent:
-    """Used by one event loop."""
+    """The agent's main object. One event loop uses it."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._launcher: Launcher = process_launcher(None)
         self._workers: dict[int, AgentWorker] = {}
         self._slabs: dict[int, SlabReplica] = {}
-        self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
+        self._lacking: Pieces = []  # what the caller lent and the agent could not write
         self.arriving = RecordReceiver()
         self._next_number = 0
         self._updates: list[Record] = [("hello", hello())]
         self._burials: set[asyncio.Task[None]] = set()
-        self._is_closing = False  # nobody is to be left, and the caller waits for that
+        self._is_closing = False  # the caller waits until no worker is left
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._answered_at = 0.0
-        self._gathering = False  # an answer will be given soon
+        self._gathering = False  # an answer is scheduled
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(end_at_once)
         if self._launcher.tracker is not None:
@@ -266,7 +276,7 @@ class NodeAgent:
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
-        """Obey, and say what is new, with a number of its own."""
+        """Obey the caller's records, and return new records with a number of their own."""
         for record in self.arriving.records(number, content):
             self._obey(*record)
         if not self._updates:
@@ -285,7 +295,7 @@ class NodeAgent:
             self._loop.remove_reader(self._launcher.tracker.fileno())
         self._launcher.close()
 
-    # --- what the caller says
+    # --- from the caller
 
     def _obey(self, kind: str, *rest: Any) -> None:
         match kind:
@@ -313,7 +323,7 @@ class NodeAgent:
             case "skip" if worker.progress_record is not None:
                 place, chunk = rest
                 worker.progress_record[place] = chunk
-                self._read(worker)  # what it answered before it could see that
+                self._read(worker)  # what it answered before it could see the skip
                 self._say("skipped", worker.number, place, chunk)
             case "limit":
                 self._set_limit(worker, *rest)
@@ -331,7 +341,7 @@ class NodeAgent:
                 self._bury(worker)
 
     def _write_replica(self, address: int, content: memoryview) -> None:
-        """What cannot be written is missing to the calls that need it, and to nobody else."""
+        """Write to a replica. If that fails, only the calls that need this memory lack it."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
         try:
@@ -357,7 +367,8 @@ class NodeAgent:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
-                # alone in its frame; what lies there lacks until then
+                # This frame only introduces the slab. The slab's content counts as lacking until
+                # its memory exists.
                 slab.awaited.append((worker.number, frame))
                 return
         try:
@@ -367,20 +378,22 @@ class NodeAgent:
             worker.has_started = True
             worker.send_raw(frame, [slab.descriptor for slab in new])
         except ConnectionError:
-            return  # the end of its pipe is read next, and says so
-        except OSError:  # what it was sent is not whole
+            return  # the end of its pipe is read next, and reports it
+        except OSError:  # the worker got only a part of the frame
             self._launcher.kill(worker.number)
             return
         if worker.has_outgoing:
             self._loop.add_writer(worker.fileno(), self._write, worker)
 
-    # --- what workers say
+    # --- from workers
 
     def _read(self, worker: AgentWorker) -> None:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
-                if frame.header[2]:  # with descriptors, which end at this machine's border
+                # frames with descriptors are for the agent: descriptors end at this machine's
+                # border
+                if frame.header[2]:
                     worker.hear(frame)
                     continue
                 self._say("frame", worker.number, frame.header, pickle.PickleBuffer(frame.body))
@@ -396,19 +409,19 @@ class NodeAgent:
             worker.limits.pop(chunk, None)
         else:
             worker.limits[chunk] = seconds
-        self._read(worker)  # it may have answered in this moment
+        self._read(worker)  # it may have answered just now
 
     def _keep_time(self, worker: AgentWorker) -> None:
-        """Say which call of the worker takes too long, by the clock of this machine, or look again
-        when it will have."""
+        """Report the call of the worker that takes too long, by the clock of this machine.
+        Otherwise look again when a call will have taken too long."""
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
-        # there is nothing to watch, or it has been said
+        # there is nothing to watch, or it has been reported
         if moment == math.inf or worker.overrun == (chunk, position):
             return
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
-        if left > 0 or comes:  # what comes may be its answer
+        if left > 0 or comes:  # the arriving frame may be the answer
             worker.bytes_seen = worker.bytes_waiting
             pause = left if left > 0 else AMID_FRAME
             worker.alarm = self._loop.call_later(pause, self._read, worker)
@@ -418,13 +431,13 @@ class NodeAgent:
             self._say("overrun", worker.number, chunk, position)
 
     def _tell_where(self, worker: AgentWorker) -> None:
-        """Before anything is said of the call that it is at."""
+        """Report the worker's position, before anything is reported about its current call."""
         if (found := worker.where()) and found != worker.told:
             worker.told = found
             self._say("at", worker.number, found)
 
     def _follow(self, worker: AgentWorker) -> None:
-        """Say where the worker is as soon as it goes on, for a while."""
+        """Report each change of the worker's position, for a while."""
         if self._workers.get(worker.number) is not worker:  # it was removed
             return
         self._tell_where(worker)
@@ -443,7 +456,8 @@ class NodeAgent:
             self._loop.remove_writer(worker.fileno())
 
     def _bury(self, worker: AgentWorker) -> None:
-        """It has ended, or is to end; who waits for that must not have the others wait."""
+        """Remove a worker that has ended or is to end. A task waits for its exit, so that other
+        workers need not wait."""
         del self._workers[worker.number]
         self._tell_where(worker)
         worker.followed_until = 0.0
@@ -457,8 +471,8 @@ class NodeAgent:
         burial.add_done_callback(self._buried)
 
     async def _see_end(self, worker: AgentWorker) -> None:
-        """Say how it has ended; of one that has not after a while, and is killed, that nobody knows
-        it."""
+        """Report how the worker has ended. A worker that does not end in time is killed, and its
+        exit code is reported as None."""
         since, is_said = time.monotonic(), False
         while (found := self._launcher.exited(worker.number)) is None:
             if time.monotonic() - since > EXIT_PATIENCE and not is_said:
@@ -473,11 +487,11 @@ class NodeAgent:
 
     def _buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
-        burial.result()  # an error is the loop's, which ends the agent
+        burial.result()  # an error goes to the loop's handler, which ends the agent
         if self._is_closing and not self._burials:
             self._say("closed")
 
-    # --- what is said
+    # --- to the caller
 
     def _say(self, *record: Any) -> None:
         self._updates.append(record)
@@ -485,7 +499,7 @@ class NodeAgent:
         if since >= GATHERING:
             self._answer()
         elif not self._gathering:
-            # more of it comes soon, and an answer costs both sides as much as a small call
+            # More records will follow soon, and an answer costs both sides as much as a small call.
             self._gathering = True
             self._loop.call_later(GATHERING - since, self._answer)
 
@@ -501,8 +515,10 @@ class NodeAgent:
         if found := {
             number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid
         }:
-            self._updates.append(("resident", found))  # which can wait for something to go with
-        for worker in self._workers.values():  # should this agent be lost, nobody else could say
+            # not urgent: these go with the next answer
+            self._updates.append(("resident", found))
+        # if this agent is lost, nobody else can say where its workers were
+        for worker in self._workers.values():
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
@@ -527,8 +543,8 @@ def no_room(nbytes: int, error: OSError) -> str:
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An agent that has failed in the middle of something is better lost: the caller notices that,
-    and has all done elsewhere."""
+    """End the agent after an unexpected error. The caller notices that it is lost, and runs its
+    work elsewhere."""
     loop.default_exception_handler(context)
     os._exit(1)
 
@@ -545,31 +561,33 @@ class AgentWorker(Pipe):
     def __init__(self, number: int, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
         self.number = number
-        self.pid = 0  # once the caller has heard it
-        self.progress_record: memoryview | None = None  # of int64, once the worker has shown them
-        self._crash_traceback: int | None = None  # a pipe
-        self.has_started = False  # the first frame, which is its `Start`, was sent
-        self.lacking: Pieces = []  # as it was told
-        # seconds for each call of a chunk that is not answered, by chunk, in that order
+        self.pid = 0  # 0 until the caller has told it
+        self.progress_record: memoryview | None = None  # of int64, once the worker has announced it
+        self._crash_traceback: int | None = None  # a pipe's descriptor
+        self.has_started = False  # its first frame, the `Start`, was sent
+        self.lacking: Pieces = []  # as the worker was last told
+        # seconds for each call of a chunk that is not answered, by chunk, in the order of sending
         self.limits: dict[int, float] = {}
-        self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
-        # chunk and position of a call that takes too long, once that was said
+        # on the clock of time.monotonic: the worker's last frame, or the last change of the limits
+        self.heard_at = 0.0
+        # chunk and position of the call that was reported as taking too long
         self.overrun: tuple[int, int] | None = None
         self.alarm: asyncio.TimerHandle | None = None
-        self.bytes_seen = 0  # of a frame on its way, when the alarm was set
-        self.followed_until = 0.0  # on the same clock; it is said where it is
-        self.told: list[int] = []  # where that was last
+        self.bytes_seen = 0  # of an arriving frame, when the alarm was set
+        self.followed_until = 0.0  # on the clock of time.monotonic
+        self.told: list[int] = []  # the last reported progress record
 
     def hear(self, frame: RawFrame) -> None:
-        """What the worker says to us."""
+        """Take the descriptors that the worker sends to the agent."""
         for message in pickle.loads(frame.body):
             descriptor = self.take_descriptor()
-            if descriptor is None:  # none was free to receive it with
+            if descriptor is None:  # this process had no free descriptor to receive it
                 continue
             if isinstance(message, CrashTraceback):
                 self._crash_traceback = descriptor
             elif isinstance(message, ProgressRecordLocation):
-                with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
+                # without memory for the mapping, the worker runs chunks that it should skip
+                with contextlib.suppress(OSError):
                     memory = memoryview(mmap.mmap(descriptor, 0))
                     self.progress_record = memory[
                         message.offset : message.offset + message.nbytes
@@ -577,8 +595,8 @@ class AgentWorker(Pipe):
                 os.close(descriptor)
 
     def where(self) -> list[int]:
-        """What it has written of where it is; nothing where it goes on in this moment, or nobody
-        could be shown it."""
+        """Return the worker's progress record. The list is empty while the worker moves on to
+        another call, or if the record is not mapped here."""
         if (numbers := self.progress_record) is None:
             return []
         at = numbers[ProgressRecord.CHUNK]
@@ -588,11 +606,11 @@ class AgentWorker(Pipe):
         return found if at == found[ProgressRecord.CHUNK] == numbers[ProgressRecord.CHUNK] else []
 
     def next_overrun(self) -> tuple[int, int, float]:
-        """The first chunk with a limit, the call that it is at, and when that will have taken too
-        long.
+        """Return the first chunk with a limit, the position of its running call, and the moment
+        when that call has taken too long.
 
-        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it
-        has something else to do.
+        The position is -1 if the worker has not begun that chunk. Only the caller, who has sent it,
+        knows whether the worker has something else to do.
         """
         at, position, started = ProgressRecord.BETWEEN, -1, 0.0
         if found := self.where():
@@ -608,5 +626,5 @@ class AgentWorker(Pipe):
         )
 
     def take_crash_traceback(self) -> str:
-        """Of who is dead."""
+        """Return the Python stack that a dead worker has written, or "" if it has written none."""
         return "" if self._crash_traceback is None else read_crash_traceback(self._crash_traceback)

@@ -1,20 +1,20 @@
-"""The engine of workers on other machines: places them on agents, one for each node, and notices
-which are gone. Caller's side.
+"""The engine for workers on other machines. It places workers on agents, one for each node, and
+notices which agents are lost. Caller's side.
 
     start ──► an agent with room, or a new one ──► AgentLink
     transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
                               frames of an AgentLink ◄── take ◄── reply ◄═╝
-Where no number of workers was asked for, there are as many as the nodes have room for, and nodes
-that join or leave change it. Two threads of its own ask for the nodes, and keep the agents from
-taking us for dead.
+If the user has given no number of workers, there are as many as the nodes have room for. The number
+then changes when nodes join or leave. Two threads of the engine ask for the nodes, and send
+heartbeats so that the agents do not count the caller as dead.
 
-What is lent to a worker is replicated at its agent: its bytes travel once, in front of the frame
-that names it, however many workers of the agent are lent it. What a worker lends has its bytes in
-the frame, and a replica here (`wire.frames.SlabReplicas`).
+Memory that is lent to a worker is replicated at its agent. The bytes are sent once, before the
+frame that names them, even if several workers of the agent borrow them. A worker sends the bytes
+that it lends in its frame, and the engine keeps a replica of them (`wire.frames.SlabReplicas`).
 
-Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
-    transport gives.
+Assumes: one thread uses the engine. Only `wake`, `beat`, `resident_bytes` and the transport's
+    replies may run in other threads.
 """
 
 from __future__ import annotations
@@ -54,24 +54,28 @@ __all__ = [
 log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
-IDLE = 2.0  # seconds for which an agent without workers stays, where their number is given
-WAITING = 10.0  # seconds for an agent to come, until it is said that it does not
-CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
-# for which a node is left alone after its agent was lost: one that had worked, and one that never
-# said a word
+IDLE = 2.0  # seconds that an agent without workers is kept, if the number of workers is given
+WAITING = 10.0  # seconds to wait for an agent, before a warning says that it does not come
+CLOSE_PATIENCE = 2.0  # seconds that workers get to end
+# Seconds for which a node is avoided after its agent was lost. The first is for agents that had
+# worked, the second for agents that had never answered.
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
-# versions that have to be: pickles and numbers of dtypes depend on them
+# versions that must be equal, because pickles and numbers of dtypes depend on them
 SAME = ("Python", "torch", "mpgrad")
 
 
 class ClusterEngine:
-    """Guarantees: an agent that is silent for `patience` seconds counts as lost, with its
-    workers."""
+    """The engine of a pool on a cluster.
+
+    Guarantees: an agent that is silent for `patience` seconds counts as lost, with its workers.
+    """
 
     copies_caller = False
 
     def __init__(self, transport: Transport, workers: int | None, patience: float) -> None:
-        """`workers`: None for as many as there is room for.
+        """Ask the transport for nodes.
+
+        `workers` is their number, or None for as many as there is room for.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
@@ -84,14 +88,14 @@ class ClusterEngine:
         self.inbox: queue.SimpleQueue[tuple[AgentHandle | None, Any]] = queue.SimpleQueue()
         self._agents: list[AgentHandle] = []
         self._ours = hello()
-        # nodes by id, until when on the clock of time.monotonic
+        # by node id: until when the node is avoided, on the clock of time.monotonic
         self._avoided: dict[str, float] = {}
         self._closing = threading.Event()
-        self._ask_now = threading.Event()  # for the nodes
+        self._ask_now = threading.Event()  # ask for the nodes without delay
         try:
             self._nodes = list(transport.nodes())
             if not any(node.slots for node in self._free_nodes(avoiding=True)):
-                # others hold all of it: wait for them
+                # other programs hold all of the room: wait for them
                 self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
                 if not any(node.slots for node in self._nodes):
@@ -110,10 +114,11 @@ class ClusterEngine:
     # --- workers
 
     def start(self, number: int) -> AgentLink:
-        """
+        """Start a worker on an agent with room, or on a new agent.
+
         Raises:
-            OSError: nodes are followed, and those that are there have no room; or one could start
-                no worker a moment ago.
+            OSError: the engine follows the nodes, and none of them has room; or a node has just
+                failed to start a worker.
         """
         agents = [agent for agent in self._agents if agent.free > 0]
         if not agents:
@@ -121,17 +126,18 @@ class ClusterEngine:
         return AgentLink(number, max(agents, key=lambda agent: agent.free / agent.slots))
 
     def _new_agent(self) -> AgentHandle:
-        """For a worker for which there is no room.
+        """Return an agent for a worker for which no agent has room.
 
-        Where nodes are followed, an agent has the whole of one. Elsewhere one that is still to be
-        started gets a place more, on the node that has the fewest of ours.
+        If the engine follows the nodes, an agent takes a whole node. Otherwise the worker goes to
+        the node that has the fewest of this pool's workers. An agent that is planned there gets one
+        more place.
         """
         alive = any(not agent.lost for agent in self._agents)
         nodes = [
             node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots
         ]
         if self.room is not None:
-            # an agent wherever there is room would take that of one which is to have the whole node
+            # An agent on any node could take the room of an agent that needs its whole node.
             if not nodes:
                 raise OSError("no node has room for a worker now")
             node = max(nodes, key=lambda node: node.slots)
@@ -143,8 +149,8 @@ class ClusterEngine:
         )
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
-        # Nobody says how large the nodes will be that an autoscaler adds. Where those that are
-        # there have no room for any worker, each agent asks for that of one.
+        # An autoscaler may add nodes of unknown size. The engine assumes the size of the largest
+        # present node. If no present node can hold a worker, each agent asks for room for one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for agent in self._agents:
             has_space = chosen is not None or agent.slots < largest
@@ -154,7 +160,7 @@ class ClusterEngine:
         return self._new_handle(chosen, 1)
 
     def _taken(self) -> Counter[str]:
-        """Places on nodes, by their ids, that our agents have."""
+        """Count the places that this pool's agents have, by the ids of their nodes."""
         taken: Counter[str] = Counter()
         for agent in self._agents:
             if agent.node is not None and not agent.lost:
@@ -162,11 +168,11 @@ class ClusterEngine:
         return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
-        """Nodes, with the room that our agents and others have left there; `avoiding` those whose
-        agents were lost just now.
+        """Return the nodes, with the room that is left there.
 
-        Where it is not avoided, what others hold is not counted either: it may be our own, that was
-        lost.
+        With `avoiding`, the nodes whose agents were just lost are left out, and the room that
+        others hold is subtracted. Without it, this room is not subtracted, because it may be this
+        pool's own, held by a lost agent.
         """
         taken, found = self._taken(), []
         for node in self._nodes:
@@ -179,12 +185,12 @@ class ClusterEngine:
         return found
 
     def _new_handle(self, node: Node | None, slots: int) -> AgentHandle:
-        """An agent that the next `wait` starts."""
+        """Plan an agent, which the next `wait` starts."""
         agent = AgentHandle(self, node, slots)
         self._agents.append(agent)
         return agent
 
-    # --- what comes
+    # --- updates from agents
 
     def wait(self, seconds: float | None) -> Sequence[AgentLink]:
         for agent in self._agents:
@@ -244,7 +250,7 @@ class ClusterEngine:
             )
 
     def look(self) -> None:
-        """Take what is there."""
+        """Handle the updates that are in the inbox, without waiting."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._take(*self.inbox.get_nowait())
@@ -275,12 +281,12 @@ class ClusterEngine:
             self._avoided[agent.node.id] = time.monotonic() + (
                 AFTER_FAILURE if agent.hello is None else AFTER_LOSS
             )
-        if self.room is not None:  # else the number is the user's by now
+        if self.room is not None:  # otherwise the user has given the number of workers
             self.room = self._room()
         self._ask_now.set()
 
     def check(self, agent: AgentHandle, theirs: Hello) -> None:
-        """A node where something else is installed would read other things than were sent."""
+        """Reject a node with other versions, because it could misread what it is sent."""
         here, there = self._ours.versions, theirs.versions
         name = next((each for each in SAME if here[each] != there[each]), None)
         if name is None:
@@ -295,14 +301,13 @@ class ClusterEngine:
             for link in agent.links.values():
                 link.refuse(agent.refusal)
             return
-        # the others can be used
+        # other nodes can be used
         self.lose(agent, agent.refusal)
         if agent.node is not None:
             self._avoided[agent.node.id] = math.inf
 
     def _follow(self) -> None:
-        """Nodes have joined or left: have an agent on each, and as many workers as they have room
-        for."""
+        """Plan an agent on each node that has room, after nodes have joined or left."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
                 self._new_handle(node, node.slots)
@@ -316,11 +321,11 @@ class ClusterEngine:
             self._ask_now.clear()
             try:
                 self.inbox.put((None, list(self.transport.nodes())))
-            except ConnectionError as error:  # its agents will be missed, if they are gone, too
+            except ConnectionError as error:  # if agents are gone, too, their silence shows it
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
-        """Agents must hear of us also while the other thread is busy."""
+        """Send heartbeats, even while the scheduling thread is busy."""
         while not self._closing.wait(self.patience / 4):
             for agent in list(self._agents):
                 agent.beat()
@@ -347,35 +352,40 @@ class ClusterEngine:
 
 
 POLLS = 2  # exchanges that wait at the agent for updates
-MOST_PENDING = 8  # of them, if an agent does not answer
-# seconds for which no worker is started where one, or several in a row, could not be
+MOST_PENDING = 8  # exchanges, while an agent does not answer
+# Seconds without new workers at an agent. The first is for one failed start, the second for several
+# in a row.
 AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0
 
 
 class AgentHandle:
-    """Guarantees: what is told is told in order, once; or the agent is lost, and so is each of its
-    workers."""
+    """The caller's end of an agent.
+
+    Guarantees: the agent gets the records in their order, each once. Otherwise the agent is lost,
+    and so are its workers.
+    """
 
     def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
         self.engine = engine
         self.node = node
         self.slots = slots
         self.links: dict[int, AgentLink] = {}
-        self.lost = ""  # why; else it is there, or will be
+        self.lost = ""  # why the agent is lost; "" if it runs, or will run
         self.hello: Hello | None = None
-        self._agent: Any = None  # what the transport knows it by
-        self.opened_at = math.inf  # on the clock of time.monotonic, as the next
-        self.idle_since = math.inf  # its last worker is gone
-        self.is_missed = False  # it was said that it does not come
+        self._agent: Any = None  # the object by which the transport knows it
+        # on the clock of time.monotonic, as are the next two moments
+        self.opened_at = math.inf
+        self.idle_since = math.inf  # when its last worker had gone
+        self.is_missed = False  # a warning has said that it does not come
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = RecordReceiver()
         self._numbering = threading.Lock()
-        self._pending: set[int] = set()  # exchanges
-        self.refusals = 0  # in a row
-        self.full_until = 0.0  # no worker could be started, on the clock of time.monotonic
-        self.is_closing = False  # its workers have been asked to end, and not all have
-        self.refusal = ""  # why what is installed there cannot be used
+        self._pending: set[int] = set()  # numbers of open exchanges
+        self.refusals = 0  # failed starts of workers in a row
+        self.full_until = 0.0  # until when no worker is started
+        self.is_closing = False  # its workers were asked to end, and some still run
+        self.refusal = ""  # why the versions installed there cannot be used
         self._slabs: dict[int, ReplicatedSlab] = {}  # by number
 
     @property
@@ -388,27 +398,28 @@ class AgentHandle:
 
     @property
     def is_refusing(self) -> bool:
-        """No worker could be started a moment ago."""
+        """Whether the agent has just failed to start a worker."""
         return not self.lost and time.monotonic() < self.full_until
 
     @property
     def name(self) -> str:
-        """Of its node; "" while nobody knows which that will be."""
+        """Return the name of its node, or "" while that is not known."""
         if self.node is not None:
             return self.node.name
         return "" if self.hello is None else self.hello.host
 
     def on(self, node: Node | None) -> bool:
-        """It is to be there; None: wherever there is room."""
+        """Whether the agent is for this node. None is for any node with room."""
         return (self.node and self.node.id) == (node and node.id)
 
     @property
     def is_planned(self) -> bool:
-        """It was not started yet: more workers may be added."""
+        """Whether the agent is not started yet, so that it may get more places."""
         return self.opened_at == math.inf and not self.lost
 
     def open(self) -> None:
-        """
+        """Start the agent.
+
         Raises:
             OSError: it cannot be started now.
         """
@@ -416,25 +427,25 @@ class AgentHandle:
         self._agent = self.engine.transport.start_agent(options)
         self.opened_at = time.monotonic()
 
-    # --- what is told
+    # --- to the agent
 
     def tell(self, *record: Any) -> None:
         self._records.append(record)
 
     def flush(self) -> None:
-        """Send what has been told; or have the agent say what is new."""
+        """Send the records, and keep a few exchanges open so that the agent can report."""
         if self.is_planned:
             return
         if self._records and not self.lost:
             records, self._records = self._records, []
             self._exchange(packed(records))
-        # no more than that: where each is answered at once, with an error, there would be no end
+        # At most once: if each exchange fails at once, a loop until enough are open would not end.
         for _ in range(0 if self.lost else POLLS - len(self._pending)):
             self._exchange(b"")
 
     def beat(self) -> None:
-        """Be heard, though the thread that uses the engine may be busy with something else. Any
-        thread."""
+        """Send a heartbeat, from any thread, because the thread that uses the engine may be
+        busy."""
         if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
             self._exchange(b"")
 
@@ -457,10 +468,10 @@ class AgentHandle:
                 self._pending.discard(exchange)
         self.engine.inbox.put((self, (is_first, reply)))
 
-    # --- what is heard
+    # --- from the agent
 
     def is_silent(self, patience: float) -> str:
-        """Why it has to be taken for dead, after so many seconds; "" where it has not."""
+        """Return why the agent counts as dead after so many seconds, or "" if it does not."""
         if self._arriving.silent_for > patience:
             return f"it has said nothing for {patience:g} s"
         if self._arriving.missing_for > patience:
@@ -468,7 +479,7 @@ class AgentHandle:
         return ""
 
     def take(self, is_first: bool, reply: tuple[int, bytes | None] | BaseException) -> None:
-        """What was put into the inbox; the same may have been there before."""
+        """Handle a reply from the inbox. The same reply may come twice."""
         if self.lost:
             return
         if isinstance(reply, BaseException):
@@ -498,7 +509,7 @@ class AgentHandle:
                 link.obey(kind, *rest[1:])
 
     def lose(self, why: str) -> None:
-        """It does not answer any more: neither will its workers."""
+        """Give the agent up, with its workers."""
         was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
@@ -506,13 +517,13 @@ class AgentHandle:
             self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
-        """After its workers were told to end."""
+        """Ask the agent to report when its workers, which were told to end, have ended."""
         if self.hello is not None and not self.lost:
             self.is_closing = True
             self.tell("close")
 
     def close(self) -> None:
-        """Nobody needs it any more."""
+        """End the agent, which is not needed any more."""
         if not self.lost:
             self.lose("closed")
 
@@ -525,13 +536,14 @@ class AgentHandle:
         return self._slabs[slab.number]
 
     def introduce(self, worker: int, slabs: Sequence[int]) -> None:
-        """The worker learns of them with the next frame."""
+        """Note that the worker's next frame introduces these slabs."""
         for number in slabs:
             self._slabs[number].workers.add(worker)
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
         address, lent = address_of(holder), self.replicas(holder.slab).lent
-        # who has what is not ours may have written there
+        # Borrowed memory is written again, because code that has the borrowed tensor may have
+        # changed it since it was last sent.
         if not lent[address] or isinstance(holder, BorrowedMemory):
             self.tell("write", address, PickleBuffer(holder.memory))
         lent[address] += 1
@@ -545,7 +557,8 @@ class AgentHandle:
             self._forget_if_unused(slab_of(address))
 
     def part(self, worker: int, slabs: Sequence[int] | None = None) -> None:
-        """The worker forgets them, after the frame that says so; None: all, it is gone."""
+        """Note that the worker forgets these slabs, with the frame just sent. None stands for all
+        slabs of a worker that is gone."""
         for number in list(self._slabs) if slabs is None else slabs:
             if number in self._slabs:
                 self._slabs[number].workers.discard(worker)
@@ -558,15 +571,15 @@ class AgentHandle:
 
 
 class ReplicatedSlab(NamedTuple):
-    """A slab of the caller's that is replicated at an agent, which can forget it when both are
-    empty."""
+    """A slab of the caller that has a replica at an agent. The agent can forget it when both fields
+    are empty."""
 
-    workers: set[int]  # that know it
+    workers: set[int]  # workers that know it
     lent: Counter[int]  # address -> how often it is lent to workers of the agent
 
 
 class AgentLink:
-    """The caller's end of the link to a worker at an agent, a `WorkerLink`."""
+    """The caller's end of the link to a worker at an agent. It is a `WorkerLink`."""
 
     shares_memory = False
     keeps_time = True
@@ -575,17 +588,18 @@ class AgentLink:
         self.number = number
         self.agent = agent
         self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
-        self._refused = ""  # why it could not be started
+        self._refused = ""  # why the worker could not be started
         self.is_leaving = False
-        self.ended = False  # the worker is gone, and `frames` has its crash traceback
+        # the worker is gone, and no more frames will come
+        self.ended = False
         self.exit: Exit | None = None
-        self._exit_code: int | None = None  # as far as it is known
+        self._exit_code: int | None = None  # None while it is not known
         self.crash_traceback = ""
         self.nbytes_resident = 0
         self.overrun: tuple[int, int] | None = None
         self.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
         self.skipped: dict[int, int] = {}
-        self._replicas = SlabReplicas()  # of the worker's slabs
+        self._replicas = SlabReplicas()  # replicas of the worker's slabs
         self._descriptors: deque[int] = deque()
         agent.links[number] = self
         agent.idle_since = math.inf
@@ -610,13 +624,13 @@ class AgentLink:
         return bool(self.agent.lost) and self.agent.hello is not None
 
     def obey(self, kind: str, *rest: Any) -> None:
-        """What the agent has said of this worker."""
+        """Handle what the agent reports about this worker."""
         match kind:
             case "frame":
                 self.frames.append(rest)
-                self.overrun = None  # it has gone on since
+                self.overrun = None  # the worker has gone on since
             case "at":
-                (numbers,) = rest  # as the worker has written them, by its own clock
+                (numbers,) = rest  # the worker's own numbers, by its machine's clock
                 self.progress_record[: len(numbers)] = array.array("q", numbers)
             case "skipped":
                 place, chunk = rest
@@ -655,7 +669,7 @@ class AgentLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.agent.replicas(slab)
-            # alone in its frame, which may have to wait at the agent
+            # alone in its frame, because this frame may have to wait at the agent
             self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
@@ -671,7 +685,7 @@ class AgentLink:
             return None
         header, body = self.frames.popleft()
         self.agent.engine.traffic.frames_received += 1
-        body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
+        body = memoryview(bytearray(body))  # writable and aligned, as the body from a socket is
         messages, payload, replicas = self._replicas.open(*unframed(header, body))
         self._descriptors.extend(replicas)
         for message in messages:
@@ -702,15 +716,18 @@ class AgentLink:
         self.agent.flush()
 
     def resident_bytes(self, pid: int) -> int:
-        """As the agent said last, which it does every second."""
+        """Return the number that the agent has reported last. It reports once a second."""
         return self.nbytes_resident
 
     def close(self) -> None:
         self.frames.clear()
 
     def end(self) -> None:
-        """The agent says of a worker that it is gone when it knows how it has ended, and sees to
-        the end of others."""
+        """Forget the worker.
+
+        The agent reports that a worker is gone only when it knows how the worker has ended. If it
+        has not reported that, ask it to end the worker.
+        """
         if not self.ended:
             self.agent.tell("end", self.number)
             self.ended = True
@@ -722,7 +739,7 @@ class AgentLink:
         self.exit = Exit(self._exit_code)
 
     def refuse(self, why: str) -> None:
-        """What is there cannot be used: no worker can start."""
+        """Queue a message that no worker can start, because the agent's node cannot be used."""
         failure = Failure(carried(RuntimeError(why)), "", "start")
         frame = framed([StartFailure(failure)], ())
         self.frames.append(parts_of(frame))

@@ -1,10 +1,11 @@
-"""A transport through Ray: agents are actors on its nodes; it places them, carries bytes, and says
-which are dead. Both sides. And what a pool is told of the Ray cluster that it is to use. Imports
-nothing of Ray's before it is asked for.
+"""A transport through Ray, and the options of a pool's Ray cluster. Agents are actors on Ray's
+nodes. Ray places them, carries bytes, and says which are dead. Both sides. This module imports
+nothing from Ray until a pool asks for it.
 
-Ray sends what is small within the call of an actor's method, and whatever is larger through its
-object store, which costs more (measured, an echo to another raylet of the same machine: 90 KB 1.6
-ms, 110 KB 17 ms). So content goes in pieces up to `WITHIN_CALL`, and beyond that as one object.
+Ray sends small arguments within the call of an actor's method. It sends larger ones through its
+object store, which is slower: an echo to another raylet on the same machine took 1.6 ms for 90 KB
+and 17 ms for 110 KB. So content of up to `WITHIN_CALL` is sent in small pieces, and larger content
+as one object.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ __all__ = ["Ray", "RayTransport", "ray_engine"]
 PIECE = 90 << 10  # bytes that Ray sends within a call
 WITHIN_CALL = 2 << 20
 CONNECT_PATIENCE = 5.0  # seconds
-FETCHING = 8  # large replies at a time
+FETCHING = 8  # large replies that are fetched at the same time
 
 
 @dataclass(frozen=True)
 class Ray:
-    """Which Ray cluster a pool with ``engine="ray"`` is to use, and how.
+    """Select the Ray cluster that a pool with ``engine="ray"`` uses, and set how it uses it.
 
     Args:
         address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to
-            start one on this machine, on the loopback interface only, that ends with the pool; or
-            an address such as "10.0.0.1:6379".
-        workers_per_node: at most so many workers on each node; None for as many as its CPUs allow.
+            start one on this machine, which uses only the loopback interface and ends with the
+            pool; or an address such as "10.0.0.1:6379".
+        workers_per_node: the most workers on each node; None for as many as its CPUs allow.
         cpus_per_worker: CPUs that are reserved for each worker.
         memory_per_worker: bytes that are reserved for each worker; None for none.
         resources: custom resources that each worker needs, by name.
-        runtime_env: Ray's description of what the nodes have to have installed; see Ray's
+        runtime_env: Ray's description of the software that the nodes need; see Ray's
             documentation.
-        node_timeout: seconds of silence after which the caller and a node take each other for dead.
+        node_timeout: seconds of silence after which the caller and a node count each other as dead.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
-            value.
+        ValueError, TypeError: an argument is out of range or of the wrong type. The message names
+            the argument and its value.
 
     Example:
         >>> import mpgrad
@@ -107,7 +108,8 @@ def is_number(value: object) -> bool:
 
 
 def ray_module() -> Any:
-    """
+    """Return the module `ray`.
+
     Raises:
         ImportError: Ray is not installed.
     """
@@ -120,24 +122,24 @@ def ray_module() -> Any:
 
 
 def stay_on_loopback() -> None:
-    """Have what Ray starts from now on listen on the loopback interface only, as it does where it
-    knows no clusters."""
+    """Have Ray's new processes listen on the loopback interface only, as on systems for which Ray
+    supports no clusters."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     constants = sys.modules.get("ray._private.ray_constants")
-    if constants is not None:  # it had been imported before, and has read that already
+    if constants is not None:  # Ray was imported before, and has read the variable already
         constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
 
 
 def cluster_address(options: Ray) -> str:
-    """As far as it is known."""
+    """Return the cluster's address, or "" if it is not known yet."""
     return os.environ.get("RAY_ADDRESS", "") if options.address == "auto" else options.address
 
 
 def check_that_somebody_listens(address: str) -> None:
-    """Ray itself would try for minutes.
+    """Check the address at once, because Ray itself would try for minutes.
 
     Raises:
-        OSError: nobody does.
+        OSError: nothing listens there.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
@@ -145,7 +147,7 @@ def check_that_somebody_listens(address: str) -> None:
 
 
 def check_that_it_is_no_client(address: str) -> None:
-    """Ray Client does not say which nodes have room, and has each message take a detour.
+    """Reject Ray Client, which does not say which nodes have room and sends messages on a detour.
 
     Raises:
         ConnectionError: the address is one of Ray Client.
@@ -160,8 +162,8 @@ def check_that_it_is_no_client(address: str) -> None:
 
 
 class OwnCluster:
-    """What was started for pools of this process (`address="local"`): it ends with the last of
-    them. Ray allows one at once."""
+    """The cluster that this process has started for its pools (`address="local"`). It ends with the
+    last of these pools. Ray allows one cluster at a time."""
 
     lock = threading.Lock()
     current: OwnCluster | None = None
@@ -172,12 +174,13 @@ class OwnCluster:
 
 class RayTransport:
     def __init__(self, options: Ray) -> None:
-        """Joins the cluster, or starts one; uses the one that the program has joined already.
+        """Join the cluster, or start one. If the program has joined a cluster already, use that
+        one.
 
         Raises:
             ImportError: Ray is not installed.
-            ConnectionError: there is no cluster at the address, or none can be started; or it is
-                one of Ray Client.
+            ConnectionError: there is no cluster at the address, none can be started, or the address
+                is one of Ray Client.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         check_that_it_is_no_client(cluster_address(options))
@@ -211,7 +214,7 @@ class RayTransport:
         try:
             check_that_somebody_listens(cluster_address(options))
             self._ray.init(**how)
-        except Exception as error:  # Ray raises many kinds, among them just this one
+        except Exception as error:  # Ray raises many kinds, including plain Exception
             can = "started" if self._starts_own else "joined"
             remedy = (
                 ""
@@ -229,7 +232,7 @@ class RayTransport:
         try:
             alive = [each for each in self._ray.nodes() if each["Alive"]]
             free = self._free_resources()
-        except Exception as error:  # of many kinds, none of which Ray documents
+        except Exception as error:  # Ray raises many kinds, and documents none
             raise ConnectionError(
                 f"the Ray cluster does not answer ({type(error).__name__}: {error})"
             ) from error
@@ -248,14 +251,14 @@ class RayTransport:
         return found
 
     def _free_resources(self) -> Mapping[str, Mapping[str, float]] | None:
-        """Of each node, some moments ago; None where this version of Ray does not say, as it has no
-        public name for it."""
+        """Return each node's free resources, as of a few moments ago. Ray has no public name for
+        this, so the result is None if this version of Ray lacks the private one."""
         state = importlib.import_module("ray._private.state")
         ask: Any = getattr(state, "available_resources_per_node", None)
         return None if ask is None else ask()
 
     def _room(self, has: Mapping[str, float]) -> int:
-        """For how many workers."""
+        """Return the number of workers for which these resources are enough."""
         options = self._options
         needs = {"CPU": options.cpus_per_worker, **options.resources}
         if options.memory_per_worker is not None:
@@ -277,13 +280,14 @@ class RayTransport:
             "scheduling_strategy": placement,
             "max_restarts": 0,
             "max_concurrency": 1000,
-            "enable_task_events": False,  # of each exchange, for the dashboard
+            # otherwise Ray sends its dashboard an event for each exchange
+            "enable_task_events": False,
         }
         if ours.memory_per_worker is not None:
             how["memory"] = ours.memory_per_worker * options.slots
         try:
             return ray.remote(AgentActor).options(**how).remote(options.patience)
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Ray raises many kinds
             raise OSError(
                 f"Ray can start no agent now ({type(error).__name__}: {error})"
             ) from error
@@ -293,8 +297,8 @@ class RayTransport:
         asked.future().add_done_callback(lambda future: self._take(future, reply))
 
     def _take(self, future: Any, reply: Reply) -> None:
-        """In a thread of Ray's, which has the replies of all agents: a large one is fetched in
-        another."""
+        """Pass a reply on, in the thread of Ray that handles the replies of all agents. So another
+        thread fetches large replies."""
         if future.exception() is None and is_large(future.result()[1:]):
             reply((future.result()[0], None))
             self._fetching.submit(lambda: reply(replied(future, self._ray.get)))
@@ -302,7 +306,7 @@ class RayTransport:
             reply(replied(future, self._ray.get))
 
     def kill_agent(self, agent: Any) -> None:
-        with contextlib.suppress(Exception):  # it has ended, or the cluster has
+        with contextlib.suppress(Exception):  # the actor or the cluster has ended already
             self._ray.kill(agent)
 
     def close(self) -> None:
@@ -318,9 +322,10 @@ class RayTransport:
 
 
 def in_pieces(content: bytes, put: Callable[[Any], Any]) -> list[Any]:
-    """Each small enough to travel within a call, or one reference to an object in Ray's store."""
+    """Return pieces that are small enough for a call, or one reference to an object in Ray's
+    store."""
     if len(content) > WITHIN_CALL:
-        return [[put(content)]]  # in a list, Ray leaves the reference as it is
+        return [[put(content)]]  # Ray would replace a reference that is not in a list
     return [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
 
 
@@ -333,12 +338,12 @@ def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseE
         number, *pieces = future.result()
         return number, bytes(get(pieces[0][0])) if is_large(pieces) else b"".join(pieces)
     except BaseException as error:
-        # of Ray's kinds: the actor died, its node did, it cannot be reached
+        # one of Ray's errors: the actor or its node has died, or it cannot be reached
         return error
 
 
 class AgentActor:
-    """On the node: a `NodeAgent` in an actor's event loop."""
+    """The actor on the node. It holds a `NodeAgent` in its event loop."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience

@@ -1,12 +1,12 @@
-"""What carries bytes between the caller and the agents of a cluster, starts agents, and says which
-nodes there are: what a transport is, and one without a cluster. Both sides; needs no torch.
+"""Transports. A transport says which nodes there are, starts agents there, and carries bytes
+between the caller and these agents. Both sides; needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
-A transport knows neither frames nor workers. Replies and errors may come in any order, in any
+A transport knows nothing about frames or workers. Replies and errors may come in any order, in any
 thread, late, or twice (see `agent.RecordReceiver`).
 
-`LocalTransport` has names for nodes, and programs on this machine for agents, with a pipe to each.
-It is for tests of everything that is not the cluster's, and the smallest example of a transport.
+`LocalTransport` needs no cluster. Its nodes are only names, and its agents are programs on this
+machine, with a pipe to each. Tests use it, and it is the smallest example of a transport.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpgrad.engines.launch import program
 
 __all__ = ["AgentOptions", "LocalTransport", "Node", "Reply", "Transport", "serve"]
 
-# the content is None where it is on its way and takes some time; it comes with a second reply
+# The content is None if it is on its way but takes some time. A second reply brings it.
 Reply = Callable[["tuple[int, bytes | None] | BaseException"], None]
 
 
@@ -33,55 +33,59 @@ class Node(NamedTuple):
     """A machine that is alive."""
 
     id: str
-    name: str  # for people: of the host, or its address
-    slots: int  # for how many workers it has room, those of this pool included
-    # for how many it has room now, as far as is known: others may hold a part of it
+    name: str  # for people: the name of the host, or its address
+    slots: int  # workers that it has room for, including those of this pool
+    # workers that it has room for now, if known: other programs may hold a part of its room
     free: int | None = None
 
 
 class AgentOptions(NamedTuple):
-    """What an agent is started with."""
+    """How to start an agent."""
 
-    node: Node | None  # None: wherever there is room, as soon as there is
-    slots: int  # for so many workers
-    patience: float  # seconds: after such a silence each side takes the other for dead
+    node: Node | None  # None: on any node, as soon as one has room
+    slots: int  # workers that the agent is to have room for
+    patience: float  # seconds of silence after which each side counts the other as dead
 
 
 class Transport(Protocol):
-    """One thread uses it, but for `nodes` and `exchange`, which others call at the same time."""
+    """How the engine reaches nodes and agents.
+
+    One thread uses a transport. Only `nodes` and `exchange` may be called by other threads at the
+    same time.
+    """
 
     def nodes(self) -> Sequence[Node]:
-        """Those that are alive. May take a while.
+        """Return the nodes that are alive. This may take a while.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
         """
 
     def start_agent(self, options: AgentOptions) -> Any:
-        """What the other two know the agent by; returns at once. What is sent before it has started
-        waits for it.
+        """Start an agent, and return at once the object by which `exchange` and `kill_agent` know
+        it. Exchanges that are sent before the agent has started wait for it.
 
         Raises:
             OSError: it cannot be started now.
         """
 
     def exchange(self, agent: Any, number: int, content: bytes, reply: Reply) -> None:
-        """Have `NodeAgent.exchange(number, content)` run there; `reply` gets what it returns, or
-        why there will be nothing."""
+        """Run `NodeAgent.exchange(number, content)` in the agent. Call `reply` with its result, or
+        with the error if there will be none."""
 
     def kill_agent(self, agent: Any) -> None:
-        """End it and its workers, whatever they do; it may have ended already. Its replies are
-        errors."""
+        """End the agent and its workers, whatever they do. It may have ended already. Its open
+        exchanges get errors."""
 
     def close(self) -> None:
-        """End what the transport itself has started."""
+        """End everything that the transport itself has started."""
 
 
 # --- without a cluster
 
 
 class LocalAgent:
-    """The caller's end of one: a thread writes, and another one reads."""
+    """The caller's end of a local agent. One thread writes, another one reads."""
 
     def __init__(self, options: AgentOptions) -> None:
         ours, theirs = socket.socketpair()
@@ -91,7 +95,7 @@ class LocalAgent:
         self.connection = Connection(ours.detach())
         self.to_send: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        self.replies: dict[int, Reply] = {}  # of exchanges under way
+        self.replies: dict[int, Reply] = {}  # of open exchanges
         self.ended: ConnectionError | None = None
         self.threads = [
             threading.Thread(target=each, name="mpgrad-agent", daemon=True)
@@ -109,7 +113,7 @@ class LocalAgent:
         reply(self.ended)
 
     def write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader sees it, too
+        with contextlib.suppress(OSError):  # the reading thread notices it, too
             while (exchange := self.to_send.get()) is not None:
                 self.connection.send(exchange)
 
@@ -171,7 +175,7 @@ def serve(descriptor: int, milliseconds: int) -> None:
 
 
 async def serve_agent(connection: Connection, patience: float) -> None:
-    """Until the caller's end is closed."""
+    """Run an agent until the caller's end is closed."""
     agent = NodeAgent(patience)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -180,7 +184,7 @@ async def serve_agent(connection: Connection, patience: float) -> None:
 
     def finished(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
-        task.result()  # an error is the loop's, which ends the agent
+        task.result()  # an error goes to the loop's handler, which ends the agent
 
     try:
         while True:

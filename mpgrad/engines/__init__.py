@@ -1,10 +1,13 @@
-"""What runs workers: processes, threads, streams, or the caller itself. Caller only.
+"""The engines. An engine runs workers as processes, threads or streams, or in the caller. Caller
+only.
 
-Imports `wire` and what is below it. Names the entry points of `workers`, and imports none of it but
-for `sockets`. Knows nothing of calls: a new engine is written against `kinds`, and added there.
+Imports `wire` and the packages below it. Only `sockets` imports from `workers`; the other modules
+just name entry points there. Engines know nothing of calls. To add an engine, implement the
+protocols in `kinds`, and register it there.
 
-    kinds        what an engine is: it starts workers and says when they have answered, or ended;
-                 the engines by name, and in what they differ
-    sockets      processes and threads: a socket pair to each; or everything in the caller's thread
-    launch       how a process or thread comes to be, and ends; fresh interpreters
+    kinds        the protocol of an engine, which starts workers and says which have answered or
+                 ended; the engines by name, with their traits
+    sockets      workers that are processes or threads with a socket pair each, or the caller's
+                 own thread
+    launch       how worker processes and threads start and end; fresh interpreters
 """

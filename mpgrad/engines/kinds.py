@@ -1,14 +1,15 @@
-"""What an engine is: it starts workers and says when they have answered. And which there are, by
-name. Caller's side.
+"""The protocol of an engine, which starts workers and says which have answered or ended; and the
+engines by name. Caller's side.
 
                       scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
-An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To
-write one: say its `Traits`, start workers that run an entry point of `mpgrad.workers.main` with
-their end of a pipe (`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`.
-Where the two sides share no memory, the links replicate it (see `wire.frames.SlabReplicas`).
+An engine knows nothing of calls, graphs or gradients: its links pass frames on unchanged. To write
+one, give its `Traits`, and start workers that run an entry point of `mpgrad.workers.main` with
+their end of a pipe (`serve_in_process` in a process, `serve` in a thread). Then add it to
+`ENGINES`. If the two sides share no memory, the links replicate it (see
+`wire.frames.SlabReplicas`).
 
-Nobody outside this package compares the names of engines.
+Only this package compares the names of engines.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ __all__ = [
 
 
 class Traits(NamedTuple):
-    """In what engines differ for who uses them."""
+    """The differences between engines that matter outside this package."""
 
-    # a worker is a process of its own: it can be killed, and what it had given to another one
+    # A worker is a process of its own. It can be killed, and its work given to another one.
     is_process: bool
-    # a worker draws random numbers of its own, so that an item can have a seed
+    # A worker has its own random generators, so that each item can have a seed.
     own_generators: bool
     may_resize: bool
     on_cpu: bool
     on_devices: bool
-    in_caller: bool = False  # calls run in the thread that asks for them
+    in_caller: bool = False  # calls run in the thread that waits for them
     remote: bool = False  # workers may be on other machines, behind an agent
 
 
@@ -54,100 +55,105 @@ class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
     number: int  # of the worker
-    # which calls take too long is seen on the worker's machine, by its clock; else by ours
+    # Whether the worker's machine checks which calls take too long, by its own clock. Otherwise the
+    # scheduling thread checks it.
     keeps_time: bool
-    exit: Exit | None  # after `end`, once the worker has ended
-    # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    exit: Exit | None  # set after `end`, once the worker has ended
+    # The call that takes too long, while the worker has sent nothing since: chunk and position, or
+    # -1 if it has not begun the chunk.
     overrun: tuple[int, int] | None
-    is_leaving: bool  # it is given no more calls: its place may be another's
-    # what an agent has written, by place: all that the worker had answered by then has come
+    is_leaving: bool  # it gets no more calls, so its place may be given to another worker
+    # The chunks that an agent has noted as skipped, by place in the record. Everything that the
+    # worker had answered before has arrived.
     skipped: dict[int, int]
 
     @property
     def progress_record(self) -> memoryview | None:
-        """A copy of the worker's `ProgressRecord`, of int64; None: they are shared."""
+        """A copy of the worker's `ProgressRecord`, of int64, or None if the record is shared."""
 
     @property
     def node(self) -> str:
-        """The name of the machine that it is on; "" for this one."""
+        """The name of the worker's machine, or "" for this one."""
 
     @property
     def has_place(self) -> bool:
-        """The worker is there, or will be in a moment; else it waits for room on a cluster, for
-        ever perhaps."""
+        """Whether the worker runs, or will soon. Otherwise it waits for room on a cluster, perhaps
+        forever."""
 
     @property
     def lost(self) -> str:
-        """Why it is not the worker's fault that it has ended, where it is known not to be."""
+        """Why the worker has ended, if this is known not to be its own fault; otherwise ""."""
 
     @property
     def crash_traceback(self) -> str:
-        """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see
-        `agent_messages.CrashTraceback`)."""
+        """The worker's Python stack, as faulthandler writes it. It is "" if the worker left none,
+        or left it to the scheduler (see `agent_messages.CrashTraceback`)."""
 
     @property
     def could_start(self) -> bool:
-        """Its machine was lost, but is known to start workers: that it has ended is no sign that
-        none can be started."""
+        """Whether the worker's machine was lost, but had started workers before. Then the worker's
+        end is no sign that none can be started."""
 
     def resident_bytes(self, pid: int) -> int:
-        """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows
-        yet. Any thread."""
+        """Return the memory of the worker's process, whose id is `pid`. It is 0 if the process has
+        ended, or while the size is not known. Any thread may ask."""
 
     def has_more(self) -> bool:
-        """Whether there is something to `receive` at this moment, or the end."""
+        """Whether `receive` would give a frame, or the end of the link, at this moment."""
 
     def skip(self, place: int, chunk: int) -> None:
-        """Write that into the worker's `ProgressRecord`, which it does not share with us; or do
-        nothing, where it does."""
+        """Note a skipped chunk in the worker's `ProgressRecord` if the record is not shared.
+        Otherwise do nothing."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `progress_record` up to date for so long; else it is what it was at
-        an overrun, or at the end."""
+        """Keep the copy of the `progress_record` up to date for so many seconds. Without this, the
+        copy may be out of date except at an overrun and at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """Each call of the chunk, which is sent next, may take so many seconds; None: it is
-        answered. Where it `keeps_time`."""
+        """Let each call of the chunk, which is sent next, take so many seconds. None: the chunk is
+        answered. Only links with `keeps_time` do this."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """End the worker by a signal, also in the middle of a call; what is no process ends after
-        the call that it is in."""
+        """End the worker by a signal, even in the middle of a call. A worker that is not a process
+        ends after its call."""
 
     def end(self) -> None:
-        """The worker has died or was told to stop: close the link. Where its `exit` is still to
-        come, `wait` returns it then.
+        """Close the link of a worker that has died or was told to stop.
 
-        What does not end by itself may be killed meanwhile.
+        If its `exit` is not known yet, a later `wait` returns the link. A worker that does not end
+        by itself may be killed.
         """
 
 
 class Engine(Protocol):
-    """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
+    """Starts workers. One thread uses an engine, except for `wake`. After `close` no worker is
+    left."""
 
     traffic: Traffic
-    # for so many workers, and that is how many there are to be; None: as many as are asked for
+    # the number of workers that there is room for, and that should run; None: as many as requested
     room: int | None
-    # a worker begins as what this process is at that moment: nothing else should go on in it
+    # Whether a worker starts as a copy of this process. Then no other thread should run at that
+    # moment.
     copies_caller: bool
 
     def start(self, number: int) -> WorkerLink:
-        """Start worker `number`; returns at once. What it is to be is said by the first message.
+        """Start worker `number`, and return at once. The first message tells it what to do.
 
         Raises:
-            OSError: the system refuses; it may be tried again.
-            RuntimeError: none can be started any more.
+            OSError: the system refuses now; the caller may try again.
+            RuntimeError: no worker can be started any more.
         """
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
-        """Sleep until workers have answered or ended, whose links it returns, or somebody calls
-        `wake`; at most so long.
+        """Sleep until workers have answered or ended, or until somebody calls `wake`, but at most
+        so many seconds. Return the links of these workers.
 
-        A link that was closed is returned once more, when its worker's `exit` has come.
+        A closed link is returned once more, when its worker's `exit` is known.
         """
 
     def wake(self) -> None:
-        """End a `wait`, this one or the next. Any thread, with any lock held; it neither waits nor
-        raises."""
+        """End the current `wait`, or the next one. Any thread may call this, with any lock held. It
+        neither waits nor raises."""
 
     def close(self) -> None: ...
 
@@ -158,7 +164,7 @@ EngineName = Literal["process", "thread", "inline", "stream", "ray"]
 
 
 class EngineRequest(NamedTuple):
-    """What a pool was asked for, as far as engines differ in it."""
+    """The options of a pool that matter to some engine."""
 
     workers: int | None = None  # None: as many as there is room for
     context: BaseContext | str | None = None  # of multiprocessing
@@ -184,7 +190,7 @@ def inline(wanted: EngineRequest) -> Engine:
 
 
 def ray_cluster(wanted: EngineRequest) -> Engine:
-    # by its name: `cluster` is another package, which few need
+    # imported by name, because `cluster` is another package, which few programs need
     package = importlib.import_module("mpgrad.cluster.ray")
     engine: Engine = package.ray_engine(wanted.ray, wanted.workers)
     return engine
@@ -233,7 +239,8 @@ ENGINES = {
 
 
 def traits_of(engine: str) -> Traits:
-    """
+    """Return what distinguishes an engine from others.
+
     Raises:
         ValueError: there is no such engine.
     """

@@ -1,15 +1,16 @@
-"""How worker processes and threads come to be, and how one learns that they are gone.
+"""Launchers, which start worker processes and threads and tell how these have ended. Caller's side,
+and in agents on other machines.
 
-A launcher gives a worker its end of a socket pair and later tells its exit code.
-`ForkServerLauncher` is the default on Linux: workers are forked from a process that has imported
-torch and nothing of the user's. `SpawnLauncher` is the default elsewhere: each worker is a program
-of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
+A launcher gives a worker its end of a socket pair, and later tells its exit code.
+`ForkServerLauncher` is the default on Linux: it forks workers from a process that has imported
+torch but nothing of the user's. `SpawnLauncher` is the default elsewhere: each worker is a program
+of its own. `ContextLauncher` takes any start method of multiprocessing. `ThreadLauncher` runs the
 same loop in threads.
 
-Fresh interpreters are started only where there is one to start. A frozen program, or one that
-embeds Python, is what `sys.executable` names: started in the place of Python it would do what it
-always does, such as to start workers. multiprocessing's own processes, its fork server and its
-resource tracker, are not ours to start or end.
+Fresh interpreters are started only if `sys.executable` names a Python. In a frozen program, or one
+that embeds Python, it names that program. Started instead of Python, the program would do its usual
+work, which may include starting workers. multiprocessing's own processes, its fork server and its
+resource tracker, are neither started nor ended here.
 """
 
 from __future__ import annotations
@@ -73,37 +74,40 @@ __all__ = [
     "python",
 ]
 
-MAIN_MODULE = threading.Lock()  # while it is hidden
-NURSERY_PATIENCE = 2.0  # seconds for it to end
-EXIT_GAP = 0.5e-3  # seconds between the first two looks at how a worker has ended
+MAIN_MODULE = threading.Lock()  # held while the main module is hidden
+NURSERY_PATIENCE = 2.0  # seconds that a fork server gets to end
+EXIT_GAP = 0.5e-3  # seconds between the first two checks whether a worker has ended
 LAST_STANDARD_STREAM = 2
 
 
 class Exit(NamedTuple):
-    """How a worker has come to its end."""
+    """How a worker has ended."""
 
-    # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    # the same as `multiprocessing.Process.exitcode`; None if there is none, or it is not known
     code: int | None = None
-    refusal: OSError | None = None  # why the system would not start it
+    refusal: OSError | None = None  # why the system did not start it
 
 
 class Launcher(ABC):
-    """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
+    """Starts and ends the workers of a pool.
 
-    can_kill = True  # a worker that runs a call
-    # a worker begins as what this process is at that moment: nothing else should go on in it
+    Guarantees: `launch` returns at once. After `close` no launched process is left.
+    """
+
+    can_kill = True  # even a worker that runs a call
+    # Whether a worker starts as a copy of this process. Then no other thread should run at that
+    # moment.
     copies_caller = False
-    # its `answer` is to be called when there is something to read
+    # the engine calls its `answer` when there is something to read
     tracker: SharedTracker | None = None
 
     @abstractmethod
     def launch(self, number: int, end: socket.socket) -> None:
-        """Start worker `number` with its `end` of the socket pair, which is the launcher's to
-        close.
+        """Start worker `number` with its `end` of the socket pair, which the launcher closes.
 
         Raises:
-            OSError: the system refuses; it may be tried again.
-            RuntimeError: it cannot be what it should be, now or later.
+            OSError: the system refuses now; the caller may try again.
+            RuntimeError: the worker cannot be started as it should be, now or later.
         """
 
     @abstractmethod
@@ -112,15 +116,16 @@ class Launcher(ABC):
 
     @abstractmethod
     def exited(self, number: int) -> Exit | None:
-        """How a worker has ended, which is then forgotten; None where it has not yet."""
+        """Return how a worker has ended, and forget it. Return None if it has not ended yet."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was launched."""
+        """End all workers that were launched."""
 
 
 def launched(launcher: Launcher, number: int) -> socket.socket:
-    """Launch a worker; returns our end of its socket pair. Raises what `Launcher.launch` does."""
+    """Launch a worker, and return the caller's end of its socket pair. Raise what `Launcher.launch`
+    raises."""
     ours, theirs = socket.socketpair()
     try:
         launcher.launch(number, theirs)
@@ -131,32 +136,33 @@ def launched(launcher: Launcher, number: int) -> socket.socket:
 
 
 def exit_gap(since: float) -> float:
-    """Seconds until the next look at how a worker has ended, which began to end at `since`.
+    """Return the seconds until the next check whether a worker has ended.
 
-    That is on the clock of time.monotonic. Nothing can be waited for that says of every kind of
-    worker, and on every system, that it has ended. So it is looked for, at gaps of a quarter of the
-    time since.
+    `since` is when it began to end, on the clock of time.monotonic. No single event tells, on every
+    system and for every kind of worker, that it has ended. So the engine checks repeatedly, at gaps
+    of a quarter of the time since then.
     """
     return max(EXIT_GAP, (time.monotonic() - since) / 4)
 
 
 def enter(module: str, function: str, *arguments: Any) -> None:
-    """Call an entry point of the workers' side by its name: the parent's side never imports it."""
+    """Call an entry point of the workers' side by name, because the caller's side never imports
+    it."""
     getattr(importlib.import_module(module), function)(*arguments)
 
 
 def enter_process(method: str, module: str, function: str, *arguments: Any) -> None:
-    """`enter`, in a process that may be a fork of one in which some thread imported a module:
-    nobody here will go on with that.
+    """Call `enter` in a process that may be a fork.
 
-    Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for
-    the end.
+    Another thread may have been importing a module when this process was forked. Here no thread
+    will finish that import. So code that imports the module does not wait for the end of the
+    import. It gets the module as it is, as the importing thread would.
     """
     if method != "fork":
-        # multiprocessing has passed its pipes and ours in a way that programs which a call starts
-        # would keep open, too
+        # multiprocessing has passed its descriptors and this package's as inheritable. Programs
+        # that a call starts would keep them open, too.
         for name in os.listdir("/dev/fd"):
-            with contextlib.suppress(OSError):  # the one that lists them is gone
+            with contextlib.suppress(OSError):  # the descriptor that listed the others is closed
                 os.set_inheritable(int(name), int(name) <= LAST_STANDARD_STREAM)
     for each in list(sys.modules.values()):
         spec = getattr(each, "__spec__", None)
@@ -166,31 +172,32 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 
 
 class ForkServerProcess:
-    """The parent's end of a fork server, shared by all pools of this process for which it is right;
-    it ends with the last."""
+    """The parent's end of a fork server. All pools of this process that can use it share it, and it
+    ends with the last of them."""
 
     def __init__(self, begun_as: InheritedState, variables: Mapping[str, str]) -> None:
-        """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
+        """Start a fork server. `begun_as` is the state that this thread would pass on now, with
+        these `variables`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = program(
                 "mpgrad.workers.fork_server", "main", theirs, variables=variables
             )
         self.begun_as = begun_as
-        self.users = 0  # launchers that start workers here, and workers
+        self.users = 0  # launchers that start workers here, and their workers
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        # of workers whose launchers are there; None: it is still to come
+        # exits of the workers whose launchers still exist; None until they are known
         self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
-        """Ask for a worker; False where the fork server is gone, of which its pipe knows before
+        """Ask for a worker. Return False if the fork server is gone, which its pipe shows before
         `alive` does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         with self._sending:
-            if self._control.fileno() < 0:  # closed, by another pool that found it gone
+            if self._control.fileno() < 0:  # another pool has found the fork server gone
                 return False
             self._exits[name] = None
             try:
@@ -205,12 +212,13 @@ class ForkServerProcess:
         self._exits.pop(name, None)
 
     def kill(self, name: int, by: int) -> None:
-        with self._sending, contextlib.suppress(OSError):  # it has ended, and its workers with it
+        # an error means that the fork server has ended, with its workers
+        with self._sending, contextlib.suppress(OSError):
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exited(self, name: int) -> Exit | None:
-        """How a worker has ended, or the fork server with all of them; reads what was said of
-        others, too."""
+        """Return how a worker has ended, or that the fork server has ended with all of them. Take
+        reports about other workers, too."""
         with self._receiving:
             with contextlib.suppress(BlockingIOError):
                 while report := self._report():
@@ -218,14 +226,16 @@ class ForkServerProcess:
                     if ended in self._exits:
                         error = OSError(refusal, os.strerror(refusal)) if refusal else None
                         self._exits[ended] = Exit(code, error)
-                return self._exits.pop(name, None) or Exit()  # nothing more will come
+                # the fork server has ended, so no more reports will come
+                return self._exits.pop(name, None) or Exit()
             found = self._exits[name]
             if found is not None:
                 del self._exits[name]
             return found
 
     def _report(self) -> bytes:
-        """What comes next; nothing at the end. Raises BlockingIOError where there is none yet."""
+        """Return the next report, or nothing at the end. Raise BlockingIOError if there is none
+        yet."""
         try:
             return self._control.recv(4096, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -238,26 +248,25 @@ class ForkServerProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the fork server, and with it all workers; waits for it."""
+        """End the fork server, which ends all its workers, and wait for it."""
         with contextlib.suppress(OSError):
-            # the fork server sees it even where a forked child holds a copy of this end, and so
-            # does whoever waits for an exit code
+            # The fork server and threads that wait for an exit code notice a shutdown, even if a
+            # forked child holds a copy of this end.
             self._control.shutdown(socket.SHUT_RDWR)
         with self._sending, self._receiving:
             self._control.close()
         try:
             self._process.wait(NURSERY_PATIENCE)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # another process has stopped it
             self._process.kill()
             self._process.wait()
 
 
 class ForkServerLauncher(Launcher):
-    """Workers forked from a fork server, which are what this process is now, and not what it was
-    when the fork server began.
+    """Workers that are forked from a fork server, but take over this process's present state.
 
-    Where they cannot take that over, the workers that a pool has stay with their fork server, and
-    successors come from another one.
+    If workers of a fork server cannot take over a new state, the pool keeps those that it has. New
+    workers come from another fork server.
     """
 
     tracker: SharedTracker
@@ -267,10 +276,10 @@ class ForkServerLauncher(Launcher):
     _new_names = itertools.count(1)
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        """`variables`: for the environment of workers."""
+        """`variables` are for the environment of workers."""
         self._variables = variables
         # number of a worker in its pool -> the fork server that forked it, and its name there,
-        # unique among pools
+        # which is unique among pools
         self._born: dict[int, tuple[ForkServerProcess, int]] = {}
         self.tracker = SharedTracker()
         try:
@@ -281,10 +290,10 @@ class ForkServerLauncher(Launcher):
 
     @classmethod
     def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
-        """A fork server whose forks can be what this process is `now`, a new one where there is
-        none; counts one more user."""
+        """Return a fork server whose forks can take over the state `now`, and count one more user.
+        If there is none, start one."""
         with cls._lock:
-            # a forked child has the parent's variables, but not its fork servers
+            # a forked child inherits the parent's variables, but not its fork servers
             if cls._owner_pid != os.getpid():
                 cls._open, cls._owner_pid = [], os.getpid()
             cls._open = [each for each in cls._open if each.alive]
@@ -299,7 +308,7 @@ class ForkServerLauncher(Launcher):
 
     @classmethod
     def _leave(cls, fork_server: ForkServerProcess) -> None:
-        """End it where nobody uses it any more."""
+        """Count one user less, and end the fork server after the last."""
         with cls._lock:
             fork_server.users -= 1
             if fork_server.users:
@@ -317,12 +326,13 @@ class ForkServerLauncher(Launcher):
                 self._fork_server.alive and self._fork_server.fork(name, number, changes, *ends)
             ):
                 before = self._fork_server
-                # else its forks cannot become what we are, but others may still want it
+                # If there are no changes, the fork server's forks cannot take over the state, but
+                # other pools may still use it. Otherwise it was killed, with its workers.
                 if changes is not None:
-                    before.close()  # it was killed from outside, and its workers with it
+                    before.close()
                 self._fork_server = self._join(now, self._variables)
                 self._leave(before)
-                # should this one be gone too, so is the other end of the worker's pipe
+                # if this fork server is gone, too, the worker's pipe ends, and the engine notices
                 changes = self._fork_server.begun_as.changes(now)
                 assert changes is not None
                 self._fork_server.fork(name, number, changes, *ends)
@@ -343,7 +353,7 @@ class ForkServerLauncher(Launcher):
         return found
 
     def close(self) -> None:
-        """Ends fork servers that no other pool uses."""
+        """End fork servers that no other pool uses."""
         self.tracker.close()
         for fork_server, name in self._born.values():
             fork_server.kill(name, signal.SIGKILL)
@@ -369,7 +379,7 @@ class ChildLauncher(Launcher, Generic[P]):
 
     @abstractmethod
     def exited(self, number: int, timeout: float = 0) -> Exit | None:
-        """As `Launcher.exited` says, which waits so many seconds for the end here."""
+        """Do as `Launcher.exited`, but wait so many seconds for the end."""
 
     def close(self) -> None:
         self.tracker.close()
@@ -381,12 +391,12 @@ class ChildLauncher(Launcher, Generic[P]):
 class SpawnLauncher(ChildLauncher[subprocess.Popen[bytes]]):
     """Workers that are programs of their own.
 
-    multiprocessing's "spawn" would have each import the parent's main module, lets none have
-    children of its own, and starts none where the parent is a worker of a pool itself.
+    multiprocessing's "spawn" differs in three ways: each worker would import the parent's main
+    module, could not have children, and could not be started by a worker of another pool.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        """`variables`: for the environment of workers."""
+        """`variables` are for the environment of workers."""
         super().__init__()
         self._variables = variables
 
@@ -412,8 +422,8 @@ class SpawnLauncher(ChildLauncher[subprocess.Popen[bytes]]):
 class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
-    A fork has half of a module that some thread imports in that moment; and while the main module
-    is hidden nobody finds it.
+    No other thread should run during a fork. A module that it imports would be half there in the
+    fork, and a thread could not find the main module while that is hidden.
     """
 
     copies_caller = True
@@ -440,7 +450,7 @@ class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
                 )
             elif self._method == "fork":
                 arguments = (self._method, *entry, end, number, os.getpid(), self.tracker.theirs)
-            else:  # it has multiprocessing's own tracker
+            else:  # multiprocessing passes its own tracker on
                 arguments = (self._method, *entry, end, number, os.getpid())
             process = self._context.Process(target=enter_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
             with hidden_main_module():
@@ -451,7 +461,7 @@ class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
         process = self._processes[number]
         if process.exitcode is None:
             assert process.pid is not None
-            # a fork server has seen its end before us
+            # the fork server may have noticed the end of the process first
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, by)
 
@@ -475,11 +485,11 @@ class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
 
 @contextmanager
 def hidden_main_module() -> Iterator[None]:
-    """multiprocessing has a child import the parent's main module, which would run an unguarded
-    script again."""
+    """Hide the main module from multiprocessing, whose children would import it and so run an
+    unguarded script again."""
     stand_in = types.ModuleType("__main__")
     stand_in.__spec__ = None
-    with MAIN_MODULE:  # else one pool could take another's stand-in for the module
+    with MAIN_MODULE:  # otherwise a pool could take another's stand-in for the main module
         main = sys.modules["__main__"]
         sys.modules["__main__"] = stand_in
         try:
@@ -489,7 +499,7 @@ def hidden_main_module() -> Iterator[None]:
 
 
 class ThreadLauncher(Launcher):
-    """Workers in threads of this process. They cannot be killed, only asked."""
+    """Workers in threads of this process. They cannot be killed."""
 
     can_kill = False
 
@@ -509,7 +519,7 @@ class ThreadLauncher(Launcher):
         self._threads[number] = thread
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
-        """Its pipe is closed next, and it ends after the call that it is in."""
+        """Do nothing: the engine closes the worker's pipe, and the worker ends after its call."""
 
     def exited(self, number: int) -> Exit | None:
         if self._threads[number].is_alive():
@@ -518,11 +528,11 @@ class ThreadLauncher(Launcher):
         return Exit()
 
     def close(self) -> None:
-        """A thread that is left ends with the call that it is in."""
+        """Do nothing: a thread that still runs ends after its call."""
 
 
 def unlock_in_child() -> None:
-    """Another thread may have held them as this process was forked."""
+    """Replace the locks, because another thread may have held them when this process was forked."""
     global MAIN_MODULE
     ForkServerLauncher._lock, MAIN_MODULE = threading.Lock(), threading.Lock()
 
@@ -531,7 +541,7 @@ os.register_at_fork(after_in_child=unlock_in_child)
 
 
 def process_launcher(context: BaseContext | str | None, threads: int | None = None) -> Launcher:
-    """The launcher for `Pool(context=..., threads_per_worker=...)`.
+    """Return the launcher for `Pool(context=..., threads_per_worker=...)`.
 
     Raises:
         ValueError: `context` names no start method.
@@ -540,8 +550,8 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
     """
     if context is None:
         python()
-        # a fork server needs message boundaries and the death signal, which only Linux has, and
-        # calls that may be refused by now
+        # A fork server needs message boundaries and the death signal, which only Linux has. A
+        # sandbox may refuse the necessary system calls.
         variables = thread_variables(threads)
         return (
             SpawnLauncher(variables)
@@ -566,15 +576,15 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
 # --- fresh interpreters
 
 
-PROBED = "MPGRAD_STARTED_AS_PYTHON"  # in the environment of a program that is tried
-PROBE_PATIENCE = 10.0  # seconds for it to answer
+PROBED = "MPGRAD_STARTED_AS_PYTHON"  # in the environment of a program that is tested
+PROBE_PATIENCE = 10.0  # seconds that it gets to answer
 
 
 def python() -> str:
-    """The program that starts a Python, as multiprocessing would.
+    """Return the program that starts a Python, as multiprocessing would.
 
     Raises:
-        RuntimeError: it is another one, such as this program itself.
+        RuntimeError: the program is not a Python; it may be this program itself.
     """
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if PROBED in os.environ or not is_python(executable):
@@ -588,8 +598,8 @@ def python() -> str:
 
 @functools.cache
 def is_python(executable: str) -> bool:
-    """Whether it is one; where it could be anything, it is tried, once, with a word to those who
-    would start it again."""
+    """Whether the program is a Python. If its name does not tell, it is run once, with a variable
+    that keeps it from starting itself again."""
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         return False
     with contextlib.suppress(OSError):
@@ -618,16 +628,16 @@ def program(
     *given: socket.socket | int,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of
-    its ends of pipes."""
+    """Start a fresh interpreter that calls an entry point. The arguments are numbers, and the
+    descriptors of sockets."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
     boot = (
         f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; "
         f"{function}({arguments})"
     )
-    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first
-    # message
+    # Without these variables, NumPy and other libraries would use all CPUs in each worker. PyTorch
+    # gets its number of threads with the first message.
     environment = {
         **thread_variables(1),
         **os.environ,
@@ -640,18 +650,18 @@ def program(
         [python(), *flags, "-c", boot, *sys.path],
         pass_fds=[each.fileno() for each in given if not isinstance(each, int)],
         env=environment,
-        cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
+        cwd=working_directory() or "/",  # torch cannot be imported in a deleted directory
         stdin=subprocess.DEVNULL,
-        # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+        # Ctrl-C in a terminal is for the parent, which decides what happens to the workers
         start_new_session=True,
     )
 
 
 class LifeSocket:
-    """A pair of sockets, whose other end the workers have.
+    """A pair of sockets. Workers have the other end.
 
-    When the caller ends, this end closes and the workers of a fork server end too. Their parent,
-    the fork server, goes on for as long as anybody has something from it.
+    When the caller ends, this end closes, and the workers of multiprocessing's fork server end,
+    too. The fork server, their parent, runs as long as any process holds something from it.
     """
 
     def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
@@ -667,10 +677,10 @@ class LifeSocket:
 
 
 def check_fork_server() -> None:
-    """multiprocessing has one for all, which stays what it was when it began.
+    """Check the rights of multiprocessing's fork server, which keeps those that it began with.
 
     Raises:
-        RuntimeError: it may do what this process may not, or the other way round.
+        RuntimeError: its rights differ from those of this process.
     """
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if server is not None and not PORTABLE and credentials(server) != credentials(os.getpid()):
@@ -682,12 +692,12 @@ def check_fork_server() -> None:
 
 
 class SharedTracker(LifeSocket):
-    """Gives workers the caller's resource tracker, as multiprocessing gives it to its children, but
-    only when one asks for it.
+    """Gives a worker the caller's resource tracker when the worker asks for it. multiprocessing
+    gives it to all its children.
 
-    A tracker of its own would take away what a worker has made for others, as soon as the worker
-    ends. One that is started for all of them stays for as long as the program; most never need it.
-    (See `workers.child`.)
+    If a worker had a tracker of its own, this tracker would remove what the worker has made for
+    others when the worker ends. A tracker for all workers runs as long as the program, and most
+    workers never need it. (See `workers.main`.)
     """
 
     def __init__(self) -> None:
@@ -698,8 +708,8 @@ class SharedTracker(LifeSocket):
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """Hand it to who has asked; who gets none, for want of descriptors or processes, starts
-        one."""
+        """Send the tracker's descriptor to the worker that has asked. If no descriptor or process
+        is free for this, the worker starts its own tracker."""
         with contextlib.suppress(OSError):
             _, asking = receive_descriptors(self._socket, 1, 1)
             for each in asking:

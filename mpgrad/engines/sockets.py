@@ -1,12 +1,12 @@
 """The engines of one machine. Caller's side.
 
-That of processes and threads has a socket pair to each worker, and one selector for all of them.
-The inline engine is one worker in the caller's own thread, for debugging, with the same messages
-and without a process, thread or pipe.
+The engine for processes and threads has a socket pair to each worker, and one selector for all of
+them. The inline engine is one worker in the caller's own thread, for debugging. It uses the same
+messages, without a process, thread or pipe.
 
-Guarantees: what the process engine does with a call happens inline too (private copies, seeds,
-    pickled functions, capture sums), so that a breakpoint in the function sees what a worker would
-    see; the caller's random generators are put back.
+Guarantees: the inline engine treats a call as the process engine does (private copies, seeds,
+    pickled functions, capture sums). So a breakpoint in the function sees what a worker would see.
+    It restores the caller's random generators.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ __all__ = ["InlineEngine", "LocalLink", "SocketEngine"]
 
 
 class LocalLink:
-    """What is so of each worker on this machine: its memory and its clock are ours."""
+    """The parts that links to workers on this machine share. Such workers have the caller's memory
+    and clock."""
 
     node = ""
     lost = ""
@@ -51,13 +52,13 @@ class LocalLink:
         return resident_bytes(pid)
 
     def skip(self, place: int, chunk: int) -> None:
-        """Both ends look at the same memory."""
+        """Do nothing: both ends share the progress record."""
 
     def follow(self, seconds: float) -> None:
-        """Both ends look at the same memory."""
+        """Do nothing: both ends share the progress record."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """The worker's clock is ours."""
+        """Do nothing: the caller reads the worker's clock itself."""
 
 
 class SocketLink(LocalLink, Channel):
@@ -96,22 +97,25 @@ class SocketLink(LocalLink, Channel):
 
 
 class SocketEngine:
-    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its
-    pipe, its exit soon after."""
+    """The engine for processes and threads.
+
+    Guarantees: `wait` sleeps in `select`. It notices a worker's death at once, as the end of its
+    pipe, and its exit soon after.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.copies_caller = launcher.copies_caller
         self.traffic = Traffic()
         self.room: int | None = None
-        self._watched: dict[int, int] = {}  # by worker: which events of its pipe
+        self._watched: dict[int, int] = {}  # by worker: the watched events of its pipe
         self._ending: dict[SocketLink, float] = {}  # since when, on the clock of time.monotonic
-        # what was opened, should no descriptor be left for the rest
+        # closes what was opened, if no descriptor is left for the rest
         with contextlib.ExitStack() as undo:
             undo.callback(launcher.close)
             read, write = os.pipe()
-            # as objects they know that they are closed, when somebody wakes us late: the numbers
-            # may be other files' then
+            # These are objects because they know that they are closed. After a late `wake` the bare
+            # numbers may belong to other files.
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
             self._kept = OwnedDescriptor(write)
@@ -140,15 +144,15 @@ class SocketEngine:
                 self.launcher.tracker.answer()
                 continue
             if link is None:
-                self.traffic.system_calls += 2  # this, and the write that woke us
+                self.traffic.system_calls += 2  # this read, and the write of `wake`
                 self._wake_read.read(4096)
                 continue
             if mask & selectors.EVENT_WRITE:
                 try:
                     link.flush()
                 except ConnectionError:
-                    pass  # it died; what it had sent is read first
-                except OSError:  # what it was sent is not whole
+                    pass  # the worker has died; what it had sent is read first
+                except OSError:  # the worker got only a part of a frame
                     link.kill()
                 self.watch(link)
             if mask & selectors.EVENT_READ:
@@ -157,9 +161,10 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        # closed, so it has ended; one that is full takes nothing, and wakes it
+        # a closed pipe means that the engine has ended; a full one wakes `wait` anyway
         with contextlib.suppress(ValueError, OSError):
-            # not so in a process that was forked from this one and has closed all that it had
+            # in a fork of this process that has closed all descriptors, the number may be another
+            # file's
             if self._kept.is_ours:
                 self._wake_write.write(b"!")
 
@@ -172,7 +177,7 @@ class SocketEngine:
     # --- for its links
 
     def watch(self, link: SocketLink) -> None:
-        """The pipe may hold data that it did not take yet."""
+        """Watch the worker's pipe for answers, and for room if frames are still queued."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_outgoing else 0)
         watched, self._watched[link.number] = self._watched.get(link.number), events
         if watched is None:
@@ -206,7 +211,7 @@ class SocketEngine:
 
 
 class Loopback(LocalLink):
-    """One end of a link within a thread: what is sent waits at the other end until it is taken."""
+    """One end of a link within a thread. Each end keeps the frames for it until they are taken."""
 
     shares_memory = True
 
@@ -214,7 +219,7 @@ class Loopback(LocalLink):
         self.number = number
         self.skipped: dict[int, int] = {}
         self.other: Loopback = self
-        self.frames: deque[Frame] = deque()  # that have come
+        self.frames: deque[Frame] = deque()  # received frames
         self._descriptors: deque[int] = deque()
 
     def send(
@@ -231,10 +236,10 @@ class Loopback(LocalLink):
             self.send(messages, (), descriptors)
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
-        """Both ends look at the same memory."""
+        """Do nothing: both ends share memory."""
 
     def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
-        """Both ends look at the same memory."""
+        """Do nothing: both ends share memory."""
 
     def receive(self) -> Frame | None:
         return self.frames.popleft() if self.frames else None
@@ -246,7 +251,7 @@ class Loopback(LocalLink):
         return bool(self.frames)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """There is no process to kill, and when this is asked no call runs."""
+        """Do nothing: there is no process to kill, and no call runs when the scheduler asks."""
 
     def close(self) -> None:
         self.frames.clear()
@@ -258,7 +263,7 @@ class Loopback(LocalLink):
 
 
 class InlineEngine:
-    """One worker, which works while somebody waits for it (`wait`)."""
+    """One worker, which works while the caller waits for it (`wait`)."""
 
     copies_caller = False
 
@@ -268,21 +273,21 @@ class InlineEngine:
         self._ours = Loopback(1)
         self._workers = Loopback(1)
         self._ours.other, self._workers.other = self._workers, self._ours
-        # the workers' side is named, not imported: it is loaded where it runs
+        # imported by name when it runs, because the caller's side does not import the workers' side
         self._worker: Any = None
 
     def start(self, number: int) -> Loopback:
         return self._ours
 
     def wait(self, seconds: float | None) -> list[Loopback]:
-        """Have the worker do, in this thread, what it has been sent."""
+        """Have the worker handle, in this thread, the frames that it was sent."""
         while self._workers.frames:
             self._run(self._workers.frames.popleft())
         return [self._ours] if self._ours.frames else []
 
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
-        # what is the caller's would follow the task
+        # the task must not see the caller's modes and settings
         with (
             kept_random_state(),
             outside_transforms(),
@@ -296,7 +301,7 @@ class InlineEngine:
                 self._worker.handle(frame)
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no thread sleeps."""
 
     def close(self) -> None:
         self._worker = None

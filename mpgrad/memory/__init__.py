@@ -1,12 +1,13 @@
-"""Memory that processes share: slots in slabs, lent and given back. Both sides.
+"""Shared memory: slots in slabs, which processes lend and return. Both sides.
 
-Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before it is lent, used
-again when all gave it back.
+Imports `torch_state`, `errors`, `system`. The owner of a slot writes it before it lends it, and
+uses it again only after all borrowers have returned it.
 
-    arena         slabs, slots, what is borrowed, and what a forked child sees of that
-    accelerator   the same on devices, and who waits for whom there
+    arena         slabs, slots, borrowed memory, and what becomes of them in a forked child
+    accelerator   the same on devices, and how processes wait for each other's work there
 
-Addresses are the same in all processes, and say which slab, where in it, and whose. Needs no torch.
+An address is the same in all processes. It tells the slab, its owner, and the offset. Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ def slab_of(address: int) -> int:
 
 
 def owner_of(slab: int) -> int:
-    """Whose arena has made the slab with this number: 0 for the caller, else a worker's number."""
+    """Return the owner of a slab's arena: 0 for the caller, otherwise a worker's number."""
     return slab >> OWNER_BITS

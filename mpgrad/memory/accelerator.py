@@ -1,11 +1,11 @@
-"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and
-who waits for whom.
+"""Devices beside the CPU. This module numbers them, shares memory there between processes, and
+decides which process waits for whose work. Both sides.
 
-PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a
-process is killed. Here a slab of the device's memory is handed over once; from then on a tensor
-travels as an address, as on the CPU. What is borrowed on a device is copied at once, at some TB/s:
-so no slot waits for the life of a tensor, a task may write into what it got, and what a worker gave
-outlives it.
+PyTorch sends one IPC handle for each tensor. It counts handles in a file of /dev/shm that is left
+behind when a process is killed. Here a slab of the device's memory is sent once. From then on a
+tensor is sent as an address, as on the CPU. The receiver copies borrowed memory at once, at some
+TB/s. So no slot waits for the end of a tensor. A task may write to the tensors that it got, and
+results outlive their worker.
 
     caller                                                   worker
     departures: wait for the current stream,      slots ──►  current stream: wait for the event,
@@ -15,11 +15,11 @@ outlives it.
                 event                                        the worker itself waits until its
                                                              stream is done, and answers
 Guarantees: nothing is read before it was written, nor written again before it was read. An event is
-    only ever recorded on one stream, so a later record covers all earlier ones, and whoever waits
-    for it when a message has come never waits too little. Nobody's stream ever waits for a
+    recorded on one stream only, so a later record covers all earlier ones. A receiver that waits
+    for the event after a message has come never waits too little. No other stream ever waits for a
     worker's, so the death of a worker leaves no stream waiting.
 Assumes: a task's results are ready on its current stream when it returns, as every caller of
-PyTorch code assumes.
+    PyTorch code assumes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def device_code(tensor: torch.Tensor) -> int:
-    """Where `tensor` lies, as a number: 0 on the CPU, k + 1 on device k."""
+    """Return the code of the tensor's device: 0 for the CPU, k + 1 for device k."""
     return 0 if tensor.is_cpu else int(tensor.device.index) + 1
 
 
@@ -71,10 +71,11 @@ CUDA: Any = torch.cuda  # some of it has no type hints
 
 
 class Cuda:
-    """What is used of a kind of device, of NVIDIA's. Another kind has the same methods, and streams
-    and events that look like `torch.cuda`'s.
+    """The operations that are used of NVIDIA's devices. Another kind of device has the same
+    methods, and streams and events with the interface of `torch.cuda`'s.
 
-    Slabs are the driver's, not of PyTorch's allocator: whole allocations, whatever that is set to.
+    Slabs come from the driver, not from PyTorch's allocator. So they are whole allocations,
+    however that allocator is set.
     """
 
     type = "cuda"
@@ -83,12 +84,12 @@ class Cuda:
         return CUDA.device_count() if CUDA.is_available() else 0
 
     def current(self) -> int:
-        """The device that this thread makes tensors on where it names none; asking starts
-        nothing."""
+        """Return the device on which this thread makes tensors by default. This does not initialise
+        CUDA."""
         return CUDA.current_device() if CUDA.is_initialized() else 0
 
     def enter(self, index: int) -> None:
-        """Make `index` this thread's device, ready for work."""
+        """Make `index` this thread's device, and make it ready for work."""
         CUDA.set_device(index)
         CUDA.synchronize(index)
 
@@ -103,9 +104,9 @@ class Cuda:
         return setting
 
     def event(self, index: int) -> Any:
-        """One that other processes can wait for."""
+        """Return an event that other processes can wait for."""
         event: Any = CUDA.Event(interprocess=True)
-        # an event is its device's from its first record on
+        # an event belongs to the device of its first record
         CUDA.current_stream(index).record_event(event)
         return event
 
@@ -117,11 +118,11 @@ class Cuda:
         return CUDA.Event.from_ipc_handle(torch.device(self.type, index), raw)
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
-        """Bytes that other processes can open. Raises RuntimeError or OSError."""
+        """Allocate bytes that other processes can open. Raises RuntimeError or OSError."""
         pointer = ctypes.c_uint64()
         with in_context(index):
             if libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
-                CUDA.empty_cache()  # what PyTorch keeps for later is no use to us
+                CUDA.empty_cache()  # PyTorch keeps memory that only its own allocator can use
                 checked(
                     libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)),
                     "cuMemAlloc",
@@ -140,7 +141,7 @@ class Cuda:
         return bytes(handle)
 
     def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
-        """The memory of another process. Raises RuntimeError or OSError."""
+        """Open the memory of another process. Raises RuntimeError or OSError."""
         pointer = ctypes.c_uint64()
         handle = IpcHandle.from_buffer_copy(raw)
         with in_context(index):
@@ -151,7 +152,7 @@ class Cuda:
         return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The memory of `tensor` is not to be used again before `stream` is done with it."""
+        """Keep the memory of `tensor` from being used again before `stream` is done with it."""
         tensor.record_stream(stream)
 
     def seed(self, index: int, seed: int) -> None:
@@ -162,15 +163,15 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle; the driver takes it by value."""
+    """CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 @functools.cache
 def libcuda() -> Any:
-    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch
-    was built with."""
+    """Load the driver's own library. Its functions and their numbers are fixed, whatever toolkit
+    PyTorch was built with."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, IpcHandle, ctypes.c_uint]
     return library
@@ -185,8 +186,8 @@ def checked(code: int, what: str) -> None:
 
 @functools.cache
 def primary_context(index: int) -> ctypes.c_void_p:
-    """The context in which PyTorch works on a device; held until the process ends."""
-    # from here on the driver is initialised; it numbers devices as PyTorch does
+    """Return the context in which PyTorch works on a device. It is held until the process ends."""
+    # this initialises the driver, which numbers devices as PyTorch does
     torch.cuda.synchronize(index)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     checked(libcuda().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
@@ -207,7 +208,7 @@ def in_context(index: int) -> Iterator[None]:
 
 
 class Bytes:
-    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it
+    """Memory of the driver, in a form that PyTorch can view. It is freed when its last tensor
     dies."""
 
     def __init__(self, pointer: int, nbytes: int, index: int, give_back: str) -> None:
@@ -218,7 +219,7 @@ class Bytes:
             "version": 2,
         }
         end = weakref.finalize(self, given_back, pointer, index, give_back)
-        end.atexit = False  # the process's memory goes with it
+        end.atexit = False  # the process's end frees it anyway
 
 
 def given_back(pointer: int, index: int, how: str) -> None:
@@ -233,18 +234,18 @@ def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Ten
 
 
 class InstalledAccelerator:
-    accelerator = Cuda()  # one kind a process; another in tests
+    accelerator = Cuda()  # one kind of device in a process; tests use another
 
 
 INSTALLED = InstalledAccelerator()
 
 
-# --- what crosses
+# --- what processes send each other
 
 
 class Handle(NamedTuple):
-    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's
-    handles cannot be opened."""
+    """Names a slab or an event for another process. `key` names it for another thread of this
+    process, where CUDA's handles cannot be opened."""
 
     pid: int
     key: int
@@ -262,13 +263,13 @@ def handle_of(thing: Any, raw: bytes) -> Handle:
 
 
 class DeviceSetup(NamedTuple):
-    """What a worker of a pool with devices has to know at its start."""
+    """What a worker of a pool with devices needs to know at its start."""
 
     accelerator: Cuda
-    code: int  # of its own device
+    code: int  # of the worker's own device
     codes: frozenset[int]  # of all workers' devices
     events: dict[int, list[Handle]]  # of the caller's channels, by the code of their device
-    in_process: bool  # it is a thread of the caller's process, with a stream of its own
+    in_process: bool  # the worker is a thread of the caller's process, with its own stream
 
 
 class Region:
@@ -280,12 +281,12 @@ class Region:
         self.bytes = slab.bytes[start : start + nbytes]
 
     def copied(self) -> torch.Tensor:
-        """Bytes of our own, for the current stream."""
+        """Return a copy in this process's own memory, for the current stream."""
         return self.slab.channel.fetch(self)
 
 
 class DeviceSlab:
-    """As `arena.Slab`, on a device: one allocation of this process, or of another."""
+    """Like `arena.Slab`, but on a device: one allocation of this process or another."""
 
     elsewhere = True
     can_grow = True
@@ -293,7 +294,7 @@ class DeviceSlab:
     def __init__(self, number: int, channel: DeviceChannel, memory: torch.Tensor) -> None:
         self.number = number
         self.nbytes = memory.numel()
-        self.channel = channel  # that reads it, and that writes it where it is our own
+        self.channel = channel  # reads the slab, and also writes it if it is this process's own
         self.bytes = memory
 
     @property
@@ -310,19 +311,19 @@ class DeviceSlab:
         )
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
-        """It is all there."""
+        """Do nothing: all of its memory is allocated."""
 
     def finish(self) -> None:
-        """Wait for what reads here."""
+        """Wait for the copies that read this slab."""
         self.channel.finish()
 
 
 class DeviceChannel:
-    """A way between this process and one of its devices: an arena there, and the stream on which
-    its slots are copied.
+    """A connection between this process and one of its devices. It has an arena there, and a stream
+    on which slots are copied.
 
-    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each
-    thread's current one.
+    If `streamed`, it has a stream of its own, whose event tells others how far it is. Otherwise it
+    uses each thread's current stream.
     """
 
     def __init__(
@@ -336,8 +337,8 @@ class DeviceChannel:
     ) -> None:
         self.accelerator = accelerator
         self.index = index
-        self.in_process = in_process  # those at its other end
-        # CUDA's rule: not freed while others look
+        self.in_process = in_process  # whether the other end is in this process, too
+        # CUDA's rule: memory must not be freed while other processes have it open
         self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)
         self._stream: Any = accelerator.stream(index) if streamed else None
         self._event: Any = accelerator.event(index) if streamed else None
@@ -351,19 +352,20 @@ class DeviceChannel:
         )
 
     def open(self, number: int, nbytes: int, handle: Handle) -> DeviceSlab:
-        """A slab of another process, to be read by this channel."""
+        """Open a slab of another process, which this channel will read."""
         if handle.pid == os.getpid():
             return DeviceSlab(number, self, LOCAL[handle.key].bytes)
         return DeviceSlab(number, self, self.accelerator.open(handle.raw, nbytes, self.index))
 
     def write(self, core: torch.Tensor) -> Slot:
-        """A dense tensor, which may lie on another device, in a slot."""
+        """Copy a dense tensor, which may be on another device, into a slot."""
         return self.write_bytes(bytes_of(core))
 
     def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
-        """`at_once`: not after what this thread has given the device before.
+        """Copy bytes into a slot. If `at_once`, do not wait for earlier work of this thread on the
+        device.
 
-        Then PyTorch has not allocated the source there.
+        `at_once` assumes that PyTorch has not allocated the source on this device.
         """
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
@@ -373,21 +375,21 @@ class DeviceChannel:
             self._stream.wait_stream(self.accelerator.current_stream(self.index))
         with self.accelerator.on(self._stream):
             slot.memory.bytes.copy_(source, non_blocking=True)
-        # what lies on another device was copied by the current stream there
+        # a source on another device was copied by the current stream there
         if source.device.index == self.index and not at_once:
             self.accelerator.used_on(source, self._stream)
         self._stream.record_event(self._event)
         return slot
 
     def fetch(self, region: Region) -> torch.Tensor:
-        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else
-        for the current one."""
+        """Return a copy, uint8 [nbytes], on the device. If the channel is streamed, the copy is
+        complete for all streams; otherwise for the current one."""
         if self._stream is None:
             return region.bytes.clone()
         with self.accelerator.on(self._stream):
             found = region.bytes.clone()
-        # Complete for every stream and every thread of autograd's, not only for the current one.
-        # The copy waits for nothing but other such copies, so this takes microseconds.
+        # The copy is complete for every stream and for every thread of autograd, not only for the
+        # current one. It waits only for other such copies, so this takes microseconds.
         self._stream.synchronize()
         self.accelerator.used_on(found, self.accelerator.current_stream(self.index))
         return found
@@ -400,7 +402,7 @@ class DeviceChannel:
 
 
 def bytes_of(core: torch.Tensor) -> torch.Tensor:
-    """`core` is dense, so its bytes are one run of memory."""
+    """Return the bytes of `core`. It is dense, so they are one run of memory."""
     return torch.empty(0, dtype=torch.uint8, device=core.device).set_(
         core.untyped_storage(),
         core.storage_offset() * core.element_size(),

@@ -1,9 +1,9 @@
-"""Shared memory: one arena of slabs per process, cut into slots; other processes borrow slots and
-give them back.
+"""Shared memory. Each process has an arena of slabs, which are cut into slots. Other processes
+borrow slots and return them. Both sides.
 
-torch.multiprocessing hands over one file descriptor a tensor, which costs about 1,000 us each
-whatever the size. Here a slab is handed over once; from then on a tensor travels as an address,
-which takes a microsecond to make and to view.
+torch.multiprocessing sends one file descriptor for each tensor, which costs about 1,000 us whatever
+the size. Here a slab is sent once. From then on a tensor is sent as an address, which takes a
+microsecond to make and to view.
 
     owner                                                borrower
     arena.allocate(nbytes) -> Slot   1. [w] written
@@ -12,10 +12,10 @@ which takes a microsecond to make and to view.
                                                          3. the last tensor dies; its address
                                                             joins `returns`
     4. [x] slot dropped, reusable    ◄──── returns ───
-Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again
-    before every borrower gave it back, whatever the borrower's code did with the tensor meanwhile.
-    Finalizers run anywhere, also in a thread that holds a lock, so they take none: they append to a
-    deque, which `tidy` and `collect` work off.
+Guarantees: only the owner of a slot writes it, before it lends it. The memory is not used again
+    before every borrower has returned it, whatever the borrower's code did with the tensor.
+    Finalizers run anywhere, even in a thread that holds a lock. So they take no lock: they append
+    to a deque, which `tidy` and `collect` process.
 Assumes: the fork that makes a worker happens before the worker makes its arena.
 """
 
@@ -50,47 +50,48 @@ __all__ = ["WITHHELD", "Arena", "BorrowedMemory", "ForeignSlabs", "Slab", "Slot"
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
-SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
+SLAB_BYTES = 64 << 20  # address space; pages are taken when a slot is first cut out of them
 IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
-# up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
+# Up to this size a copy is cheaper than a private mapping, whose pages fault (64 KiB: 5 us for the
+# copy, 16 us for the mapping).
 COPY_BYTES = 1 << 20
 
 
 class Slab:
-    """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the
-    mapping."""
+    """A piece of shared memory, mapped into this process. A `memory` slice keeps the mapping
+    alive."""
 
-    elsewhere = False  # than in the CPU's memory: see `accelerator.DeviceSlab`
+    elsewhere = False  # whether it is on a device: see `accelerator.DeviceSlab`
 
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
         self.nbytes = storage.nbytes()
         self._kept = OwnedDescriptor(descriptor_of(storage))
-        # it is a duplicate that torch has made for itself
+        # torch has duplicated the descriptor for itself
         os.set_inheritable(self.descriptor, False)
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
-        # every memoryview made from the array holds the array, and so the mapping
+        # every memoryview of the array keeps the array alive, and so the mapping
         array.storage = storage
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
-        # torch closes the number with the memory: that may be a file of other code's; where it is
-        # none, the process is aborted
+        # torch closes the descriptor's number together with the memory. The number may belong to a
+        # file of other code by now. If it belongs to none, torch aborts the process.
         if not self._kept.is_ours:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))  # for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))  # never freed
 
     @property
     def descriptor(self) -> int:
-        """To be used at once. Raises OSError where other code has closed it: the number may be
-        another file's."""
+        """The descriptor's number, to be used at once. Raises OSError if other code has closed it,
+        because the number may belong to another file."""
         return self._kept.number
 
     @property
     def can_grow(self) -> bool:
-        """Whether we still have the descriptor; without it the memory that is reserved can be used
-        as before."""
+        """Whether this process still has the descriptor. Without it, only reserved memory can be
+        used."""
         return self._kept.is_ours
 
     @classmethod
@@ -98,8 +99,8 @@ class Slab:
         return cls(number, shared_storage(size))
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
-        """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in
-        the middle of a copy."""
+        """Take the pages from the system now, so that a lack is an error, not a SIGBUS in the
+        middle of a copy."""
         if nbytes > free_memory():
             raise no_room(nbytes)
         try:
@@ -108,14 +109,14 @@ class Slab:
             raise no_room(nbytes, error) from error
 
     def hollow_out(self, offset: int, size: int) -> None:
-        """Give the pages back to the system and keep the addresses. Where the system cannot, the
+        """Return the pages to the system, and keep the addresses. If the system cannot do that, the
         slot just keeps its pages."""
         if not PORTABLE and self.can_grow:
             LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
-        """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first
-        written."""
+        """Return the borrowed bytes in a private mapping. Writes to it are not shared: the kernel
+        copies a page when it is first written."""
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(
@@ -126,12 +127,12 @@ class Slab:
 
 
 class PrivateMapping(mmap.mmap):
-    borrowed: memoryview  # not given back while the mapping reads its pages
+    borrowed: memoryview  # not returned while the mapping reads its pages
 
 
 class Slot:
-    """One allocation in the arena of this process; dropping the last reference makes it
-    reusable."""
+    """One allocation in the arena of this process. It becomes reusable when the last reference is
+    dropped."""
 
     __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
 
@@ -149,19 +150,18 @@ class Slot:
 
 
 class BorrowedMemory(NamedTuple):
-    """Memory of another process as a holder: what has to live while a third process reads there."""
+    """Borrowed memory of another process, which must be kept while a third process reads it."""
 
     memory: memoryview
     slab: Slab
 
 
 class Arena:
-    """The shared memory that this process owns: of the CPU, or of a device, where `make_slab` says
-    so.
+    """The shared memory that this process owns, on the CPU or on a device; `make_slab` decides.
 
-    Slots come from large slabs, and those above half a slab from one of their own. Free memory is
-    kept for reuse up to `idle_bytes`; what is freed beyond goes back to the system, the address
-    range of a small slot staying as a hollow one.
+    Slots are cut from large slabs; slots above half a slab have their own. Up to `idle_bytes` of
+    free memory are kept for reuse, and the rest is returned to the system. A small slot keeps its
+    address range without memory; it is then a hollow slot.
     """
 
     def __init__(
@@ -172,30 +172,32 @@ class Arena:
         idle_bytes: float = IDLE_BYTES,
     ) -> None:
         self._next_number = owner << OWNER_BITS | kind << KIND_BITS
-        self._make_slab = make_slab  # of its number and size
+        self._make_slab = make_slab  # called with the slab's number and size
         self._most_idle = idle_bytes
-        # capacity -> slots, with memory; never empty
+        # capacity -> free slots with memory; no list is empty
         self._free: dict[int, list[tuple[Slab, int]]] = {}
-        self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
+        # capacity -> free slots without memory
+        self._hollow: dict[int, list[tuple[Slab, int]]] = {}
         self._idle_bytes = 0  # in free slots
         self.bytes_in_use = 0  # in slots that live
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
-        # slots whose last reference has gone: slab, offset, capacity
+        # slots without references: slab, offset, capacity
         self._dead: deque[tuple[Slab, int, int]] = deque()
         self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
-        self.made: deque[Slab] = deque()  # slabs that borrowers have not been told of
-        self.dropped: deque[int] = deque()  # numbers of slabs that are gone, for borrowers to unmap
+        self.made: deque[Slab] = deque()  # slabs that borrowers have yet to be told about
+        self.dropped: deque[int] = deque()  # numbers of dropped slabs, which borrowers should unmap
         self.slots_made = 0
 
     def allocate(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes`, its memory exactly `nbytes` long and aligned to pages.
+        """Return a slot of at least `nbytes`. Its memory is exactly `nbytes` long, and aligned to
+        pages.
 
         Raises:
-            SharedMemoryError: the machine has not that much memory left.
-            PoolClosedError: after `close`.
+            SharedMemoryError: the machine does not have that much memory left.
+            PoolClosedError: the arena is closed.
         """
         capacity = size_class(nbytes)
         with self._lock:
@@ -213,37 +215,37 @@ class Arena:
             return Slot(self, slab, offset, capacity, nbytes)
 
     def note_dead(self, slab: Slab, offset: int, capacity: int) -> None:
-        """A slot has died. Called from finalizers."""
+        """Note that a slot has lost its last reference. Finalizers call this."""
         if not self._closed:
             self._dead.append((slab, offset, capacity))
 
     def tidy(self) -> None:
-        """Make freed slots reusable, and give the system what is too much."""
+        """Make freed slots reusable, and return surplus memory to the system."""
         if self._dead:
             with self._lock:
                 self._reclaim_dead()
 
     def tell_again(self, numbers: Iterable[int]) -> None:
-        """A borrower does not know these slabs: where there still is one, it counts as made."""
+        """Announce these slabs again, because a borrower does not know them. Skip dropped ones."""
         self.made.extend(
             slab for number in numbers if (slab := self._slabs.get(number)) is not None
         )
 
     def _reclaim_dead(self) -> None:
-        """Assumes: the lock is held."""
+        """Make dead slots reusable. Assumes: the lock is held."""
         while self._dead:
             slab, offset, capacity = self._dead.popleft()
             self.bytes_in_use -= capacity
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            # the size used last stands last, and memory of the first is dropped first
+            # The last used size moves to the end, so the least recently used is dropped first.
             self._free[capacity] = free
             while self._idle_bytes > self._most_idle:
                 self._drop(next(iter(self._free)))
 
     def _fitting(self, capacity: int) -> int | None:
-        """The smallest capacity of which a slot is free and that wastes no more than half of it."""
+        """Return the smallest capacity of a free slot that wastes no more than half of it."""
         if capacity in self._free:
             return capacity
         return min((size for size in self._free if capacity < size <= 2 * capacity), default=None)
@@ -257,7 +259,7 @@ class Arena:
         return slot
 
     def _drop(self, capacity: int) -> None:
-        """Give the memory of one free slot of this size back to the system."""
+        """Return the memory of one free slot of this size to the system."""
         slab, offset = self._take_free(capacity)
         if slab.nbytes == capacity:
             self.dropped.append(slab.number)  # unmapped here with its last view
@@ -266,7 +268,7 @@ class Arena:
             self._hollow.setdefault(capacity, []).append((slab, offset))
 
     def close(self) -> None:
-        """Give all memory back to the system, each slab when its last view has died."""
+        """Return all memory to the system, each slab when its last view has died."""
         with self._lock:
             self._closed = True
             self._free.clear()
@@ -276,8 +278,8 @@ class Arena:
             self._dead.clear()
 
     def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
-        """Room for a slot where none is free: a slab, which may be a new one, and the offset there.
-        Its pages are reserved."""
+        """Return a slab and an offset for a slot, if no free slot fits. The slab may be a new one.
+        The pages are reserved."""
         if capacity > SLAB_BYTES // 2:
             slab = self._new_slab(capacity, nbytes)
             slab.reserve(0, capacity, nbytes)
@@ -315,34 +317,36 @@ class Arena:
 class ForeignSlabs:
     """The slabs of other processes, and what this process has borrowed of them.
 
-    What is given back is told with how often its address was received: the owner counts how often
-    it was sent, so a slot that is on its way once more is not taken for returned.
-    Assumes: one thread borrows and collects; `find` may be called from any.
+    Each returned address comes with the number of times that it was received. The owner counts how
+    often it was sent. So the owner does not mistake a slot that is being sent again for returned.
+
+    Assumes: one thread borrows and collects. Any thread may call `find`.
     """
 
     def __init__(self, notify: Callable[[], None], copies_for_children: bool = PORTABLE) -> None:
-        """`copies_for_children`: when this process forks, see the end of the module.
+        """`copies_for_children` says how a fork treats borrowed memory: see the end of the module.
 
-        macOS maps named shared memory for all or not at all.
+        macOS can map named shared memory only as shared, never privately, so there it is True.
         """
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
-        # by number: how to open one that nothing was borrowed of yet
+        # by number: opens a slab on a device of which nothing was borrowed yet
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}
-        # descriptor and size of slabs that nothing was borrowed of yet
+        # descriptor and size of slabs of which nothing was borrowed yet
         self._unmapped: dict[int, tuple[OwnedDescriptor, int]] = {}
-        # given back at once, because the slab could not be mapped; or on a device, where what is
-        # borrowed is copied at once
+        # Addresses that were returned at once: the slab could not be mapped, or it is on a device,
+        # where borrowed memory is copied at once.
         self._given_back: list[tuple[int, int]] = []
-        self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
-        # pieces that could not be had here: address, bytes, why
+        self._missing: set[int] = set()  # needed slabs for which no descriptor was free
+        # pieces that are not available on this machine: address, bytes, why
         self.lacking: Sequence[tuple[int, int, str]] = ()
         self.closed = False
-        self.notify = notify  # called from finalizers when there is something to collect
-        # by address and size: what all borrowers of it here share, and how often it was received
+        self.notify = notify  # finalizers call it when there is something to collect
+        # By address and size: the view that all borrowers in this process share, and how often the
+        # address was received.
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
-        # of storages -> address, slab, view
+        # pointer of a storage -> address, slab, view
         self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}
         # key, pointer, view, and whether it was made private
         self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = (
@@ -351,25 +355,25 @@ class ForeignSlabs:
 
     @property
     def bytes_in_use(self) -> int:
-        """Borrowed here."""
+        """The bytes that are borrowed here."""
         return sum(nbytes for _, nbytes in list(self._views))
 
     def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """A slab that may be borrowed from; without a descriptor, if this process had none free to
-        receive it with."""
+        """Add a slab to borrow from. The descriptor is None if this process had none free to
+        receive it."""
         if descriptor is None:
             return
-        if number in self.slabs or number in self._unmapped:  # it was asked for twice
+        if number in self.slabs or number in self._unmapped:  # it was requested twice
             os.close(descriptor)
         else:
             self._unmapped[number] = OwnedDescriptor(descriptor), nbytes
 
     def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:
-        """A slab on a device."""
+        """Add a slab on a device."""
         self._elsewhere[number] = open_slab
 
     def detach(self, number: int) -> None:
-        """A slab that its owner dropped, or that died with it. What is borrowed of it stays
+        """Remove a slab that its owner has dropped, or whose owner has died. Borrowed memory stays
         mapped."""
         slab = self.slabs.pop(number, None)
         if slab is not None and slab.elsewhere:
@@ -381,17 +385,17 @@ class ForeignSlabs:
 
     @property
     def numbers(self) -> list[int]:
-        """Of all slabs, mapped or not."""
+        """The numbers of all slabs, mapped or not."""
         return [*self.slabs, *self._unmapped, *self._elsewhere]
 
     def slab(self, number: int) -> Any:
-        """Mapped when it is first wanted.
+        """Return a slab, which is mapped at its first use.
 
         Raises:
-            SharedMemoryError: the system refuses, now; it can be tried again.
+            SharedMemoryError: the system refuses now; the caller may try again.
         """
         if number in self._unmapped and not self._unmapped[number][0].is_ours:
-            # other code has closed it: it is missing, and asked for again
+            # other code has closed the descriptor: request the slab again
             del self._unmapped[number]
         if number in self._unmapped:
             kept, nbytes = self._unmapped[number]
@@ -417,13 +421,13 @@ class ForeignSlabs:
     def borrow(
         self, address: int, nbytes: int, private: bool = False, findable: bool = True
     ) -> Any:
-        """The memory at `address`; `private` where others use it too, so that writing to it must
-        not show.
+        """Return the memory at `address`.
 
-        `findable`: what looks at it may be lent on, see `find`.
+        It is `private` if others use the memory, too, so that they must not see writes to it.
+        `findable` memory may be lent on, see `find`.
 
         Raises:
-            SharedMemoryError: it cannot be mapped here; it counts as given back.
+            SharedMemoryError: it cannot be mapped here; it counts as returned.
         """
         key = address, nbytes
         try:
@@ -434,7 +438,7 @@ class ForeignSlabs:
             self._given_back.append((address, 1))
             raise
         if slab.elsewhere:
-            # the copy is made right after this, and told of after that
+            # The reader copies the memory right after this, before it reports the return.
             self._given_back.append((address, 1))
             return slab.memory[offset : offset + nbytes]
         self._received[key] = self._received.get(key, 0) + 1
@@ -462,7 +466,7 @@ class ForeignSlabs:
         return mapping
 
     def take_missing(self) -> list[int]:
-        """Slabs that their owners should send again, since the last time."""
+        """Return the slabs that their owners should send again, since the last call."""
         missing, self._missing = self._missing, set()
         return list(missing)
 
@@ -472,10 +476,12 @@ class ForeignSlabs:
                 raise SharedMemoryError(why)
 
     def find(self, core: torch.Tensor) -> tuple[int, BorrowedMemory] | None:
-        """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here.
+        """Return the address of `core`, and what keeps its memory alive, if that memory is borrowed
+        here.
 
-        A call whose graph is made again reads it once more, so writes to it have to be counted
-        until then. Those to inference tensors are not. In inference mode calls leave no graphs.
+        A call whose graph is made again reads the memory once more. Until then, writes to it must
+        be counted, and PyTorch does not count writes to inference tensors. In inference mode calls
+        leave no graphs, so there these tensors are found.
         """
         if core.is_inference() and not torch.is_inference_mode_enabled():
             return None
@@ -494,12 +500,14 @@ class ForeignSlabs:
             self.notify()
 
     def hide(self, view: weakref.ref[memoryview], pointer: int) -> None:
-        """From others: they would not find what is written there from now on."""
+        """Stop finding this memory, because another process would not see what is written here from
+        now on."""
         if self._pointers.get(pointer, (0, None, None))[2] is view:
             del self._pointers[pointer]
 
     def close(self) -> None:
-        """Nobody is left to give anything back to; each slab goes when its last view dies."""
+        """Stop returning memory, because no owner is left. Each slab is unmapped when its last view
+        dies."""
         self.closed = True
         let_go(self)
         for number in list(self._unmapped):
@@ -515,17 +523,17 @@ class ForeignSlabs:
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
-        """What is not needed here any more, since the last time: addresses, and how often each was
-        received."""
+        """Return the addresses that are not needed here any more, since the last call, and how
+        often each was received."""
         if WITHHELD:
             let_go()
         returned, self._given_back = self._given_back, []
         while self._dead:
             key, pointer, view, private = self._dead.popleft()
             if private is not None and not remap(private, mmap.MAP_SHARED):
-                continue  # what its owner writes would not be seen here: it is not to be used again
+                continue  # later writes of its owner would not be seen here: never use it again
             self.hide(view, pointer)
-            # else it was borrowed again; that view's end will tell for both
+            # otherwise it was borrowed again, and the end of that view will report both
             if self._views.get(key) is view:
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
@@ -533,7 +541,7 @@ class ForeignSlabs:
 
 
 def size_class(nbytes: int) -> int:
-    """The next of 4, 5, 6, 7 times a power of two pages: at most a quarter is wasted."""
+    """Round up to 4, 5, 6 or 7 times a power of two pages, which wastes at most a quarter."""
     pages = max(1, -(-nbytes // PAGE))
     step = 1 << max(0, pages.bit_length() - 3)
     return -(-pages // step) * step * PAGE
@@ -563,27 +571,26 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
     )
 
 
-# --- what a forked child sees of memory that is borrowed here: what was there at the fork, as of
-# all its other memory
+# --- borrowed memory in a forked child: it keeps the content that it has at the fork
 #
-# A shared mapping stays shared after a fork. A child would see what the owner of a slot, or we,
-# write there later, and we would see what it writes. So what is borrowed at an `os.fork` becomes
-# the child's own. There are two ways:
+# A shared mapping stays shared after a fork. The child would see later writes of the slot's owner
+# and of its parent, and the parent would see the child's writes. So memory that is borrowed at an
+# `os.fork` becomes the child's own. There are two ways:
 #
-#     mapped    [1] before the fork we map its pages anew, privately, so that writes of ours and of
-#               the child stay apart, page by page, when they are made [2] we do not give it back
-#               before the child has ended (`Token`), since pages that nobody has written to are
-#               still the owner's [3] once it is dead, and before it is given back, it is shared
-#               again
-#     copied    the child copies it, and we wait for that: where memory cannot be mapped so, where
-#               no descriptor is left to map it by, and in workers, whose end gives all back,
-#               whatever they have forked
+#     mapped    [1] Before the fork the parent maps the pages anew, privately. So its writes and the
+#               child's stay apart, page by page.
+#               [2] The parent does not return the memory before the child has ended (`Token`),
+#               because pages without writes are still the owner's.
+#               [3] Once the view is dead, and before the memory is returned, it is shared again.
+#     copied    The child copies the memory, and the parent waits for that. This is for memory that
+#               cannot be mapped privately, or when no descriptor is left to map it by. It is also
+#               for workers, whose end returns all memory even if they have forked children.
 #
-# Guarantees: what is borrowed by another thread during a fork is treated as what was borrowed
-#     before it.
-# Assumes: children are forked by Python (`os.fork`, multiprocessing, `preexec_fn` of subprocess),
-#     or run another program at once. What shares pages with something borrowed is nowhere written
-#     to in this process: workers have private copies of it.
+# Guarantees: memory that another thread borrows during a fork is treated like memory that was
+#     borrowed before it.
+# Assumes: Python forks the children (`os.fork`, multiprocessing, `preexec_fn` of subprocess), or
+#     they run another program at once. This process writes to no other memory in the pages of a
+#     borrowed piece: workers have private copies of it.
 
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [
@@ -602,24 +609,25 @@ FAILED = ctypes.c_void_p(-1).value
 ADD_SEALS, SEAL_WRITE = 1033, 0x08  # F_ADD_SEALS, F_SEAL_WRITE
 
 
-# Borrowed memory that something looks at, where it is mapped, its size, of which slab it is (None
-# where it is mapped privately from the beginning) and who gives it back. A plain tuple, since each
-# result has one: others take 0.1 us more.
+# Borrowed memory that is in use: its address, its size, its slab (None if it was mapped privately
+# from the beginning), and what returns it. This is a plain tuple because each result has one, and a
+# class takes 0.1 us more.
 View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, ForeignSlabs]
 
-# all views of this process, by the id of the weak reference
+# all shared views of this process, by the id of the weak reference
 SHARED: dict[int, View] = {}
-# mapped privately, or copied, for the sake of a child or of its parent
+# views that were mapped privately, or copied, because of a fork
 PRIVATE: dict[int, View] = {}
-FORKS: list[Fork] = []  # under way
-# for whose children something is not given back yet; without a token, before the end of the pool
+FORKS: list[Fork] = []  # forks that are running
+# Forks whose children still need memory, which is not returned. Without a token, this lasts until
+# the pool ends.
 WITHHELD: list[Fork] = []
-# of who makes shared views private: each only once, or what was written since would be lost
+# held while shared views become private: each only once, or later writes would be lost
 MAPPING = threading.RLock()
 
 
 def watch(view: View) -> None:
-    """From now on, until `forget`, children get this memory as it is when they are forked."""
+    """Let children see this memory as it is when they are forked, until `forget`."""
     SHARED[id(view[0])] = view
     if FORKS:
         for fork in list(FORKS):
@@ -628,15 +636,13 @@ def watch(view: View) -> None:
 
 
 def forget(memory: weakref.ref[memoryview]) -> View | None:
-    """It has died; returned where it was made private. Called from finalizers."""
+    """Forget a view that has died, and return it if it was made private. Finalizers call this."""
     return None if SHARED.pop(id(memory), None) is not None else PRIVATE.pop(id(memory), None)
 
 
 def remap(view: View, how: int) -> bool:
-    """Map the pages anew. Returns False where the system refuses.
-
-    It also does where other code has closed the slab's descriptor.
-    """
+    """Map the pages anew. Return False if the system refuses, or if other code has closed the
+    slab's descriptor."""
     slab, (start, size) = view[3], pages_of(view)
     assert slab is not None
     try:
@@ -647,20 +653,21 @@ def remap(view: View, how: int) -> bool:
 
 
 def map_at(start: int, size: int, how: int, descriptor: int, offset: int) -> None:
-    """Raises OSError."""
+    """Map pages at a fixed address. Raises OSError."""
     if LIBC.mmap(start, size, READ_WRITE, how | FIXED, descriptor, offset) == FAILED:
         raise OSError(ctypes.get_errno(), "memory cannot be mapped")
 
 
 def pages_of(view: View) -> tuple[int, int]:
-    """The start and size of all pages that it lies in."""
+    """Return the start and size of all pages that contain the view."""
     _, first, nbytes, *_ = view
     start = first & -PAGE
     return start, -(-(first + nbytes - start) // PAGE) * PAGE
 
 
 def copy_here(view: View) -> None:
-    """Piece by piece, for memory that is used again is faster.
+    """Replace a view's pages with private copies. Copy it piece by piece, because memory that is
+    reused is faster.
 
     Raises:
         SharedMemoryError: the system has no memory for it.
@@ -681,13 +688,14 @@ def copy_here(view: View) -> None:
 
 
 class Token:
-    """Whether a child lives, or one of its own: they inherit a mapping, which no closing of
-    descriptors takes from them."""
+    """Tells whether a child is alive, or one of its children. They inherit a mapping, which they
+    keep even if they close all descriptors."""
 
     def __init__(self) -> None:
         self._descriptor = -1
         self._start: int | None = None
-        with contextlib.suppress(OSError):  # without it nobody knows, and nothing is given back
+        # without the mapping, the end of the child is not noticed, and nothing is returned
+        with contextlib.suppress(OSError):
             self._descriptor = os.memfd_create("mpgrad-fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.truncate(self._descriptor, PAGE)
             start = LIBC.mmap(None, PAGE, READ_WRITE, mmap.MAP_SHARED, self._descriptor, 0)
@@ -702,7 +710,7 @@ class Token:
             return True
         try:
             fcntl.fcntl(self._descriptor, ADD_SEALS, SEAL_WRITE)
-        except OSError:  # EBUSY: somebody could write there
+        except OSError:  # EBUSY: a process could write there
             return True
         return False
 
@@ -712,8 +720,8 @@ class Token:
 
 
 def let_go(closed: ForeignSlabs | None = None) -> None:
-    """Of what was kept for children that have ended; `closed` gives nothing back any more, and so
-    need not keep anything."""
+    """Release memory that was kept for children that have ended. `closed` returns no more memory,
+    so nothing is kept for it."""
     for fork in list(WITHHELD):
         if closed is not None:
             fork.kept.pop(closed, None)
@@ -723,13 +731,13 @@ def let_go(closed: ForeignSlabs | None = None) -> None:
 
 
 def seen(memories: list[memoryview | None]) -> list[bool]:
-    """Which something looks at, so that a new child will see it; others are here for the sake of
-    earlier children alone.
+    """Whether each memory is used by code here, so that a new child will see it. The others are
+    kept only for earlier children.
 
-    Assumes: `MAPPING` is held, so no fork withholds more between the two counts; what is let go of
-    meanwhile counts as seen.
+    Assumes: `MAPPING` is held, so no fork withholds more between the two counts. Memory that is
+    released meanwhile counts as seen.
     """
-    memories.append(memoryview(b""))  # only this list has it
+    memories.append(memoryview(b""))  # only this list refers to it
     *counts, ours = [sys.getrefcount(memory) for memory in memories]
     kept = [some for fork in list(WITHHELD) for some in list(fork.kept.values())]
     withheld = Counter(id(each) for some in kept for each in some)
@@ -739,17 +747,17 @@ def seen(memories: list[memoryview | None]) -> list[bool]:
 
 
 class Fork:
-    """One that is under way in a thread; then what is withheld for its child."""
+    """A fork that is running in a thread; later, the memory that is withheld for its child."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.copies = False  # the child copies something, and we wait for it
+        self.copies = False  # the child copies memory, and the parent waits for it
         self.kept: dict[ForeignSlabs, list[memoryview]] = {}
         self.token: Token | None = None
         self._pipe: tuple[int, int] | None = None
 
     def keep(self, view: View) -> memoryview | None:
-        """It is not given back yet; None where nothing looks at it any more."""
+        """Withhold this memory from return. Return None if nothing uses it any more."""
         memory, foreign_slabs = view[0](), view[4]
         if memory is not None and not foreign_slabs.closed:
             self.kept.setdefault(foreign_slabs, []).append(memory)
@@ -762,12 +770,13 @@ class Fork:
             for (key, view), is_seen in zip(
                 views, seen([view[0]() for _, view in views]), strict=True
             ):
-                memory = self.keep(view) if is_seen else None  # so that it stays mapped
+                # a reference, so that it stays mapped
+                memory = self.keep(view) if is_seen else None
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)
         if self.kept or self.copies:
             self.token = None if PORTABLE else Token()
-            with contextlib.suppress(OSError):  # no descriptor is left
+            with contextlib.suppress(OSError):  # no descriptor is free
                 self._pipe = os.pipe()
 
     def in_parent(self) -> None:
@@ -784,12 +793,12 @@ class Fork:
         if self.kept:
             WITHHELD.append(self)
         for foreign_slabs in list(self.kept):
-            foreign_slabs.notify()  # who waits looks from now on whether the child has ended
+            foreign_slabs.notify()  # a waiting thread now checks whether the child has ended
 
     def in_child(self) -> None:
         try:
             for key, view in list(SHARED.items()):
-                memory = view[0]()  # so that it stays mapped
+                memory = view[0]()  # a reference, so that it stays mapped
                 if memory is not None:
                     copy_here(view)
                     PRIVATE[key] = view
@@ -802,11 +811,11 @@ class Fork:
                     os.write(writer, b"\0")
                 os.close(writer)
             for foreign_slabs in {view[4] for view in [*PRIVATE.values(), *SHARED.values()]}:
-                foreign_slabs.close()  # it is the parent who gives back
+                foreign_slabs.close()  # only the parent returns memory
 
 
 def make_private(key: int, view: View) -> bool:
-    """Whether that is possible. Assumes: `MAPPING` is held."""
+    """Make a view private. Return False if that is not possible. Assumes: `MAPPING` is held."""
     memory, start, _, slab, foreign_slabs = view
     if slab is None or foreign_slabs.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
         return False

@@ -1,12 +1,12 @@
-"""What caller and workers say to each other, and how tensors look in it. Both sides.
+"""The messages between the caller and workers, and the form that tensors have in them. Both sides.
 
-Imports `memory` and `torch_state`. Nothing here decides anything; a message holds numbers, bytes
-and tensor references only.
+Imports `memory` and `torch_state`. Nothing here decides anything: a message holds only numbers,
+bytes and tensor references.
 
-    messages         one frozen type a hop; which of many tensors belong to which item
-    agent_messages   what a worker and its agent say to each other; needs no torch
+    messages         one frozen type for each kind of message; which tensors belong to which item
+    agent_messages   messages between a worker and its agent; needs no torch
     pipe             frames as bytes, and descriptors, through a socket pair; needs no torch
-    frames           frames of messages and small tensors, and what the two ends of a connection do
-    tensor_refs      a tensor as a reference: the sender puts it into a message or slot, the
+    frames           frames with messages and small tensors; the protocol of a connection's ends
+    tensor_refs      references to tensors: the sender puts a tensor into a message or slot, and the
                      receiver views it
 """

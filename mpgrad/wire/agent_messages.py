@@ -1,11 +1,11 @@
-"""What passes between a worker and its agent, and not on to the caller or from there. Needs no
-torch, as the agent has none.
+"""The messages between a worker and its agent, which go no further. Needs no torch, because the
+agent has none. Both sides.
 
-A frame of a worker's that comes with descriptors is for the agent, since descriptors end at the
-machine's border. With a shared-memory engine there is no agent, and the frame is for the caller.
+A frame that a worker sends with descriptors is for the agent, because descriptors cannot leave the
+machine. With a shared-memory engine there is no agent, and the frame is for the caller.
 
-`ProgressRecord` are numbers in shared memory: whoever is on the worker's machine reads them, an
-agent or the caller.
+A `ProgressRecord` is a row of numbers in shared memory. The process that watches the worker on the
+worker's machine reads it: the agent or the caller.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ __all__ = [
     "in_order",
 ]
 
-# of stores, and of loads, as other processes see them
+# whether this CPU keeps stores in order, and loads in order, as other processes see them
 KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def in_order() -> None:
-    """What was read or written before is so, for other processes too, before what comes after.
+    """Order memory accesses: other processes see earlier reads and writes happen before later ones.
 
-    Python has no barrier. But what stands before a release comes no later than it, what stands
-    behind an acquisition no earlier than that, and no acquisition before an earlier release.
+    Python has no barrier, but locks order memory accesses. An access before a release cannot happen
+    after it. An access after an acquisition cannot happen before it. No acquisition happens before
+    an earlier release.
     """
     if not KEEPS_ORDER:
         for _ in range(2):
@@ -39,32 +40,32 @@ def in_order() -> None:
 
 
 class LackingMemory(NamedTuple):
-    """Agent to worker: what the caller has lent and the agent could not replicate. Each takes the
-    place of the one before."""
+    """Agent to worker: the lent memory that the agent could not replicate. Each message replaces
+    the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
 
 
 class CrashTraceback(NamedTuple):
-    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python
-    stack may be in it."""
+    """Worker to agent or caller: one end of a pipe, whose descriptor is sent with the frame. If the
+    worker dies, the pipe may hold its Python stack."""
 
 
 class ProgressRecord:
-    """What the int64 at a worker's `ReadyReport.progress_record` are. Written by the worker, but
-    for those that say otherwise."""
+    """The meaning of the int64 numbers at a worker's `ReadyReport.progress_record`. The worker
+    writes them, except `SKIPPED`."""
 
     COUNT = 6
-    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
+    BETWEEN = -1  # instead of a chunk: the position is about to change to another chunk's
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
-    SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
+    OFFSET = 3  # of the item in the call, if that is a bundle; -1 while it runs none of them
+    SKIPPED = 4  # this number and the next, written by the parent: a chunk that nobody waits for
 
 
 class ProgressRecordLocation(NamedTuple):
-    """Worker to agent: its `ProgressRecord` lie there in the memory whose descriptor travels with
+    """Worker to agent: where its `ProgressRecord` is in the memory whose descriptor is sent with
     the frame."""
 
     offset: int

@@ -1,18 +1,18 @@
-"""The way between the caller and one worker: what both ends of it can do (`Link`), whatever it is
-made of; frames, each with a list of messages, the bytes of small tensors, and file descriptors; and
-replicas of the other side's memory, where that cannot be shared. Both sides.
+"""The connection between the caller and one worker. `Link` is the protocol of its ends, for any
+kind of connection. A frame holds a list of messages, the bytes of small tensors, and file
+descriptors. If the sides cannot share memory, each keeps replicas of the other's. Both sides.
 
-A replica has the same numbers and offsets. An agent keeps replicas of the caller's memory, and the
-caller keeps replicas of each agent's.
+A replica has the same numbers and offsets as the slab. An agent keeps replicas of the caller's
+memory, and the caller keeps replicas of each agent's.
 
     lend a slot ──► carry ──► its bytes stand behind the payload of the next frame
                                                      ══► written at the same offset ──► borrowed
-So addresses stay valid, no message is rewritten, and who borrows looks at memory of this machine as
-if it were shared. A slot is carried once while it is lent; memory that is not ours each time, since
-who has it may have written there meanwhile.
+So addresses stay valid, no message is rewritten, and the borrower reads memory of its own machine
+as if it were shared. An own slot is carried once while it is lent. Borrowed memory is carried each
+time, because code that has the borrowed tensor may have written to it in between.
 
-Assumes: one thread sends, and one receives. What an owner hollows out or gives up stays in the
-    replica until the slab is gone.
+Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
+    the replica until the slab is dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Frame(NamedTuple):
-    """What is sent, or received, at once."""
+    """The content of one message to or from the other end."""
 
     messages: list[Message]
     payload: memoryview
@@ -56,7 +56,7 @@ class Channel(Pipe):
 
     def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
         super().__init__(end, blocking, traffic)
-        self._replicas: SlabReplicas | None = None  # that the other end has of what is lent to it
+        self._replicas: SlabReplicas | None = None  # the other end's copies of what it was lent
         self.shares_memory = True
 
     def send(
@@ -65,19 +65,19 @@ class Channel(Pipe):
         payload: Sequence[bytes] = (),
         descriptors: Sequence[int] = (),
     ) -> None:
-        """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
+        """Send one frame. What the pipe does not take now is queued (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.
-            OSError: what has to wait needs descriptors of its own, and there are none.
+            OSError: a queued frame needs duplicates of its descriptors, and none are free.
         """
         if self._replicas is not None:
             messages, payload = self._replicas.enclose(messages, payload)
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 
     def lend_by_value(self) -> None:
-        """From now on: the other end is an agent's, which passes frames on to another machine, and
-        cannot look into them."""
+        """Send bytes instead of sharing memory from now on. The other end is an agent's, which
+        passes frames on to another machine without reading them."""
         self._replicas = SlabReplicas()
         self.shares_memory = False
 
@@ -94,8 +94,8 @@ class Channel(Pipe):
             self._replicas.drop(holder, times)
 
     def receive(self) -> Frame | None:
-        """The next frame; None where the parent's end has no whole frame yet, and should wait until
-        there is more to read.
+        """Return the next frame. At the parent's end, return None if no whole frame has arrived.
+        Then wait until there is more to read, and try again.
 
         Raises:
             EOFError: the other end is gone.
@@ -107,10 +107,10 @@ class Channel(Pipe):
 
 
 def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Message], memoryview]:
-    """Messages and payload again; the payload stays a part of the body.
+    """Return the messages and the payload, which remains a part of the body.
 
     Raises:
-        UnreadableFrame: it is none of ours.
+        UnreadableFrame: the frame was not written by this package.
     """
     try:
         messages = pickle.loads(body[: header[0]])
@@ -121,7 +121,7 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
             not isinstance(error, Exception)
             and threading.current_thread() is threading.main_thread()
         ):
-            raise  # of a signal's handler; in other threads it is the pickle's
+            raise  # a signal's handler has raised it; in other threads the pickle has
         raise UnreadableFrame(repr(error)) from error
     if type(messages) is not list:
         raise UnreadableFrame(f"it held no messages, but {type(messages).__name__}")
@@ -129,7 +129,7 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
 
 
 def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:
-    """The messages that say of slabs, in frames of as many descriptors as one may carry."""
+    """Yield the messages that introduce slabs, in frames with as many descriptors as allowed."""
     elsewhere = [each for each in slabs if each.elsewhere]
     if elsewhere:
         yield (
@@ -149,7 +149,7 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
 
 
 def drained(queue: deque[Any]) -> list[Any]:
-    """All that is in the queue now; other threads may go on appending, and taking."""
+    """Remove and return what is in the queue now. Other threads may append or take meanwhile."""
     found = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):
@@ -158,13 +158,14 @@ def drained(queue: deque[Any]) -> list[Any]:
 
 
 class SlabReplicas:
-    """What one end of a link has of the other's slabs, and has given the other of its own."""
+    """The replicas that one end of a link keeps of the other's slabs, and notes of what the other
+    end has of its own."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, Slab] = {}
-        self._lent: dict[int, int] = {}  # address of a slot -> how often it is lent there now
-        self._to_carry: dict[int, memoryview] = {}  # by address
-        self._known: set[int] = set()  # slabs that the other side has heard of
+        self._lent: dict[int, int] = {}  # address of a slot -> how often it is lent now
+        self._to_carry: dict[int, memoryview] = {}  # memory for the next frame, by address
+        self._known: set[int] = set()  # slabs that were introduced to the other side
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
         address = address_of(holder)
@@ -182,8 +183,8 @@ class SlabReplicas:
     def enclose(
         self, messages: list[Message], payload: Sequence[bytes]
     ) -> tuple[list[Message], Sequence[bytes]]:
-        """The frame with what has to be carried; what lies in a slab that is still to be introduced
-        waits for a later one."""
+        """Add the memory that has to be carried to a frame. Memory in a slab that is not introduced
+        yet waits for a later frame."""
         for message in messages:
             if isinstance(message, NewSlab):
                 self._known.add(message.number)
@@ -204,11 +205,14 @@ class SlabReplicas:
     def open(
         self, messages: list[Message], payload: memoryview
     ) -> tuple[list[Message], memoryview, list[int]]:
-        """What the other side sent, with the descriptors of replicas for its new slabs; what it
-        carried is in its place.
+        """Write the carried memory to its place in the replicas.
+
+        Returns:
+            The other messages, the payload without the carried bytes, and the descriptors of
+            replicas of new slabs.
 
         Raises:
-            MemoryError: there is no room for that here.
+            MemoryError: there is no room for a replica here.
         """
         descriptors = []
         try:
@@ -244,12 +248,12 @@ def address_of(holder: Slot | BorrowedMemory) -> int:
 
 
 class Link(Protocol):
-    """One end. Frames arrive whole, once, and in the order in which they were sent; or the other
-    end is gone.
+    """One end of a connection. Frames arrive whole, once, and in the order in which they were sent,
+    unless the other end is gone.
 
-    Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its
-    descriptor. Elsewhere each has a replica of the other's slabs, with the same numbers and
-    offsets, and what is lent is carried: its bytes travel with a frame.
+    If the link `shares_memory`, both sides use the same bytes, and a slab is handed over once, with
+    its descriptor. Otherwise each side has replicas of the other's slabs, with the same numbers and
+    offsets, and lent memory is carried: its bytes are sent with a frame.
     """
 
     shares_memory: bool
@@ -260,7 +264,8 @@ class Link(Protocol):
         payload: Sequence[bytes] = (),
         descriptors: Sequence[int] = (),
     ) -> None:
-        """The caller's end never waits. Descriptors pass where memory is shared.
+        """Send one frame. The caller's end never waits. Descriptors are sent only if memory is
+        shared.
 
         Raises:
             ConnectionError: the other end is gone.
@@ -268,19 +273,20 @@ class Link(Protocol):
         ...
 
     def introduce(self, slabs: Sequence[Any]) -> None:
-        """Slabs that messages are going to name."""
+        """Tell the other end about slabs that later messages will name."""
         ...
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
-        """The next frame names this memory, which is not shared."""
+        """Send the bytes of this memory with the next frame, which names it, if it is not
+        shared."""
         ...
 
     def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
-        """It has been given back so many times."""
+        """Note that the other end has returned this memory so many times."""
         ...
 
     def receive(self) -> Frame | None:
-        """The next frame; None where the caller's end has no whole one yet.
+        """Return the next frame, or None if the caller's end has no whole frame yet.
 
         Raises:
             EOFError: the other end is gone.
@@ -290,6 +296,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
     def take_descriptor(self) -> int | None:
-        """What came with the message just read: for a `NewSlab`, of the slab, or its replica; None
-        where none could be had."""
+        """Return the descriptor that came with the message just read, or None if none was free. For
+        a `NewSlab` it is that of the slab or of its replica."""
         ...

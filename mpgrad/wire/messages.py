@@ -1,4 +1,5 @@
-"""What parent and worker say to each other: one frozen type per hop, many messages in a frame.
+"""The messages between parent and worker. Each kind is a frozen type; a frame holds many messages.
+Both sides.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
     worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums
@@ -6,16 +7,15 @@
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
-An agent says something of its own, too: see `agent_messages`.
+Agents have messages of their own: see `agent_messages`.
 
-Many items, of a bundle or of dependencies' results, have their tensors in a row. One record,
-`Parts`, says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
-`Result.bundle`, and all else is made of it:
+The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
+`Parts`, says which tensors belong to which item. It is sent with the tensors, as
+`ForwardCall.bundle` and `Result.bundle`. Everything else is computed from it:
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
     owners    0  0   1     3  3
-NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time. Both
-sides.
+Messages are NamedTuples, not dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
 from __future__ import annotations
@@ -86,18 +86,21 @@ __all__ = [
     "with_tensors",
 ]
 
-# the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+# The one message that is a signal. It tells a worker that is stuck in a call to write its stack and
+# end.
 TRACEBACK_SIGNAL = signal.SIGUSR2
 
-# How the tensors of arguments or of a result go together: None: one bare tensor; a number: that
-# many tensors in a row (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or
-# of the result, without its tensors; a tuple: these as they are, (args, kwargs) or (result,), with
-# an ellipsis for each tensor, and (number,) for the result of a dependency: see `plain_structure`.
+# How the tensors of arguments, or of a result, are put together:
+# - None: one bare tensor.
+# - a number: that many tensors in a row (positional arguments, or a tuple).
+# - bytes: the pickle of (args, kwargs), or of the result, without its tensors.
+# - a tuple: (args, kwargs) or (result,) itself, with an ellipsis for each tensor and (number,) for
+#   the result of a dependency; see `plain_structure`.
 Structure = int | bytes | tuple[Any, ...] | None
-# Of each of many items, or results, whose tensors travel in a row: their structure and number. See
-# above.
+# For each of many items or results, whose tensors are sent in a row: its structure, and its number
+# of tensors. See above.
 Parts = Sequence[tuple[Structure, int]]
-# What a worker did: its phase, position of the call, offset of the item, first and last moment.
+# One thing that a worker did: phase, position of the call, offset of the item, start and end.
 Span = tuple[str, int, int, int, int]
 
 
@@ -105,8 +108,8 @@ Span = tuple[str, int, int, int, int]
 
 
 class NewSlab(NamedTuple):
-    """The sender made shared memory; its file descriptor travels with the frame, or it has a
-    handle, if it is on a device."""
+    """The sender has made shared memory. Its file descriptor is sent with the frame. Memory on a
+    device has a handle instead."""
 
     number: int
     nbytes: int
@@ -115,34 +118,33 @@ class NewSlab(NamedTuple):
 
 
 class CarriedSlots(NamedTuple):
-    """First in its frame, where memory is not shared: slots whose bytes stand behind the payload,
-    one after another."""
+    """The slots whose bytes follow the payload one after another, if memory is not shared. This
+    message is the first in its frame."""
 
     slots: list[tuple[int, int]]  # address and size
 
 
 class DroppedSlabs(NamedTuple):
-    """These slabs of the sender are no more."""
+    """The sender has dropped these slabs of its own."""
 
     numbers: list[int]
 
 
 class MissingSlabs(NamedTuple):
-    """The sender had no descriptor free to receive these slabs with, when they were made; it would
-    have them again."""
+    """The sender had no free descriptor to receive these new slabs, and asks for them again."""
 
     numbers: list[int]
 
 
 class ReturnedSlots(NamedTuple):
-    """Slots that the receiver lent: each address, and how many times it had been received."""
+    """Slots that the receiver had lent: each address, and how many times it was received."""
 
     slots: list[tuple[int, int]]
 
 
 class SlotTrial(NamedTuple):
-    """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long,
-    there should be `mark`."""
+    """A test whether the receiver can read the sender's slots on a device. The `nbytes` bytes at
+    `address` should be `mark`."""
 
     address: int
     nbytes: int
@@ -150,35 +152,35 @@ class SlotTrial(NamedTuple):
 
 
 class TrialOutcome(NamedTuple):
-    """Why the sender cannot read what `SlotTrial` named, or ""; and in return a slot of its own,
-    where it can."""
+    """The answer to a `SlotTrial`: why the sender cannot read the slot, or "". If it can, `back` is
+    a trial with its own slot."""
 
     refusal: str
     back: SlotTrial | None
 
 
 class DirectTransfer(NamedTuple):
-    """From here on results may travel as slots on the device: both sides can read each other's."""
+    """Results may be sent as slots on the device from now on: both sides can read the other's."""
 
 
 # --- timelines
 
 
 class Record(NamedTuple):
-    """Say what you do from now on; or, not `on`, no more."""
+    """Start to report what the worker does. If not `on`, stop it."""
 
     on: bool
 
 
 class ChunkTrace(NamedTuple):
-    """What was done for a chunk, before its answer in the same frame.
+    """A record of what was done for a chunk. It precedes the chunk's answer, in the same frame.
 
-    Times are nanoseconds of the worker's `time.monotonic_ns`: on one machine that is the caller's
-    clock too.
+    Times are nanoseconds of the worker's `time.monotonic_ns`. On one machine this is the caller's
+    clock, too.
     """
 
     chunk: int
-    done: int  # calls of it, the first ones; the others were skipped
+    done: int  # the number of its calls that ran; the later ones were skipped
     began: int
     ended: int
     spans: list[Span]
@@ -188,7 +190,7 @@ class ChunkTrace(NamedTuple):
 
 
 class Logger(NamedTuple):
-    """What a task sees of one of the caller's."""
+    """The settings of one of the caller's loggers, as a task sees them."""
 
     level: int = 0
     disabled: bool = False
@@ -196,28 +198,28 @@ class Logger(NamedTuple):
 
 
 class LogLevels(NamedTuple):
-    """The caller's, of `logging`."""
+    """The caller's levels of `logging`."""
 
-    loggers: dict[str, Logger]  # those that are not as they were made
+    loggers: dict[str, Logger]  # those whose settings differ from a new logger's
     names: dict[int, str]
-    disabled: int  # all up to this one, by `logging.disable`
+    disabled: int  # `logging.disable` has turned off levels up to this one
 
 
 class Start(NamedTuple):
-    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is
-    as in the parent.
+    """The first message. `initializer` is the pickle of (function or None, arguments); the other
+    settings are the parent's.
 
-    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no
-    limit. `spares_memory`: others are dropped, too, when memory is about to end.
+    If the graphs take more than `graph_bytes` together, some are dropped, the largest first; None
+    is for no limit. With `spares_memory`, graphs are also dropped when memory is about to run out.
     """
 
     initializer: bytes
-    threads: int | None  # None: as nobody has said
+    threads: int | None  # None: the default
     graph_bytes: int | None
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    # what multiprocessing tells its children; not on another machine
+    # the data that multiprocessing gives its children; None on another machine
     preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
     remote: bool = (
@@ -226,28 +228,28 @@ class Start(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """What comes next is of an operation, or a backward, that began when the caller's environment
-    had these changes."""
+    """The environment of the next messages. They belong to an operation, or a backward, that began
+    when the caller's environment had these changes."""
 
     environment: bytes  # see `mpgrad.environment`
 
 
 class ModulesState(NamedTuple):
-    """What some functions use of the user's modules, see `mpgrad.pickling.state`; of the last few
-    workers keep the bytes."""
+    """The parts of the user's modules that some functions use; see `mpgrad.pickling.state`. Workers
+    keep the bytes of the last few states."""
 
     number: int
-    pickled: bytes | None  # None where the worker has them
-    tensors: int  # how many captures are its own
+    pickled: bytes | None  # None if the worker has the bytes
+    tensors: int  # how many of the captures belong to this state
 
 
 class Define(NamedTuple):
     """A function as it is during one map.
 
-    `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot
-    of shared memory, whose address and size are `slot` (None where they are empty); their places
-    are offsets in it. `state` is what the function uses of the user's modules, whose captures come
-    last.
+    `pickled` is None if the worker already has the bytes of `code`. The captures are in one slot of
+    shared memory. `slot` is its address and size, or None if the captures have no bytes. The places
+    of captures are offsets in it. `state` is what the function uses of the user's modules; the
+    state's captures come last.
     """
 
     function: int
@@ -255,13 +257,13 @@ class Define(NamedTuple):
     pickled: bytes | None
     slot: tuple[int, int] | None
     captures: Sequence[TensorRef]
-    gathers: bool = False  # all tensors of its calls go to the worker's device
+    gathers: bool = False  # move all tensors of its calls to the worker's device
     state: ModulesState | None = None
 
 
 class Forget(NamedTuple):
-    """Functions that no call needs any more, and pickles that will be sent again if they are wanted
-    again."""
+    """Functions that no call needs any more, and pickles to forget. If such a pickle is needed
+    again, the caller sends it again."""
 
     functions: list[int]
     codes: list[int]
@@ -269,24 +271,27 @@ class Forget(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """`dependency_results`: results of other calls among the arguments, whose tensors come last.
+    """One call, on one item or on a bundle.
 
-    `bundle`: the arguments of each item, where many travel as one call.
+    `dependency_results` are results of other calls among the arguments, whose tensors come last.
+    `bundle` has the arguments of each item, if many items are sent as one call.
     """
 
     call: int
-    item: int  # its index; in a bundle that of the first
+    item: int  # index of the item, or of a bundle's first item
     structure: Structure
     tensors: Sequence[TensorRef]
     dependency_results: Parts = ()
-    origin: int = 0  # the device it comes from: where results go that lie on the worker's device
+    # the device that the call comes from; results on the worker's device go there
+    origin: int = 0
     bundle: Parts = ()
 
 
 class Forward(NamedTuple):
-    """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
+    """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
+    run.
 
-    `eager`: where a result is a loss, its backward is run right after it.
+    With `eager` options, the backward of a loss runs right after its forward.
     """
 
     chunk: int
@@ -299,20 +304,20 @@ class Forward(NamedTuple):
 
 
 class EagerOptions(NamedTuple):
-    """How backwards of losses are run right after their forwards."""
+    """How a worker runs the backward of a loss right after its forward."""
 
-    gradient: float  # that is predicted
-    keeps: bool  # the graph, for a backward that is another one
-    # gradients of captures come with each call's result; else they are added up until they are
+    gradient: float  # the predicted gradient of the loss
+    keeps: bool  # keep the graph, in case the real backward differs
+    # send gradients of captures with each call's result; otherwise add them up until they are
     # collected
     apart: bool
 
 
 class Recompute(NamedTuple):
-    """Run a call for its graph only: the first one is lost. Or it was dropped where `consumed`:
-    then this one is run through.
+    """Run a call again, only for its graph, because the first graph is lost. If `consumed`, the
+    first graph was used up and dropped; then the worker also runs through the new one.
 
-    `environment`: another one than that of the chunk, see `Follow`.
+    `environment` is set if it is not that of the chunk; see `Follow`.
     """
 
     function: int
@@ -324,15 +329,18 @@ class Recompute(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients
-    are needed.
+    """The backward of one call.
 
-    Those of the captures come after them where `apart`, and are added up for `Collect` otherwise.
-    Where `graph` is a number, a graph of all these gradients is kept under it. `grads` are the
-    parts of each output's gradient, to be added up, one output after another: of each as many as
-    `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the call's
-    graph again where it is missing. After the `last` one, which leaves nothing of it, it is
-    dropped.
+    `grads` are the gradients of the call's outputs, one output after another. `parts` says how many
+    gradients each output has; they are added up. Gradients are batches over `levels`, which are the
+    first dimensions.
+
+    `wanted` are the numbers of the inputs whose gradients are wanted. With `apart`, the gradients
+    of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
+    number, a graph of all these gradients is kept under it.
+
+    `before` are steps that make the call's graph again if it is missing. The worker drops the graph
+    after the `last` backward, which uses up all of it.
     """
 
     call: int
@@ -350,7 +358,7 @@ class BackwardCall(NamedTuple):
 
 
 class RecomputeBackward(NamedTuple):
-    """Run a backward for the graph of its gradients only. `environment`: as in `Recompute`."""
+    """Run a backward only for the graph of its gradients. `environment` is as in `Recompute`."""
 
     modes: Modes
     call: BackwardCall
@@ -366,8 +374,8 @@ class Backwards(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward; without
-    `graph_task`, in eager ones."""
+    """Send the capture gradients that were added up for a function in one backward. If `graph_task`
+    is None, send those of eager backwards."""
 
     chunk: int
     function: int
@@ -376,20 +384,20 @@ class Collect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The graphs of these calls are not needed any more."""
+    """Drop the graphs of these calls, which are not needed any more."""
 
     calls: list[int]
 
 
 class Stop(NamedTuple):
-    waits: bool = True  # for processes that tasks have started and that are no daemons
+    waits: bool = True  # for non-daemonic processes that tasks have started
 
 
 # --- worker to parent
 
 
 class ReadyReport(NamedTuple):
-    """The worker has started; at `progress_record` in shared memory lie a few int64, see
+    """The worker has started. `progress_record` is the address of a few int64 in shared memory; see
     `agent_messages.ProgressRecord`."""
 
     pid: int
@@ -397,10 +405,10 @@ class ReadyReport(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item
-    at `offset`.
+    """The pickled exception of a task, and the text of its traceback. `offset` is that of the item
+    that failed in a bundle.
 
-    `given`: what the function was given, in words.
+    `given` describes in words the arguments of the function.
     """
 
     error: bytes
@@ -415,13 +423,13 @@ class StartFailure(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`gradients`: of the inputs, and of the captures where these come apart, where the backward
-    was an eager one.
+    """The outcome of one call.
 
-    `bundle`: the result of each item, where there are many. `unused`: inputs that it does not
-    depend on, by number among those that need gradients, where they have a history or hooks in the
-    caller. `strays`: tensors that depend on a leaf that is neither an input nor a capture, by
-    number, and that in words.
+    If its backward was an eager one, `gradients` are those of the inputs, and those of the captures
+    if these are sent apart. `bundle` has the result of each item, if there are many. `unused` are
+    inputs that the result does not depend on. They are numbered among the inputs that need
+    gradients, and only those count that have a history or hooks in the caller. `strays` are the
+    numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
     """
 
     structure: Structure
@@ -434,8 +442,8 @@ class Result(NamedTuple):
 
 
 class WarningReport(NamedTuple):
-    """A warning that a task gave: the pickle of its message, an instance of its category, and where
-    it was given."""
+    """A warning from a task: the pickled message (an instance of its category) and where it was
+    raised."""
 
     message: bytes
     file: str
@@ -443,20 +451,21 @@ class WarningReport(NamedTuple):
 
 
 class MissingGraph(NamedTuple):
-    """The outcome of a backward whose graph was dropped, for want of memory, before it came."""
+    """The outcome of a backward whose graph was dropped before it came, to save memory."""
 
 
 class Results(NamedTuple):
-    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured
-    tensor.
+    """The outcomes of the calls of a chunk that ran. `mutated` says whether a call wrote into a
+    captured tensor.
 
-    Of the `seconds`, `own_seconds` went into the function, `eager_seconds` into eager backwards;
-    the rest is our work. Failed calls do not count: how soon one fails does not tell how long
-    others take.
+    `seconds` is the whole time, `own_seconds` the part in the function, and `eager_seconds` the
+    part in eager backwards. The rest is overhead of the worker. Failed calls do not count: how soon
+    a call fails does not tell how long others take.
 
-    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
-    `reached`: captures that results depend on, each once, by number among those that need
-    gradients, where they have a history or hooks in the caller.
+    `dropped` are the calls whose graphs were dropped, and `graph_bytes` is the size of the kept
+    graphs. `reached` are the captures that results depend on, each once. They are numbered among
+    the captures that need gradients, and only those count that have a history or hooks in the
+    caller.
     """
 
     chunk: int
@@ -472,8 +481,8 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """`reached`: by position, what gradients that are to be differentiated depend on, of captures
-    as those of `Results`."""
+    """The outcomes of backwards. `reached` has, by position of the backward, the captures on which
+    its differentiable gradients depend, as in `Results`."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]
@@ -484,7 +493,7 @@ class Gradients(NamedTuple):
 
 
 class PrintedText(NamedTuple):
-    """What a task wrote to "stdout" or "stderr"."""
+    """The text that a task wrote to "stdout" or "stderr"."""
 
     stream: str
     text: str
@@ -497,7 +506,7 @@ class LoggedRecord(NamedTuple):
 
 
 class CollectedSums(NamedTuple):
-    """The sums, and of how many calls."""
+    """The sums for a `Collect`, and the number of calls that are in them."""
 
     chunk: int
     grads: Sequence[TensorRef | None] | Failure
@@ -508,11 +517,11 @@ class CollectedSums(NamedTuple):
 
 
 SCALARS = frozenset({type(None), bool, int, float})
-LONGEST_TEXT, MOST_BITS = 256, 2048  # what is larger counts as bytes of a message
+LONGEST_TEXT, MOST_BITS = 256, 2048  # larger values count as bytes of a message
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it can be a part of a message as it is."""
+    """Whether the value can be a part of a message without its own pickle."""
     kind = type(value)
     if kind is str:
         return len(value) <= LONGEST_TEXT
@@ -522,10 +531,11 @@ def is_plain(value: Any) -> bool:
 def plain_structure(
     values: Sequence[object], mark: Callable[[object], tuple[int] | None] = lambda value: None
 ) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
-    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be
-    pickled by itself.
+    """Return `values` with an ellipsis for each tensor, and the tensors. Return None if any value
+    has to be pickled by itself.
 
-    `mark`: gives what stands for a value that is neither a tensor nor plain, if anything may.
+    `mark` returns the placeholder for a value that is neither a tensor nor plain, or None if it
+    must be pickled.
     """
     shape: list[object] = []
     tensors: list[torch.Tensor] = []
@@ -545,8 +555,7 @@ def plain_structure(
 def with_tensors(
     shape: Iterable[Any], tensors: Iterator[torch.Tensor], marked: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
-    """The values again, which `plain_structure` has taken apart; `marked`: by number, those that
-    were."""
+    """Undo `plain_structure`. `marked` are the values for the marks, by number."""
     values: list[Any] = []
     for each in shape:
         if each is ...:
@@ -560,14 +569,14 @@ def with_tensors(
 
 
 def owners(parts: Parts) -> list[int]:
-    """The item of each tensor."""
+    """Return the item of each tensor."""
     return [item for item, (_, count) in enumerate(parts) for _ in range(count)]
 
 
 def split(
     parts: Parts, tensors: Iterable[torch.Tensor]
 ) -> Iterator[tuple[Structure, list[torch.Tensor]]]:
-    """The structure and the tensors of each item."""
+    """Yield the structure and the tensors of each item."""
     rest = iter(tensors)
     return ((shape, list(itertools.islice(rest, count))) for shape, count in parts)
 

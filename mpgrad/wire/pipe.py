@@ -1,19 +1,21 @@
-"""Frames as bytes through a Unix socket pair: a header, two pieces whose sizes it tells, and file
-descriptors beside it.
+"""Frames as bytes through a Unix socket pair. A frame is a header, two pieces whose sizes are in
+the header, and file descriptors that are sent beside it.
 
-multiprocessing's Connection blocks in the middle of a message and sends descriptors through a named
-listening socket. Here the parent's end never blocks: what does not fit into the pipe waits in
-`_outgoing`, so parent and worker cannot wait for each other. The worker's end blocks, because a
+multiprocessing's Connection blocks in the middle of a message, and sends descriptors through a
+named listening socket. Here the parent's end never blocks: bytes that do not fit into the pipe wait
+in `_outgoing`. So parent and worker cannot wait for each other. The worker's end blocks, because a
 worker has nothing else to do.
 
     frame: 24 bytes header (a mark, sizes of pickle and payload, number of descriptors) | pickle |
-    payload descriptors travel beside the header's first byte, as SCM_RIGHTS
+    payload
+    descriptors are sent beside the header's first byte, as SCM_RIGHTS
 
-Both sides, and the agent between them: knows nothing of messages, and needs no torch.
+Both sides, and the agent between them. This module knows nothing about messages, and needs no
+torch.
 
-Guarantees: frames leave whole, in order. A signal's handler, or a finalizer, may send while a frame
-    is being sent: its own comes after that. What a handler raises ends the sending of a frame
-    before its first byte, or not at all: the rest follows with the next frame.
+Guarantees: frames are sent whole and in order. A signal handler or a finalizer may send a frame
+    while another one is being sent, and its frame follows that one. If a handler raises, the
+    interrupted frame is either not sent at all, or its rest is sent before the next frame.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ __all__ = [
 ]
 
 HEADER = struct.Struct("<4sQQI")
-MARK = b"mpg\xb1"  # what does not begin with it is no frame
-MAX_BYTES = 1 << 42  # of a frame; what announces more is none
+MARK = b"mpg\xb1"  # every frame begins with it
+MAX_BYTES = 1 << 42  # the most bytes of a frame; a header with more is not a frame
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
-TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
-# macOS has no room for descriptors while the pipe is nearly full, and calls that EMSGSIZE
+TRUNCATED = int(socket.MSG_CTRUNC)  # testing a bit of the enumeration itself runs Python code
+# macOS has no room for descriptors while the pipe is nearly full, and reports EMSGSIZE
 NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
-READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
+READ_BYTES = 1 << 16  # larger frames are read straight into their own memory
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
 
 
@@ -60,7 +62,8 @@ OPEN: weakref.WeakKeyDictionary[socket.socket, OwnedDescriptor] = weakref.WeakKe
 
 
 def close_in_child() -> None:
-    """A process that this one forks must not hold its pipes open: their end tells of its death."""
+    """Close this process's pipes in a forked child. If the child held them open, the other ends
+    could not notice this process's death."""
     for end, kept in OPEN.items():
         if kept.is_ours:
             end.close()
@@ -72,7 +75,7 @@ os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
-    """What went through pipes, for those who want to know what an operation costs on any
+    """Counts of what went through pipes. They tell what an operation costs, independent of the
     machine."""
 
     __slots__ = ("bytes_received", "bytes_sent", "frames_received", "frames_sent", "system_calls")
@@ -86,30 +89,31 @@ class Traffic:
 
 
 class RawFrame(NamedTuple):
-    """What was received at once."""
+    """A received frame, not unpickled."""
 
     header: tuple[int, int, int]  # bytes of the pickle and of the payload, number of descriptors
     body: memoryview  # both
 
 
 class UnreadableFrame(EOFError):
-    """What came is no frame, or none that makes sense: other code has written to the pipe. What
-    comes after it is not read."""
+    """The received bytes are not a frame, because other code has written to the pipe. No more is
+    read from this pipe."""
 
 
 class OutgoingFrame:
-    """A frame on its way."""
+    """A frame that is being sent, or waits to be."""
 
     __slots__ = ("_owned", "data", "descriptors", "taken")
 
     def __init__(self, data: memoryview, descriptors: Sequence[int]) -> None:
         self.data = data
         self.descriptors = descriptors
-        self.taken: list[int] = []  # bytes that the pipe took, each time
+        self.taken: list[int] = []  # bytes that the pipe took, at each attempt
         self._owned: Sequence[int] = ()
 
     def keep(self) -> None:
-        """It has to wait, and the sender may close its descriptors meanwhile."""
+        """Duplicate the descriptors of a frame that has to wait, because the sender may close its
+        own."""
         if not self.taken and not self._owned:
             self.descriptors = self._owned = duplicates(self.descriptors)
 
@@ -120,7 +124,7 @@ class OutgoingFrame:
 
 
 class Pipe:
-    """One end of a socket pair. Sending and receiving belong to one thread each."""
+    """One end of a socket pair. One thread may send, and one may receive."""
 
     def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
         self._socket = end
@@ -130,14 +134,14 @@ class Pipe:
         self._blocking = blocking
         self._outgoing: deque[OutgoingFrame] = deque()
         self._is_flushing = False
-        # descriptors of each frame that has any; None if they were lost
+        # the descriptors of each frame that has any; None if they were lost
         self._received: deque[list[int] | None] = deque()
-        # of the frames that have been read, in the order of their messages
+        # the descriptors of frames that were read, in the order of their messages
         self._descriptors: deque[int | None] = deque()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._incoming = bytearray()
-        self._is_dry = False  # nothing more was there at the last look
-        # of a frame whose header has come; filled up to _filled
+        self._is_dry = False  # the last read has emptied the pipe
+        # the body of a frame whose header has arrived, filled up to _filled
         self._body: bytearray | None = None
         self._filled = 0
         self._header = (0, 0, 0)
@@ -146,13 +150,13 @@ class Pipe:
         return self._socket.fileno()
 
     def send_raw(self, frame: bytes | memoryview, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame, its header in front, or queue what the pipe does not take now
+        """Send a frame that begins with its header. What the pipe does not take now is queued
         (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.
-            OSError: what has to wait needs descriptors of its own, and there are none; or the pipe
-                was closed by other code.
+            OSError: a queued frame needs duplicates of its descriptors, and none are free; or other
+                code has closed the pipe.
         """
         self._traffic.frames_sent += 1
         self._traffic.bytes_sent += len(frame)
@@ -173,13 +177,14 @@ class Pipe:
         return bool(self._outgoing)
 
     def flush(self) -> None:
-        """Send what waits: all of it, or where this end does not block, what the pipe takes."""
-        # we are a signal's handler in the middle of it, which then goes on with what we have added
+        """Send the queued frames. An end that does not block sends as much as the pipe takes."""
+        # This is a signal handler that has interrupted flush. The interrupted loop will also send
+        # the frame that was just appended.
         if self._is_flushing:
             return
         try:
             self._is_flushing = True
-            if not self._kept.is_ours:  # it may be the user's socket by now
+            if not self._kept.is_ours:  # the descriptor may be the user's socket by now
                 raise self._kept.lost
             while self._outgoing:
                 first = self._outgoing[0]
@@ -195,10 +200,10 @@ class Pipe:
             self._is_flushing = False
 
     def _send_some(self, outgoing: OutgoingFrame, rest: memoryview) -> bool:
-        """Whether the pipe took something, which is noted; with the first bytes it takes the
-        descriptors."""
+        """Return whether the pipe took any bytes, and note how many. The descriptors go with the
+        first bytes."""
         self._traffic.system_calls += 1
-        # C sends and notes what was taken: no signal's handler can raise between the two
+        # `map` sends and notes the number in C, so no signal handler can raise between the two
         try:
             if outgoing.descriptors and not outgoing.taken:
                 rights = [
@@ -220,15 +225,16 @@ class Pipe:
 
     @property
     def bytes_waiting(self) -> int:
-        """Of a frame of which not all has come."""
+        """The received bytes of a frame that has not arrived completely."""
         return len(self._incoming) if self._body is None else self._filled
 
     def receive_raw(self) -> RawFrame | None:
-        """The next frame; None where an end that does not block has no whole one yet, and should
-        wait until there is more.
+        """Return the next frame. An end that does not block returns None if no whole frame has
+        arrived. Then wait until there is more to read, and try again.
 
         Raises:
-            EOFError: the other end is gone; or what came is no frame (`UnreadableFrame`).
+            EOFError: the other end is gone. If the bytes are not a frame, it is an
+                `UnreadableFrame`.
         """
         while True:
             frame = self._next_frame()
@@ -259,7 +265,7 @@ class Pipe:
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                # the same as `TRUNCATED` below, on macOS; the bytes come with the next read
                 self._received.append(None)
                 return
             self._is_dry = count < READ_BYTES
@@ -268,7 +274,7 @@ class Pipe:
             for _, kind, content in ancillary:
                 if kind == socket.SCM_RIGHTS:
                     received.frombytes(content[: len(content) - len(content) % received.itemsize])
-            if flags & TRUNCATED:  # this process may not have that many open
+            if flags & TRUNCATED:  # the limit of this process's open files is reached
                 close_all(received)
                 self._received.append(None)
             elif received:
@@ -315,13 +321,13 @@ class Pipe:
         return frame
 
     def take_descriptor(self) -> int | None:
-        """The next of those that came with frames; None where there was none free to receive it."""
+        """Return the next received descriptor, or None if this process had none free for it."""
         return self._descriptors.popleft()
 
     def hang_up(self) -> None:
-        """The other end comes to the end after what it has been sent; what it says until then can
-        still be received."""
-        with contextlib.suppress(OSError):  # it is gone
+        """Stop sending, so that the other end ends after what it was sent. What it sends until then
+        can still be received."""
+        with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -341,7 +347,7 @@ class Pipe:
 
 
 def framed(messages: Sequence[object], payload: Sequence[bytes], descriptors: int = 0) -> bytes:
-    """A frame as it goes through a pipe, with its header."""
+    """Return the bytes of a frame, with its header."""
     pickled = pickle.dumps(messages, protocol=5)
     padding = bytes(-len(pickled) % ALIGNMENT)
     header = HEADER.pack(MARK, len(pickled) + len(padding), sum(map(len, payload)), descriptors)
@@ -349,14 +355,14 @@ def framed(messages: Sequence[object], payload: Sequence[bytes], descriptors: in
 
 
 def parts_of(frame: bytes | memoryview) -> RawFrame:
-    """One that went through no pipe."""
+    """Return the parts of a frame that did not go through a pipe."""
     _, pickled, payload, descriptors = HEADER.unpack_from(frame)
     return RawFrame((pickled, payload, descriptors), memoryview(frame)[HEADER.size :])
 
 
 def read_crash_traceback(pipe: int) -> str:
-    """What has been written into it, by who is dead; closes it."""
-    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
+    """Read what a dead process has written into the pipe, and close the pipe."""
+    os.set_blocking(pipe, False)  # a child of the dead process may hold the other end
     found = b""
     with contextlib.suppress(BlockingIOError):
         while some := os.read(pipe, 1 << 16):
@@ -366,7 +372,7 @@ def read_crash_traceback(pipe: int) -> str:
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:
-    """Of all descriptors, or of none."""
+    """Duplicate all of these descriptors. After a failure none stays duplicated."""
     made: list[int] = []
     try:
         for descriptor in descriptors:

@@ -1,10 +1,10 @@
-"""Tensors in messages, as references: how a sender packs them, and how the receiver looks at them.
-Both sides.
+"""References to tensors, which messages hold: how a sender packs tensors, and how the receiver
+views them. Both sides.
 
-Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is
-that: what to view, and where. A sparse tensor is one reference too: to a run of memory in which its
-indices and values lie like tensors in a message. Many references go together, in columns, or as a
-bucket where the tensors are alike.
+Autograd and pickle both want whole tensors, but a message holds bytes and numbers. A `TensorRef`
+says what to view, and where. A sparse tensor is one reference, too: to a run of memory that holds
+its indices and values as a message holds tensors. Many references are sent together in columns, or
+as a bucket if the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
                  core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
@@ -12,18 +12,18 @@ bucket where the tensors are alike.
                tensors ──► PackedTensors ──► Payload ──► TensorBucket, of those that are alike
                                                          TensorColumns, of all others
     receiver   references, memory ──► view, views ──► tensors
-A small tensor is inline in the message itself, a large one lies in a slot and sends its address. Up
-to INLINE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us
-a tensor). Many that are alike are copied at once, and have one slot together: a bucket, which costs
-little more than one tensor.
+A small tensor is inline in the message itself. A large one is in a slot, and the message has its
+address. Up to INLINE_BYTES, the two copies through the pipe cost less than the bookkeeping of a
+slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
+bucket costs little more than one tensor.
 
-Nothing travels of what a tensor's storage holds before and behind it; what lies between its
-elements does where that is cheaper than to close the gaps.
+What a tensor's storage holds before and behind the tensor is not sent. Gaps between its elements
+are sent only if that is cheaper than to close them.
 
-Guarantees: strides survive; an expanded tensor travels as small as it is; sparse tensors keep
-    layout, order of entries and whether they are coalesced; a received tensor is never a view in
-    autograd's sense, so it may be written in place like any fresh tensor; its storage begins and
-    ends with what travelled, so `as_strided` cannot reach other memory.
+Guarantees: strides are preserved. An expanded tensor is sent without repetition. Sparse tensors
+    keep their layout, the order of their entries, and whether they are coalesced. A received tensor
+    is never a view in autograd's sense, so it may be written in place like any fresh tensor. Its
+    storage begins and ends with the sent bytes, so `as_strided` cannot reach other memory.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ __all__ = [
 ]
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
-ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
-# Held by number in messages, so the order is part of the protocol between a parent and its own
-# workers only.
+ALIGNMENT = 16  # bytes, of a tensor within a message: the widest element, complex128
+# Messages hold dtypes by number, so this order is a part of the protocol. It matters only between
+# a parent and its own workers.
 DTYPES = tuple(
     sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 )
@@ -128,27 +128,27 @@ MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
 
 class TensorRef(NamedTuple):
-    """A tensor on its way."""
+    """What a message holds of a tensor, and where its bytes are."""
 
     dtype: int
     shape: tuple[int, ...]
     form: Form
-    # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
+    # 0 or more: an address in shared memory; negative: -1 - offset in the message's payload
     place: int
     nbytes: int
     flags: int
 
 
-Row = tuple[int, tuple[int, ...], "Form", int, int, int]  # what a reference says, without the names
-PLACE: Final = 3  # in a row
+Row = tuple[int, tuple[int, ...], "Form", int, int, int]  # a reference without its class
+PLACE: Final = 3  # index in a row
 FLAGS: Final = 5
 
 
 class TensorColumns(Sequence[TensorRef]):
-    """References to many tensors, a column for each of their fields.
+    """References to many tensors, with a column for each of their fields.
 
-    They pickle in a tenth of the time. And whoever keeps them keeps no object for each, through
-    which the collector of cycles would have to walk again and again.
+    Columns pickle in a tenth of the time. And a process that keeps them has no object for each
+    reference, which the garbage collector would visit again and again.
     """
 
     __slots__ = ("columns",)
@@ -177,19 +177,19 @@ class TensorColumns(Sequence[TensorRef]):
         return zip(*self.columns, strict=True)
 
     def moved(self, start: int) -> TensorColumns:
-        """The same, if the payload in which the tensors are inline begins at `start` of a larger
-        one."""
+        """Return the same references for a larger payload, in which their own payload begins at
+        `start`."""
         columns = list(self.columns)
         columns[PLACE] = [place - start for place in columns[PLACE]]
         return TensorColumns(*columns)
 
 
 class TensorBucket(Sequence[TensorRef]):
-    """References to many tensors of one dtype and the same flags, which lie one after another in
-    one run of memory.
+    """References to many tensors of one dtype and the same flags, which are stored one after
+    another in one run of memory.
 
-    What is done with them is done in a few steps for all. In shared memory they have one slot
-    together, of which a reference to one of them says nothing: see `lent` and `views`.
+    The tensors are handled together in a few steps. In shared memory they have one slot together,
+    so a reference to one of them cannot name that slot: see `lent` and `views`.
     """
 
     __slots__ = ("_offsets", "counts", "dtype", "flags", "nbytes", "place", "shapes")
@@ -205,9 +205,9 @@ class TensorBucket(Sequence[TensorRef]):
     ) -> None:
         self.dtype = dtype
         self.shapes = shapes
-        self.counts = counts  # of elements
+        self.counts = counts  # numbers of elements
         self.place = place
-        self.nbytes = nbytes  # of all, and of what fills the gaps
+        self.nbytes = nbytes  # of all tensors, with the padding between them
         self.flags = flags
         self._offsets: Sequence[int] = ()
 
@@ -256,7 +256,7 @@ class TensorBucket(Sequence[TensorRef]):
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Bytes from the first one to each."""
+        """The distances in bytes from the first tensor to each."""
         if not self._offsets:
             itemsize = DTYPES[self.dtype].itemsize
             unit = unit_of(itemsize, self.counts)
@@ -270,7 +270,7 @@ class TensorBucket(Sequence[TensorRef]):
 
     @property
     def whole(self) -> TensorRef:
-        """All of its memory as one tensor."""
+        """A reference to all of the bucket's memory as one tensor."""
         return TensorRef(
             self.dtype,
             (self.nbytes // DTYPES[self.dtype].itemsize,),
@@ -281,7 +281,7 @@ class TensorBucket(Sequence[TensorRef]):
         )
 
     def views(self, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]:
-        """All of them, each with a storage of its own over the one memory."""
+        """Return all tensors. Each has its own storage over the shared run of memory."""
         memory, start = (payload, -1 - self.place) if self.place < 0 else (borrow(self.whole), 0)
         make, dtype = torch.frombuffer, DTYPES[self.dtype]
         found = [
@@ -295,8 +295,8 @@ class TensorBucket(Sequence[TensorRef]):
 
 
 def unit_of(itemsize: int, counts: Sequence[int]) -> int:
-    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one
-    is aligned."""
+    """Return the number of elements to whose multiples the tensors of a bucket are padded, so that
+    the next one is aligned."""
     return 1 if max(counts) == 1 else max(1, ALIGNMENT // itemsize)
 
 
@@ -305,29 +305,29 @@ def rows_of(refs: Sequence[TensorRef]) -> Iterable[Row]: ...
 @overload
 def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]: ...
 def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]:
-    """The same without an object each, where they are together."""
-    # to ask isinstance of a `Sequence` takes four times as long
+    """Return references as rows. Those in columns or buckets do not become objects."""
+    # isinstance of a `Sequence` takes four times as long
     return refs.rows() if type(refs) is TensorColumns or type(refs) is TensorBucket else refs
 
 
 def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
-    """Of each reference."""
+    """Return the flags of each reference."""
     if type(refs) is TensorBucket:
         return [refs.flags] * len(refs)
     return refs.columns[FLAGS] if type(refs) is TensorColumns else [ref.flags for ref in refs]
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Those that lie in shared memory, each slot once: the sender waits until they are given
-    back."""
+    """Return the references to shared memory, each slot once. The sender waits until these are
+    returned."""
     if type(refs) is TensorBucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
 class SparseParts(NamedTuple):
-    """What a sparse tensor is made of: indices and values, whose places are offsets from its
-    own."""
+    """The indices and values of a sparse tensor. Their places are offsets from the tensor's own
+    place."""
 
     layout: int
     is_coalesced: bool
@@ -338,39 +338,39 @@ Form = tuple[int, ...] | SparseParts | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-# this slot is read by others too, or again by the next worker: the receiver needs its own private
-# view
+# Others read this slot, too, or the next worker reads it again. So the receiver needs its own
+# private view.
 SHARED = 8
-# the gaps between its elements stay behind: it travels dense, and is spread out to its strides by
-# the receiver
+# The gaps between the elements were not sent. The tensor is sent densely, and the receiver spreads
+# it out to its strides.
 SPREAD = 16
-HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
-# times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+HOOKED = 32  # a leaf with hooks, which a backward calls when it reaches the leaf
+# multiplied by the code of the device (`accelerator.device_code`) on which the receiver gets it
 DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
-    """Whether this may be a loss, or the gradient of one, that workers predict: see
+    """Whether this may be a loss, or the gradient of one, which workers predict: see
     `EagerOptions`."""
     return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the
+    """Return how the receiver must dress the tensor, so that `fn` sees what it would see in the
     caller."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
         if flags & REQUIRES_GRAD and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
             flags |= HOOKED
-    if type(tensor) is torch.nn.Parameter:  # isinstance would ask torch's metaclass, in Python
+    if type(tensor) is torch.nn.Parameter:  # isinstance would run torch's metaclass, in Python
         flags |= PARAMETER
     return flags
 
 
 def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
-    """Those, by number among the ones that need gradients, for which a backward does more in the
-    caller than to add to them."""
+    """Return the numbers of the tensors for which a backward does more in the caller than to add to
+    `.grad`. The numbers count the tensors that need gradients."""
     needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
     return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
 
@@ -378,11 +378,12 @@ def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
 def check_carriable(
     tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = ""
 ) -> None:
-    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's
-    devices, if it has some.
+    """Reject a tensor that cannot be sent, before anything runs. `kind` is that of the pool's
+    devices, if it has any.
 
     Raises:
-        TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
+        TypeError: the tensor cannot be sent. The message names the owner (for example "item 3") and
+            the property that prevents it.
     """
     if type(tensor) is torch.Tensor and has_plain_memory(tensor) and not has_tangent(tensor):
         return
@@ -413,11 +414,11 @@ def check_carriable(
 
 
 LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not travel
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, *LAZY})  # classes that need not be sent
 
 
-# what a tensor is sent and made again by: a class that answers otherwise would be sent as what it
-# is not
+# The methods by which a tensor is sent and rebuilt. If a class overrides one of them, the tensor
+# could be sent as something that it is not.
 MEASURES = (
     *(
         "shape",
@@ -457,10 +458,10 @@ MEASURES = (
 
 
 def check_class(tensor: torch.Tensor) -> None:
-    """Refuse by name what cannot be made of a plain tensor by giving that another class.
+    """Reject a tensor that cannot be rebuilt by giving a plain tensor its class.
 
     Raises:
-        TypeError: naming the class and what to do.
+        TypeError: the message names the class and the remedy.
     """
     kind = type(tensor)
     name = f"a tensor of class {kind.__module__}.{kind.__qualname__}"
@@ -481,16 +482,16 @@ def check_class(tensor: torch.Tensor) -> None:
 
 
 def need_no_pickle(values: Sequence[object]) -> bool:
-    """Whether `values` are plain tensors without attributes, no two of them the same one."""
+    """Whether `values` are plain tensors without attributes, and all different objects."""
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return PLAIN.issuperset(map(type, values)) and not have_attributes(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
-    """Whether somebody has given one of them a class of its own, or attributes.
+    """Whether one of the tensors has a class of its own, or attributes.
 
-    To be asked for its `__dict__` gives a tensor one.
+    Reading `__dict__` would give each tensor a dictionary, so it is read only if needed.
     """
     kinds = list(map(type, tensors))
     if not PLAIN.issuperset(kinds):
@@ -499,26 +500,26 @@ def have_attributes(tensors: Sequence[Any]) -> bool:
 
 
 def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
-    """Under which the memory of `ref`, one of `refs`, was borrowed."""
+    """Return the place by which the memory of `ref`, one of `refs`, was borrowed."""
     return refs.place if type(refs) is TensorBucket else ref.place
 
 
 def redirected(ref: TensorRef, code: int) -> TensorRef:
-    """The same tensor, to be had on another device."""
+    """Return a reference to the same tensor for another device."""
     return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
 
 
 def strided(
     memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], flags: int
 ) -> torch.Tensor:
-    """The tensor that travelled as `memory`: one run, which may be `memory` itself afterwards."""
+    """Return the tensor that was sent as `memory`, one run. The result may be `memory` itself."""
     if flags & SPREAD:
         return spread(memory, shape, stride)
     return memory.as_strided_(shape, stride)
 
 
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """The elements of a dense run, laid out with the gaps that were left behind."""
+    """Lay the elements of a dense run out again, with the gaps that were not sent."""
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     apart = torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(
         core.view(kept)
@@ -527,8 +528,8 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
 
 
 def stand_in(ref: TensorRef) -> torch.Tensor:
-    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd
-    does not see the difference."""
+    """Return a tensor with the shape, dtype and device of the dense one that `ref` names. It gets
+    its memory later, which autograd does not notice."""
     device = device_of(ref.flags // DEVICE)
     return torch.empty_strided(
         ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device
@@ -546,8 +547,8 @@ def views(
 def views(
     refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> Any:
-    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one
-    that is kept would keep."""
+    """Return the tensors that `refs` name, see `view`. Tensors that share one slot are copied,
+    because one that is kept would keep the whole slot."""
     if type(refs) is TensorBucket:
         found = refs.views(payload, borrow)
         return [tensor.clone() for tensor in found] if refs.place >= 0 else found
@@ -555,8 +556,8 @@ def views(
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as
-    the tensor."""
+    """Return the tensor that `row` names, as a view of its memory. The memory lives as long as the
+    tensor."""
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
         return view_elsewhere(TensorRef._make(row), payload, borrow)
@@ -583,8 +584,8 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
 def view_elsewhere(
     ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> torch.Tensor:
-    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them
-    on the way."""
+    """Copy the tensor to its device. It gets its strides there, because a copy between devices
+    drops them if they have gaps."""
     device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
     if isinstance(stride, SparseParts):
@@ -612,7 +613,7 @@ def view_sparse(
     payload: memoryview,
     borrow: Callable[[TensorRef], memoryview],
 ) -> torch.Tensor:
-    """A sparse tensor whose indices and values are views."""
+    """Build a sparse tensor whose indices and values are views."""
     memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
     parts = [view(part, memory, borrow) for part in form.parts]
     layout = SPARSE_LAYOUTS[form.layout]
@@ -627,8 +628,8 @@ def view_sparse(
 
 @functools.cache
 def hear_of_beta_state() -> None:
-    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is
-    carried was warned."""
+    """Ignore PyTorch's warning at the first compressed tensor of a process. The process that made
+    the tensor has shown it already."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         MAKE_COMPRESSED([0, 0], [], [], (1, 1), layout=torch.sparse_csr, check_invariants=False)
@@ -637,19 +638,18 @@ def hear_of_beta_state() -> None:
 # --- the sender: cores of tensors
 
 
-INLINE_BYTES = 8192  # of a tensor that is inline in the message, at most
-BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
-# times its elements is what travels with its gaps, at most: there most cache lines hold an element,
-# and are read
+INLINE_BYTES = 8192  # the most bytes of a tensor that is inline in the message
+BLOCK_ALIGNMENT = 64  # bytes, of a tensor within a slot: a cache line
+# A tensor is sent with its gaps if it spans at most this many times its elements. Then most cache
+# lines hold an element, and are read anyway.
 GAPPED = 4
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD,
-    where its gaps were closed.
+    """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
-    Strides are kept even where they have gaps: sums over other strides add up in another order, and
-    so to other bits.
+    That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
+    they have gaps. Sums over other strides are added in another order, which gives other bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
@@ -664,13 +664,13 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
-    # one number everywhere: what a sum's gradient looks like
+    # all elements are one number, as in the gradient of a sum
     if not (any(stride) or tensor.is_complex() or tensor.is_neg()):
         return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
-    # from the first element to the last one, these two included
+    # from the first element to the last, both included
     span = 1 + sum([(size - 1) * step for size, step in zip(core.shape, stride, strict=True)])
     if not (core.is_conj() or core.is_neg()):
         if span <= GAPPED * core.numel():
@@ -681,7 +681,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
 
 
 def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, SparseParts, int]:
-    """The indices and values of `tensor` as one run of bytes, and how they go together."""
+    """Return the indices and values of `tensor` as one run of bytes, and how to rebuild it."""
     is_coo = tensor.layout is torch.sparse_coo
     if is_coo:
         parts = [tensor._indices(), tensor._values()]
@@ -707,7 +707,7 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, SparseParts, int]:
 
 
 def brought_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` on the CPU, with its strides."""
+    """Copy `tensor` to the CPU, with its strides."""
     if tensor.is_cpu or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return tensor.detach().cpu()
     core, stride, how = dense_core(tensor.detach())
@@ -732,11 +732,11 @@ def overlaps(core: torch.Tensor) -> bool:
 def laid_out(
     tensors: Sequence[torch.Tensor], sharing: bool = False
 ) -> tuple[list[TensorRef], list[torch.Tensor], int]:
-    """References to `tensors` one after another in one run of memory, their cores, and the size of
-    that memory.
+    """Return references to `tensors`, one after another in one run of memory, their cores, and the
+    size of that memory.
 
-    Where `sharing`, those that look at the same memory do so there too; but they do not share what
-    autograd counts writes with.
+    If `sharing`, tensors that share memory still do so in the result. But they do not share the
+    version counter with which autograd counts writes.
     """
     refs, cores, offset = [], [], 0
     known: dict[tuple[int, int], int] = {}
@@ -755,36 +755,36 @@ def laid_out(
 
 
 def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
-    """Copy cores into the memory that `laid_out` has measured."""
+    """Copy cores into the memory whose size `laid_out` has computed."""
     for ref, core in zip(refs, cores, strict=True):
         if ref.nbytes:
             copy_into(memory[-1 - ref.place : -1 - ref.place + ref.nbytes], core)
 
 
 def copy_into(memory: memoryview, core: torch.Tensor) -> None:
-    """Copy a core that is not empty into as many bytes."""
+    """Copy a core, which is not empty, into memory of the same size."""
     torch.frombuffer(memory, dtype=torch.uint8).copy_(bytes_of(core))
 
 
 # --- the sender: tensors into messages and slots
 
 
-INLINE_TOGETHER = 32768  # bytes of a bucket that is inline in the message, at most
-BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
-# of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+INLINE_TOGETHER = 32768  # the most bytes of a bucket that is inline in the message
+BUCKETED_BYTES = 256 << 10  # the most bytes of a tensor in a bucket; a larger one gets its own slot
+# The same for results. The caller copies them out of the bucket, so that one does not keep all.
 ANSWERED_BYTES = 64 << 10
-MANY = 8  # references in one message, from which they are pickled in columns
+MANY = 8  # the least number of references in one message that is pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
 class PackedTensor(NamedTuple):
-    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver
-    gives it back."""
+    """A tensor that is ready to send: its bytes, or memory that must live until the receiver
+    returns it."""
 
     dtype: int
     shape: tuple[int, ...]
     form: Form
-    address: int  # -1 where it is inline in the message
+    address: int  # -1 if it is inline in the message
     nbytes: int
     flags: int
     body: bytes | None
@@ -794,13 +794,13 @@ class PackedTensor(NamedTuple):
 def packed_again(
     ref: TensorRef, payload: memoryview, memories: Mapping[int, BorrowedMemory | Slot]
 ) -> PackedTensor:
-    """What one process has sent us, ready to be sent to another."""
+    """Make a tensor that one process has sent ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
-        flags &= ~PARAMETER  # the output of a call is none, whatever it was there
+        flags &= ~PARAMETER  # the output of a call is not a parameter, whatever it was there
     if place >= 0:
         holder = memories[place]
-        # on a device it has come into a slot of ours
+        # from a device, it has been copied into a slot of this process
         address = holder.address if isinstance(holder, Slot) else place
         return PackedTensor(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return PackedTensor(
@@ -821,16 +821,16 @@ class Devices(Protocol):
     kind: str
 
     def way_to(self, code: int) -> DeviceChannel | None:
-        """For a tensor that lies there: the channel by which it travels; None where it goes through
-        the CPU's memory."""
+        """Return the channel by which a tensor on that device is sent. None: it goes through the
+        CPU's memory."""
         ...
 
 
 class Packer:
-    """Turns tensors into references; `known(core)` finds the address of one that lies in shared
-    memory already.
+    """Turns tensors into references. `known(core)` returns the address of a tensor that is already
+    in shared memory.
 
-    Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
+    If `lasting`, a slot can be sent several times, and its content does not depend on its readers.
     """
 
     def __init__(
@@ -844,7 +844,7 @@ class Packer:
         self._arena = arena
         self._known = known
         self._devices = devices
-        # of the devices whose tensors can be packed
+        # the kind of devices whose tensors can be packed
         self.kind = "" if devices is None else devices.kind
         self._flags = SHARED if lasting else 0
         self._most_bucketed = most_bucketed
@@ -853,7 +853,8 @@ class Packer:
     def together(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
     ) -> PackedTensors | None:
-        """None where they are few, or one of them is missing or has to go another way."""
+        """Pack the tensors together. Return None if they are few, or one is missing or must be sent
+        another way."""
         return self.bucketed(tensors, flags) or (
             self._all_inline(tensors, flags) if len(tensors) >= MANY else None
         )
@@ -861,7 +862,8 @@ class Packer:
     def bucketed(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
     ) -> PackedTensors | None:
-        """None where they are not alike, or one by one, or too large."""
+        """Pack the tensors as a bucket. Return None if they are not alike, are fewer than two, or
+        are too large."""
         alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
         if alike is None:
             return None
@@ -872,7 +874,7 @@ class Packer:
         unit = unit_of(dtype.itemsize, counts)
         parts = alike if unit == 1 else filled_up(alike, counts, unit)
         nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
-        # there each tensor is named by itself
+        # tensors of a pool with devices are named one by one
         if nbytes > INLINE_TOGETHER and self._devices is not None:
             return None
         shapes = [tuple(tensor.shape) for tensor in alike]
@@ -893,12 +895,12 @@ class Packer:
     def _all_inline(
         self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]
     ) -> PackedTensors | None:
-        """None where one of them has to go another way."""
+        """Pack the tensors in columns. Return None if one of them must be sent another way."""
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
-            # an expanded one travels as small as it is
+            # an expanded tensor is sent without repetition
             if tensor.nbytes > INLINE_BYTES and 0 not in tensor.stride():
                 return None
             core, form, how = dense_core(tensor)
@@ -928,8 +930,8 @@ class Packer:
     def pack(
         self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False
     ) -> PackedTensor:
-        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`:
-        by the CPU's memory."""
+        """Pack one tensor. `code` is the device on which the receiver gets it; None is for the
+        tensor's own. `staged` tensors go through the CPU's memory."""
         if code or not tensor.is_cpu:
             return self._pack_for_device(
                 tensor, flags, device_code(tensor) if code is None else code, staged
@@ -955,10 +957,10 @@ class Packer:
     def _pack_for_device(
         self, tensor: torch.Tensor, flags: int, code: int, staged: bool
     ) -> PackedTensor:
-        """A tensor that lies on a device, or is to.
+        """Pack a tensor that is on a device, or will be.
 
-        Small ones take a slot there too: to be inline in a message they would have to come to the
-        CPU, and so wait until all is done that the device has been given before.
+        Small ones use a slot there, too. An inline tensor would have to be copied to the CPU, and
+        the copy would wait for all earlier work of the device.
         """
         channel = None if staged or code == 0 else self._way(tensor)
         if channel is None:
@@ -996,11 +998,10 @@ class Packer:
     def pack_together(
         self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
-        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one
-        memory stays one memory.
+        """Pack all `tensors` into one slot, as if the slot were a message's payload. If `sharing`,
+        tensors that share memory still do so.
 
-        Those on devices have slots of their own there, which come last, unless all is to be
-        `staged`.
+        Unless `staged`, tensors on devices have slots of their own there, which come last.
         """
         if not tensors:
             return [], None, []
@@ -1034,7 +1035,7 @@ def staged_again(
     payload: memoryview,
     memories: Mapping[int, BorrowedMemory | Slot],
 ) -> PackedTensor:
-    """As `packed_again`, for a worker that can read the CPU's memory only."""
+    """Do as `packed_again`, for a worker that can read only the CPU's memory."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):
         return packed_again(ref, payload, memories)
     tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
@@ -1042,8 +1043,8 @@ def staged_again(
 
 
 def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of
-    one dtype."""
+    """Return the tensors if all of them are plain, contiguous, in the CPU's memory, and of one
+    dtype; otherwise None."""
     found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
     is_whole = (
         len(found) == len(tensors)
@@ -1056,7 +1057,7 @@ def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | No
 def filled_up(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int
 ) -> list[torch.Tensor]:
-    """The tensors, and between them what fills each one up to a multiple of so many elements."""
+    """Return the tensors, each followed by padding up to a multiple of `unit` elements."""
     parts: list[torch.Tensor] = []
     fillings = fillings_of(tensors[0].dtype, unit)
     for tensor, count in zip(tensors, counts, strict=True):
@@ -1068,23 +1069,23 @@ def filled_up(
 
 @functools.cache
 def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
-    """Zeros, of each number below `unit`."""
+    """Return tensors of zeros, one of each length below `unit`."""
     with torch.inference_mode(False):
         return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
 
 
 class PackedTensors:
-    """Many tensors made ready to send, as one."""
+    """Many tensors that are ready to send together."""
 
     __slots__ = ("body", "holder", "nbytes", "refs")
 
     def __init__(
         self, refs: TensorBucket | TensorColumns, nbytes: int, body: bytes, holder: Slot | None
     ) -> None:
-        self.refs = refs  # those that are inline have places in a payload of their own, the body
+        self.refs = refs  # places of inline tensors are offsets in the body
         self.nbytes = nbytes
         self.body = body
-        self.holder = holder  # of their memory, where they are not inline in the message
+        self.holder = holder  # the slot of their memory, if they are not inline in the message
 
     @property
     def message_bytes(self) -> int:
@@ -1113,8 +1114,8 @@ class Payload:
     def add_all(
         self, packed: Sequence[PackedTensor | None] | PackedTensors
     ) -> Sequence[TensorRef | None]:
-        """References to them, None where one is missing; those that are inline are in this payload
-        from now on."""
+        """Return references to the tensors, None for missing ones. Inline tensors become a part of
+        this payload."""
         if isinstance(packed, PackedTensors):
             start = -1 - self._append(packed.body) if packed.body else 0
             return packed.refs.moved(start) if start else packed.refs
@@ -1128,7 +1129,7 @@ class Payload:
         return TensorColumns(dtypes, shapes, forms, places, sizes, flags)
 
     def _append(self, body: bytes) -> int:
-        """Its place."""
+        """Append the bytes, and return their place."""
         offset, nbytes = self.nbytes, len(body)
         rest = -nbytes % ALIGNMENT
         self.parts.append(body)
