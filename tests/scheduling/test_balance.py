@@ -214,7 +214,8 @@ def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
         each[: len(each) - len(own)] == sorted(set(each) - set(own))
         for each, own in zip(begun, late, strict=True)
     )
-    assert {own[0] for own in late} == {count - 1, count - 2}
+    # a worker that is slow to begin may find the largest taken
+    assert all(own == sorted(own, reverse=True) for own in late)
 
 
 @pytest.mark.parametrize("way", ["imap", "generator", "equal", "chunksize"])
