@@ -83,7 +83,7 @@ class CallbackThread(threading.Thread):
     def catch_up(self, patience: float = PATIENCE) -> None:
         """Wait until all code that is queued by now has run.
 
-        In this thread, which is a callback that waits for the pool, it returns at once.
+        It returns at once in this thread itself, that is, if a callback waits for the pool.
 
         Args:
             patience: seconds without progress after which it returns; -1 to wait without limit.
