@@ -253,8 +253,8 @@ class Pool:
         Raises:
             Exception: the first failing item's exception, with a note that names item, worker and
                 phase.
-            TypeError, pickle.PicklingError: the function, an item or a result cannot be pickled;
-                the message says which. If pickling an item raises another exception, that one is
+            TypeError, pickle.PicklingError: the function, an item or a result cannot be sent; the
+                message says which. If pickling an item raises another exception, that one is
                 raised with a note. For a result the exception is a
                 `multiprocessing.pool.MaybeEncodingError`, too. TypeError is also raised for an
                 option of the wrong type.
