@@ -117,8 +117,7 @@ class Admissions:
                 )
                 return
             if isinstance(dependency.outcome, FailedResult):
-                # this operation reports the failure from now on
-                self._uncollected.collected(dependency.outcome)
+                self._uncollected.collected(dependency.outcome)  # it is this operation's now
                 operation.deliver(
                     call.index,
                     FailedResult.because_of(dependency.outcome, operation.names.words(call.item)),

@@ -108,8 +108,7 @@ class Canceller:
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
             operation.fail(CancelledError())
-            # An operation that goes on after a failure ends, too.
-            operation.limit = 0
+            operation.limit = 0  # also of one that goes on after a failure
             self._admissions.cancel_rest(operation)
         for worker in self._workers.values():
             worker.under_way.cancel_with_grace(None)

@@ -18,8 +18,8 @@ The states of a graph:
 Assumes: called by the scheduling thread; any thread may look into `functions`, and ask how many
     graphs there are. The messages that were written are sent, in this order, or the worker is gone.
 
-This module also decides how much goes together, unless the caller says so: how many items form a
-window or a bundle, and how many calls form a chunk.
+Unless the caller says so, this module also decides how many items form a window or a bundle, and
+how many calls form a chunk.
 
     items ── window: packed before workers are told
         ──► calls, each an item or a bundle of cheap items ── chunk ──► a worker
@@ -527,8 +527,7 @@ class LentSlots:
         holder, sent = self._lent.pop(address)
         if not self._link.shares_memory:
             self._link.drop(holder, times)
-        # The address is on its way to the worker once more.
-        if sent > times:
+        if sent > times:  # it is on its way there once more
             self._lent[address] = holder, sent - times
 
     def have_any_of(self, slab: int) -> bool:

@@ -18,9 +18,9 @@ scheduler a thread of its own, and `InlineScheduler` uses the caller's. Any thre
 `lifecycle`, `GradientSender`, the packers of `caller_memory`, and the methods that the heads of
 other parts name. After the end there is no scheduling thread. A thread that comes too late carries
 out its order itself (`lifecycle.Settlement`).
-Guarantees: each call added to an operation gets one outcome, and each backward is settled by a
-    value or an error, even if its worker dies or the pool is closed. The scheduling thread does not
-    touch the values of tasks: it runs no torch operation, except to copy tensors on devices.
+Guarantees: each call added to an operation gets one outcome. Each backward is settled by a value or
+    an error. Both hold even if the worker dies or the pool is closed. The scheduling thread does
+    not touch the values of tasks: it runs no torch operation, except to copy tensors on devices.
 """
 
 from __future__ import annotations
