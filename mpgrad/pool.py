@@ -842,7 +842,7 @@ class Pool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Terminate the pool, as in multiprocessing.
+        """Call `terminate`, as in multiprocessing.
 
         Ask for results, and call backward, inside the with block.
         """
