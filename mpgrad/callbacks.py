@@ -1,23 +1,23 @@
-"""A thread for users' code that a pool runs by itself: callbacks, handlers of `logging`, writes to
-the caller's streams.
+"""A thread for user code that the pool runs: callbacks, handlers of `logging`, and writes to the
+caller's streams. Caller's side.
 
-That code takes its time, waits for the pool, and needs locks that the caller's threads may hold
-meanwhile. The scheduling thread feeds all workers and delivers all results, so it must not run any
-of that code. It queues it for this second thread:
+User code may take long, wait for the pool, or need locks that the caller's threads hold meanwhile.
+The scheduling thread feeds all workers and delivers all results, so it must not run user code. It
+queues the code for this second thread:
 
     scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the
                                    pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
-Every other thread that calls `later` is the caller's, as with engine "inline", or after the end of
-the pool. It runs the code at once. A caller that waits does not run what is queued by itself: it
-may hold the lock, not reentrant, that a stream needs.
-Guarantees: what is queued runs once, in order, and before the pool has been joined. A caller that
-    gets a result has seen what its call printed and logged, unless the thread makes no progress for
-    `PATIENCE` seconds.
+Any other thread that calls `later` is the caller's. This happens with engine "inline" and after the
+end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
+itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
-What tasks printed, logged and warned of, given again where the caller's streams, handlers and
-filters decide.
+This module also repeats in the caller what tasks printed, logged and warned of. There the caller's
+streams, handlers and filters decide about it.
+Guarantees: queued code runs once, in order, and before the pool has been joined. A caller that gets
+    a result has seen what its call printed and logged, unless the thread makes no progress for
+    `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ __all__ = [
 
 log = logging.getLogger("mpgrad")
 
-PATIENCE = 0.2  # seconds that a caller who has its result waits for one callback, handler or stream
+# seconds that a caller that has its result waits for one callback, handler or stream
+PATIENCE = 0.2
 
 
 class CallbackWaiter(NamedTuple):
@@ -67,27 +68,26 @@ class CallbackWaiter(NamedTuple):
 
 
 class CallbackThread(threading.Thread):
-    """The thread of a pool that runs users' code in the order in which the scheduling thread has
-    queued it."""
+    """The pool's thread that runs user code, in the order in which the scheduling thread has queued
+    it."""
 
     def __init__(self) -> None:
         super().__init__(name="mpgrad-callbacks", daemon=True)
         self._acts = queue.SimpleQueue[Callable[[], object] | None]()
-        # Callers compare these two at each wait. Each has one thread that writes it, so there is no
-        # lock.
+        # Callers compare these two at each wait. Only one thread writes each, so they need no lock.
         self.added = 0
         self.done = 0
         self._stuck_at = -1
         self._behind: list[CallbackWaiter] = []
 
     def catch_up(self, patience: float = PATIENCE) -> None:
-        """Wait until all that is queued by now is done.
+        """Wait until all code that is queued by now has run.
 
-        In this thread, where a callback waits for the pool, it returns at once.
+        It returns at once in this thread itself, that is, if a callback waits for the pool.
 
         Args:
-            patience: seconds without progress after which it returns, -1 for none. Until there is
-                some progress, no further caller waits then.
+            patience: seconds without progress after which it returns; -1 to wait without limit.
+                After such a return no further caller waits until there is some progress.
         """
         if threading.current_thread() is self or (self._stuck_at == self.done and patience >= 0):
             return
@@ -100,7 +100,8 @@ class CallbackThread(threading.Thread):
                     self._stuck_at = done
                     return
         finally:
-            with contextlib.suppress(ValueError):  # it has been told
+            # A waiter that was woken is not in the list.
+            with contextlib.suppress(ValueError):
                 self._behind.remove(waiter)
 
     # --- the scheduling thread
@@ -110,7 +111,7 @@ class CallbackThread(threading.Thread):
         self._acts.put(act)
 
     def end(self) -> None:
-        """No act will be added: the thread ends when all are done."""
+        """End the thread when all acts are done. No act may be added after this."""
         self._acts.put(None)
 
     # --- this thread
@@ -119,27 +120,33 @@ class CallbackThread(threading.Thread):
         while (act := self._acts.get()) is not None:
             try:
                 act()
-            except BaseException:  # SystemExit, too: others are still to be told
-                # of a handler: the record of it cannot be given either
+            # This includes SystemExit, because further acts have to run.
+            except BaseException:
+                # If a log handler raised, the report may fail, too.
                 with contextlib.suppress(BaseException):
                     report(logging.ERROR, "a callback of a future raised", with_traceback=True)
-            del act  # it may hold the result of a call, and the next one may be long in coming
+            # The act may hold the result of a call, and the next act may come much later.
+            del act
             self.done += 1
             for waiter in list(self._behind):
                 if waiter.wanted <= self.done:
-                    with contextlib.suppress(ValueError):  # its time was over at this moment
+                    # The waiter's patience may end at this moment.
+                    with contextlib.suppress(ValueError):
                         self._behind.remove(waiter)
                         waiter.lock.release()
 
 
 class ThreadState(threading.local):
-    """What a scheduling thread has set for itself; None in all others."""
+    """The callbacks thread of this scheduling thread; None in all other threads."""
 
     callbacks: CallbackThread | None = None
 
     def after_fork(self) -> None:
-        """A worker that a scheduling thread forks is none, and its pool's other thread is not
-        there."""
+        """Forget the thread in a forked worker.
+
+        A worker that a scheduling thread forks is no scheduling thread, and has no callbacks
+        thread.
+        """
         self.callbacks = None
 
 
@@ -148,7 +155,7 @@ os.register_at_fork(after_in_child=OF_THREAD.after_fork)
 
 
 def later(act: Callable[..., object], *arguments: object) -> None:
-    """Run users' code: by the pool's thread for that if this is a scheduling thread, otherwise at
+    """Queue user code for the callbacks thread if this is a scheduling thread; else run it at
     once."""
     if OF_THREAD.callbacks is None:
         act(*arguments)
@@ -157,7 +164,7 @@ def later(act: Callable[..., object], *arguments: object) -> None:
 
 
 def report(level: int, text: str, *arguments: object, with_traceback: bool = False) -> None:
-    """Log what the pool has to say, which goes on where a handler of the caller's raises."""
+    """Log a message of the pool. The pool goes on if one of the caller's handlers raises."""
     later(log_here, level, text, arguments, sys.exc_info()[1] if with_traceback else None)
 
 
@@ -171,17 +178,18 @@ def log_here(
             traceback.print_exc(file=sys.__stderr__)
 
 
-# --- what tasks printed, logged and warned of
+# --- prints, log records and warnings of tasks
 
 
 def given_again(message: PrintedText | LoggedRecord) -> None:
-    """Print, or log, in the caller what a task has printed or logged."""
+    """Print or log in the caller what a task has printed or logged."""
     try:
         if isinstance(message, PrintedText):
             printed_again(message)
         else:
             logged_again(message)
-    except Exception:  # of a stream or a handler of the caller's
+    # One of the caller's streams or handlers failed.
+    except Exception:
         report(
             logging.ERROR,
             "what a task has printed or logged cannot be given again here",
@@ -191,9 +199,10 @@ def given_again(message: PrintedText | LoggedRecord) -> None:
 
 def printed_again(printed: PrintedText) -> None:
     stream = sys.stdout if printed.stream == "stdout" else sys.stderr
-    if stream is None:  # a program without a console has none
+    # A program without a console has no stream.
+    if stream is None:
         return
-    # nobody reads it any more, or it is closed: a task cannot help that
+    # Perhaps nobody reads the stream any more, or it is closed. That is not the task's fault.
     with contextlib.suppress(OSError, ValueError):
         stream.write(printed.text)
 
@@ -206,7 +215,7 @@ def logged_again(logged: LoggedRecord) -> None:
 
 
 def loads_record(pickled: bytes) -> logging.LogRecord:
-    """As if it had been logged here: with the exception, and with the level's name."""
+    """Make the record as if it had been logged here, with the exception and the level's name."""
     attributes, exception = RecordUnpickler(io.BytesIO(pickled)).load()
     record = logging.makeLogRecord(RecordUnpickler(io.BytesIO(attributes)).load())
     if (name := logging.getLevelName(record.levelno)) != f"Level {record.levelno}":
@@ -222,14 +231,15 @@ def loads_record(pickled: bytes) -> logging.LogRecord:
 def exception_again(pickled: bytes, text: str) -> BaseException:
     try:
         error = RecordUnpickler(io.BytesIO(pickled)).load()
-    except Exception:  # its class is not here, or its own code failed; there is the text
+    # The exception's class is missing here, or its own code failed. The text is left.
+    except Exception:
         error = None
     return error if isinstance(error, BaseException) else RemoteError(text.rpartition("\n")[2])
 
 
 class RecordUnpickler(ClassUnpickler):
-    """The thread that gives records may not wait for an import, as the importing thread may wait
-    for the pool's end."""
+    """Unpickles records without an import. The callbacks thread may not wait for one, because the
+    importing thread may wait for the pool's end."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
@@ -244,7 +254,7 @@ class RecordUnpickler(ClassUnpickler):
 
 
 def log_levels() -> LogLevels:
-    """What a task sees of them."""
+    """Return the caller's levels of `logging`, which tasks use, too."""
     loggers = [*logging.root.manager.loggerDict.items(), ("root", logging.root)]
     seen = {
         name: Logger(each.level, bool(each.disabled), bool(each.propagate))
@@ -258,31 +268,34 @@ def log_levels() -> LogLevels:
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-# what Python keeps for each module, so that a filter can say "once"
+# Python has such a registry for each module, so that a filter can say "once".
 ALREADY_WARNED: dict[Any, Any] = {}
 
 
-Warnings = deque[WarningReport] | tuple[()]  # of tasks, that have come
+# warnings of tasks that have arrived
+Warnings = deque[WarningReport] | tuple[()]
 
 
 def taken(warned: Warnings) -> Iterator[WarningReport]:
-    """Each once, though several threads may ask."""
+    """Take each warning once, even if several threads ask."""
     while warned:
         try:
             yield warned.popleft()
-        except IndexError:  # another thread was faster
+        # Another thread was faster.
+        except IndexError:
             return
 
 
 def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they
-    make it an error.
+    """Give a task's warning in the caller, whose filters decide about it.
 
-    One that is said of who called the task (by `stacklevel`) is said of the caller's line.
+    If they make it an error, it is raised here. If the warning's `stacklevel` points to the code
+    that called the task, the warning shows the caller's line.
     """
     try:
         instance = classes.loads(message)
-    except Exception as error:  # its class cannot be imported here
+    # The warning's class cannot be imported here.
+    except Exception as error:
         instance = UserWarning(f"a warning that cannot be loaded here ({error})")
     if is_own(file):
         frame, _ = outside()

@@ -1,10 +1,10 @@
-"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by
-changing one name.
+"""`Executor` is a `concurrent.futures.Executor` over a pool. Code for `ProcessPoolExecutor` gets
+gradients by changing one name.
 
 A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history.
-Here calls are run again elsewhere, and only one that kills its workers every time fails, with an
-exception that is a `BrokenProcessPool` too. Results keep their gradients after a `shutdown`: a
-worker ends when no graph is kept there any more. Caller only.
+Here another worker runs the calls again. Only a call that kills its workers every time fails, with
+an exception that is a `BrokenProcessPool`, too. Results keep their gradients after a `shutdown`,
+because a worker ends only when it keeps no graph any more. Caller only.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ POOL_OPTIONS = [
 class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
 
-    A `with` block waits at its end until all that was submitted is done. But an interrupt that
-    leaves it (KeyboardInterrupt, SystemExit) cancels all of that: also calls that run, unless they
-    end within 0.2 s.
+    A `with` block waits at its end until all submitted calls are done. If an interrupt
+    (KeyboardInterrupt, SystemExit) leaves the block, all calls are cancelled. This includes running
+    calls, unless they end within 0.2 s.
 
     Args:
-        max_workers: number of workers; None for as many CPUs as this process may use.
-        mp_context: a context of `multiprocessing`; None for mpgrad's own.
-        initializer: called once in each worker, with `initargs`.
-        initargs: its arguments.
-        max_tasks_per_child: number of calls after which a worker is replaced; None for never.
+        max_workers: the number of workers. None: one for each CPU that this process may use.
+        mp_context: a context of `multiprocessing`. None: mpgrad's own.
+        initializer: a function that each worker calls once, with `initargs`.
+        initargs: the arguments of `initializer`.
+        max_tasks_per_child: the number of calls after which a worker is replaced. None: never.
         **options: see `mpgrad.Pool`.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
-            value.
+        ValueError, TypeError: an argument is out of range or of the wrong type. The message names
+            the argument and its value.
 
     Example:
         >>> import torch, mpgrad
@@ -91,7 +91,8 @@ class Executor(concurrent.futures.Executor):
         max_tasks_per_child: int | None = None,
         **options: Unpack[MoreOptions],
     ) -> None:
-        if isinstance(max_workers, int) and max_workers <= 0:  # in the words of concurrent.futures
+        # The message is that of concurrent.futures.
+        if isinstance(max_workers, int) and max_workers <= 0:
             raise ValueError(f"max_workers must be greater than 0 (max_workers: {max_workers})")
         if max_workers is not None:
             positive("max_workers", max_workers)
@@ -104,16 +105,19 @@ class Executor(concurrent.futures.Executor):
         self._pool = Pool(
             max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options
         )
-        # of the sets below; finalizers, and handlers of signals, may come here again
+        # The lock guards the sets below. Finalizers and signal handlers may take it again.
         self._lock = threading.RLock()
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
         UNFINISHED.add(self._pool._scheduler)
-        weakref.finalize(self, self._pool._leave).atexit = False  # what was submitted is still done
+        # Submitted calls still run after the executor is gone.
+        weakref.finalize(self, self._pool._leave).atexit = False
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
-        """As `Pool.submit`; but the future raises what cannot be sent, as in `concurrent.futures`.
+        """Run ``fn(*args, **kwargs)`` on a worker, as `Pool.submit` does.
+
+        If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 
         Raises:
             RuntimeError: after `shutdown`.
@@ -131,10 +135,11 @@ class Executor(concurrent.futures.Executor):
         function = callable_of(fn)
         self._check_open()
         try:
-            # no lock is held: the caller's code is run, to pickle it
+            # No lock is held here, because pickling runs the caller's code.
             future = self._pool.submit(function, *args, **kwargs)
         except Exception as error:
-            self._check_open()  # another thread may have shut it down meanwhile
+            # Another thread may have shut the executor down meanwhile.
+            self._check_open()
             self._pool._scheduler.life.check_open()
             future = self._pool._submitter.failed_call(without_frames(error))
         with self._lock:
@@ -149,25 +154,24 @@ class Executor(concurrent.futures.Executor):
         chunksize: int | None = None,
         buffersize: int | None = None,
     ) -> Iterator[R]:
-        """``map(fn, *iterables)`` on the workers: the results in order.
+        """Return an iterator over ``map(fn, *iterables)``, computed by the workers, in order.
 
         Args:
-            fn: takes as many arguments as there are iterables.
-            iterables: are taken from at once, unless there is a `buffersize`.
+            fn: a function with as many arguments as there are iterables.
+            iterables: the arguments. All items are taken at once, unless there is a `buffersize`.
             timeout: seconds from now, after which `next` raises.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a
-                call.
-            buffersize: as in Python 3.14: the number of chunks (of items, if there is no
-                `chunksize`) that are taken ahead of the results; the iterables may be endless.
+            chunksize: the number of items that are sent together. None: it follows the measured
+                cost of a call.
+            buffersize: the number of chunks that are taken ahead of the results, as in Python 3.14.
+                Without a `chunksize` it is the number of items. The iterables may be endless.
                 None: all items are taken at once.
 
         Raises:
-            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that
-                is `TimeoutError`).
-            Exception: what the first failing call raised, or what was raised where one could not be
-                sent.
-            RuntimeError: after `shutdown`. With a `buffersize` also by `next`, once the results of
-                the items that were taken before have been given.
+            concurrent.futures.TimeoutError: a result has not arrived in time. (Since Python 3.11
+                this is `TimeoutError`.)
+            Exception: the exception of the first call that failed or could not be sent.
+            RuntimeError: after `shutdown`. With a `buffersize`, `next` raises it, too, once it has
+                returned the results of all items taken before the shutdown.
             ValueError: `chunksize` or `buffersize` is less than 1.
             TypeError: one of them is not an integer, or `timeout` is not a number.
 
@@ -187,7 +191,7 @@ class Executor(concurrent.futures.Executor):
         seconds = seconds_or_none("timeout", timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         arguments = zip(*(iterator("the items", each) for each in iterables), strict=False)
-        # the caller's code runs: it may use the executor
+        # The caller's code runs here, and may use the executor.
         items = list(arguments) if buffersize is None else self._while_open(arguments)
         window = math.inf if buffersize is None else buffersize * (chunksize or 1)
         self._check_open()
@@ -204,8 +208,9 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, deadline)
 
     def stats(self) -> PoolStats:
-        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many
-        died.
+        """Return the numbers of each worker and of the pool, as `Pool.stats` does.
+
+        They say what is under way, done and held, and how many workers died.
 
         Example:
             >>> import mpgrad
@@ -217,7 +222,7 @@ class Executor(concurrent.futures.Executor):
         return self._pool.stats()
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
-        """As `Pool.timeline`: which worker runs which item in a block, and when.
+        """Record which worker runs which item in a block, and when, as `Pool.timeline` does.
 
         Example:
             >>> import mpgrad
@@ -231,7 +236,7 @@ class Executor(concurrent.futures.Executor):
         return self._pool.timeline(path)
 
     def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
-        """As `Pool.progress`: a bar over what is done in a block, futures and backwards.
+        """Show how many futures and backwards are done in a block, as `Pool.progress` does.
 
         Example:
             >>> import mpgrad
@@ -247,14 +252,14 @@ class Executor(concurrent.futures.Executor):
         return self._pool.progress(progress)
 
     def resize(self, max_workers: int) -> None:
-        """As `Pool.resize`: have another number of workers.
+        """Change the number of workers, as `Pool.resize` does.
 
         Workers that are too many take no new calls, and end when they keep no graph any more.
 
         Raises:
             RuntimeError: after `shutdown`.
             ValueError: `max_workers` is less than 1; otherwise as `Pool.resize`.
-            TypeError: it is not an integer.
+            TypeError: `max_workers` is not an integer.
 
         Example:
             >>> import mpgrad
@@ -270,14 +275,15 @@ class Executor(concurrent.futures.Executor):
     def shutdown(
         self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False
     ) -> None:
-        """Take no new calls. Workers end when all is done, and the graphs that they keep are not
-        needed any more.
+        """Take no new calls. Workers end when all is done and nobody needs their graphs any more.
 
         Args:
-            wait: until all that was submitted has ended; with `kill_workers`, until workers have.
-            cancel_futures: cancel what has not begun.
-            kill_workers: as in loky: kill the workers. All calls that have not ended fail with a
-                `BrokenProcessPool`. Results that have come stay valid, but their graphs are gone.
+            wait: wait until all submitted calls have ended; with `kill_workers`, until the workers
+                have ended.
+            cancel_futures: cancel calls that have not begun.
+            kill_workers: kill the workers, as in loky. All calls that have not ended fail with a
+                `BrokenProcessPool`. Results that have arrived stay valid, but their graphs are
+                gone.
 
         Example:
             >>> import time, mpgrad
@@ -313,8 +319,9 @@ class Executor(concurrent.futures.Executor):
         in Python 3.14.
 
         Calls that have not begun are cancelled. Calls that run fail with a `BrokenProcessPool`.
-        Results that have come stay valid, but their graphs are gone: a backward raises the same.
-        It does not wait for the workers. One that has not ended 2 s later is killed.
+        Results that have arrived stay valid, but their graphs are gone, and a backward raises the
+        same error. The method does not wait for the workers. A worker that has not ended 2 s later
+        is killed.
 
         Example:
             >>> import time, mpgrad
@@ -328,7 +335,7 @@ class Executor(concurrent.futures.Executor):
         self._break_off("terminate_workers()", signal.SIGTERM)
 
     def kill_workers(self) -> None:
-        """`terminate_workers` with SIGKILL, which no call can handle.
+        """Shut down as `terminate_workers` does, with SIGKILL, which no call can handle.
 
         Example:
             >>> import time, mpgrad
@@ -342,7 +349,7 @@ class Executor(concurrent.futures.Executor):
         self._break_off("kill_workers()", signal.SIGKILL)
 
     def _break_off(self, asked: str, by: signal.Signals) -> None:
-        """Have the workers end by this signal, because of what the caller asked."""
+        """End the workers with this signal, because of the call `asked`."""
         error = BrokenProcessPool(f"{asked} ended workers, their calls and graphs")
         self._pool._scheduler.break_off(error, by)
 
@@ -353,14 +360,14 @@ class Executor(concurrent.futures.Executor):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        # a generator is closed also where its caller has simply seen enough
+        # A GeneratorExit is no interrupt: a caller may close a generator because it has enough.
         if error is not None and not isinstance(error, (Exception, GeneratorExit)):
             self.shutdown(wait=False, cancel_futures=True)
             self._pool._scheduler.cancel_all_with_grace()
         self.shutdown()
 
     def _while_open(self, arguments: Iterator[R]) -> Iterator[R]:
-        """Those of a map that takes them as it needs them; after the shutdown it may not."""
+        """Yield the arguments of a map that takes them as needed. After a shutdown, raise."""
         for each in arguments:
             self._check_open()
             yield each
@@ -373,15 +380,18 @@ class Executor(concurrent.futures.Executor):
 
 
 def without_frames(error: Exception) -> Exception:
-    """`error` with its traceback as text only: frames would keep the arguments for as long as the
-    future."""
+    """Return `error` with its traceback as text only.
+
+    The frames would keep the arguments for as long as the future.
+    """
     write(error, "__cause__", RemoteTraceback(traceback_of(error)))
     write(error, "__context__", None)
-    return BaseException.with_traceback(error, None)  # the class may have another one
+    # The exception's class may have a `with_traceback` of its own.
+    return BaseException.with_traceback(error, None)
 
 
 def check_buffersize(buffersize: object) -> None:
-    """Raises TypeError or ValueError, in the words of concurrent.futures."""
+    """Raise TypeError or ValueError for a wrong value, with the messages of concurrent.futures."""
     if isinstance(buffersize, bool) or not isinstance(buffersize, int):
         raise TypeError(f"buffersize must be an integer or None (buffersize: {buffersize!r})")
     if buffersize < 1:
@@ -389,13 +399,16 @@ def check_buffersize(buffersize: object) -> None:
 
 
 def raised_later(error: Exception) -> Iterator[Any]:
-    """An iterator that raises at the first `next`, as one does whose calls could not be sent."""
+    """Return an iterator that raises at the first `next`, because its calls could not be sent."""
     yield from ()
     raise error
 
 
 def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
-    """The results, each before the deadline; who stops asking cancels what has not begun."""
+    """Yield the results, each before the deadline.
+
+    If the caller stops asking, calls that have not begun are cancelled.
+    """
     try:
         while True:
             try:
@@ -413,17 +426,20 @@ def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
         results._cancel_rest()
 
 
-UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()  # of executors
+# the schedulers of executors
+UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 INTERPRETER_ENDS = threading.Event()
 
 
 def finish_all() -> None:
-    """As the interpreter ends: what was submitted is done first, as in concurrent.futures."""
+    """Finish all submitted calls when the interpreter ends, as in concurrent.futures."""
     INTERPRETER_ENDS.set()
     for scheduler in list(UNFINISHED):
-        if scheduler.life.is_ours:  # a forked child has those of its parent too
+        # A forked child has its parent's schedulers, too.
+        if scheduler.life.is_ours:
             scheduler.leave()
             scheduler.await_all()
 
 
-atexit.register(finish_all)  # before the pools' own end, which was registered earlier
+# This runs before the pools' own end, which was registered earlier.
+atexit.register(finish_all)

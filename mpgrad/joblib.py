@@ -1,18 +1,18 @@
-"""A pool as a backend of joblib: `joblib.Parallel` with gradients.
+"""This module makes a pool a backend of joblib, so that `joblib.Parallel` has gradients.
 
-joblib's own backends return copies whose history ended at the process border. With this one, code
-that is written for joblib gets results that are connected to the arguments and captures of its
+joblib's own backends return copies whose history ended at the process border. With this backend,
+code written for joblib gets results that are connected to the arguments and captures of its
 functions.
 
-    [1] Parallel takes a batch of calls from its iterable            caller's thread, later [4]'s
-    [2] submit: an operation of the pool, like a `starmap_async`
-    [3] it is done                                                   the pool's thread for callbacks
-    [4] joblib's callback, which has the next batch submitted        a thread of our own
-    [5] results, and the nodes of their graphs, are made             whoever iterates over results
+    [1] Parallel takes a batch of calls from its iterable         the caller's thread, later [4]'s
+    [2] submit starts an operation, like a `starmap_async`
+    [3] the operation is done                                     the callbacks thread
+    [4] joblib's callback submits the next batch                  a thread of this module
+    [5] results, and the nodes of their graphs, are made          the thread that iterates over them
 
-[4] has a thread because it takes from the caller's iterable, whose code may take long; other
-callbacks of the pool would wait. It runs under the modes of the thread that called Parallel. Caller
-only; the package that it imports is joblib's.
+[4] has a thread of its own because it takes items from the caller's iterable, whose code may take
+long. Other callbacks of the pool would have to wait. It runs under the modes of the thread that
+called Parallel. Caller only; `joblib` in the imports below is the joblib package.
 """
 
 from __future__ import annotations
@@ -55,35 +55,38 @@ except ImportError as error:
 
 __all__ = ["register"]
 
-# seconds from sending a batch to its end, between which batches keep their size
+# Batches keep their size if they take between so many seconds, from sending to their end.
 SHORTEST, LONGEST = 0.02, 0.2
-# what joblib tells every backend; these concern its own ones
+# joblib passes these options to every backend, but they concern only its own
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
-# the others are the process's
+# the modes that a thread has; the others belong to the process
 MODES_OF_A_THREAD = "grad", "inference", "autocast", "device", "thread_settings"
 
 
 def register(make_default: bool = False) -> None:
-    """Have joblib know the backend "mpgrad".
+    """Register the backend "mpgrad" with joblib.
 
-    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too,
-    such as `deterministic` or `graphs`. `n_jobs` means what it means to joblib: -1 for as many
-    workers as CPUs (on a cluster, as it has room for), None for 1, which is the serial loop.
-    PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker. Without it they
-    have this machine's CPUs divided by the number of workers, if no variable such as
-    OMP_NUM_THREADS says otherwise (one, on a cluster that says how many workers there are). All
-    that runs under one `parallel_config`, or in one ``with Parallel(...)``, is run by the same
-    workers. They end with it, and when no graph that they keep is needed any more. A `Parallel`
-    inside of a task runs serially. Random numbers of a task depend on which tasks travel with it;
-    seed each task to fix them. A generator that several tasks are given has another stream in each.
+    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool`,
+    too, such as `deterministic` or `graphs`. `n_jobs` means the same as in joblib. -1 means as many
+    workers as CPUs (on a cluster, as many as it has room for). None means 1, which is the serial
+    loop.
+
+    PyTorch and other libraries use ``inner_max_num_threads`` threads in a worker. Without it they
+    use this machine's CPUs divided by the number of workers, unless a variable such as
+    OMP_NUM_THREADS says otherwise. On a cluster that says how many workers there are, they use one.
+
+    The same workers run everything under one `parallel_config`, or in one ``with Parallel(...)``.
+    They end after it, once nobody needs the graphs that they keep. A `Parallel` inside a task runs
+    serially. A task's random numbers depend on the tasks that are sent with it; seed each task to
+    fix them. If several tasks are given one generator, each has another stream of it.
 
     Args:
-        make_default: use it wherever no backend is named.
+        make_default: use this backend wherever no backend is named.
 
     Raises:
-        ImportError: (of the module) joblib is not installed.
-        ValueError: (of `joblib.Parallel`) `n_jobs` is 0.
+        ImportError: joblib is not installed. Importing this module raises this.
+        ValueError: `n_jobs` is 0. `joblib.Parallel` raises this.
 
     Example:
         >>> import joblib, torch, mpgrad.joblib
@@ -99,12 +102,12 @@ def register(make_default: bool = False) -> None:
 
 
 class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
-    """What `joblib.Parallel` asks of a backend, answered by an `mpgrad.Pool`.
+    """A backend of `joblib.Parallel` that uses an `mpgrad.Pool`.
 
     Args:
-        nesting_level: how many `Parallel`s are around this one.
-        inner_max_num_threads: intra-op threads of each worker.
-        **options: of `mpgrad.Pool`.
+        nesting_level: the number of `Parallel`s around this one.
+        inner_max_num_threads: the number of intra-op threads of each worker.
+        **options: options of `mpgrad.Pool`.
     """
 
     supports_inner_max_num_threads = True
@@ -126,17 +129,20 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         self._callbacks = ThreadPoolExecutor(1, "mpgrad-joblib")
         self._under_way: weakref.WeakSet[Job] = weakref.WeakSet()
         self._batch_size = 1
-        self._streams = ItemStreams(None)  # over all batches of a Parallel
-        self._begun = 0  # tasks of these
+        # The streams go on over all batches of a Parallel.
+        self._streams = ItemStreams(None)
+        # the number of tasks that have been sent in these batches
+        self._begun = 0
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """How many workers joblib's `n_jobs` asks for."""
+        """Return how many workers joblib's `n_jobs` means."""
         if n_jobs == 0:
             raise ValueError(
                 "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 "
                 "(n_jobs: 0)"
             )
-        if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
+        # In a worker, the pool around it uses the CPUs already.
+        if n_jobs is None or PLACE.in_worker:
             return 1
         if (
             n_jobs == -1
@@ -148,7 +154,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
-        """Have workers for `parallel`; those of the call before, where these will do."""
+        """Get workers for `parallel`. If the workers of the call before fit, take them."""
         self._streams, self._begun = ItemStreams(None), 0
         named = {
             **self._options,
@@ -160,7 +166,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             and traits_of(named.get("engine") or "process").remote
             and not PLACE.in_worker
         ):
-            workers = None  # the cluster knows
+            # The cluster decides.
+            workers = None
         elif (workers := self.effective_n_jobs(n_jobs)) > 1:
             if threads is None and not any(name in os.environ for name in THREAD_VARIABLES):
                 threads = max(usable_cpus() // workers, 1)
@@ -170,13 +177,13 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         if self._pool is None or self._made_with != wanted:
             self._leave()
             self._pool, self._made_with = Pool(workers, **wanted[1]), wanted
-            # its workers end when no graph that they keep is needed any more
+            # The pool's workers end when nobody needs the graphs that they keep.
             self._leave = finalizer = weakref.finalize(self, self._pool._leave)
             finalizer.atexit = False
         return self._pool.processes
 
     def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:  # [2]
-        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""
+        """Run a `joblib.parallel.BatchedCalls`. An error in sending it is an outcome, too."""
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
         calls = [
@@ -201,73 +208,85 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                     tell,
                     fetch=lambda operation: operation,
                 )
-            except Exception as error:  # in [4] nobody would hear of it
+            # If this were raised in [4], nobody would notice.
+            except Exception as error:
                 job.error = error
                 tell(error)
         return job
 
     def retrieve_result_callback(self, out: Outcome) -> Iterator[Any]:
-        """The results of a batch.
+        """Return an iterator over the results of a batch.
 
         Raises:
-            Exception: what one of its calls raised, or what came of sending it.
+            Exception: the exception of one of its calls, or an error in sending the batch.
         """
         if isinstance(out, BaseException):
             raise out
         return results(out)
 
     def compute_batch_size(self) -> int:
-        """How many calls joblib is to send together next, where nobody says."""
+        """Return how many calls joblib sends together next, if the user does not say."""
         return self._batch_size
 
     def batch_completed(self, batch_size: int, duration: float) -> None:
-        """Double the size of batches that are short, halve that of long ones. `duration`: seconds
-        from sending to the end."""
-        if batch_size == self._batch_size:  # not of one that was sent when the size was another
+        """Double the size of batches that are short, and halve the size of long ones.
+
+        `duration` is the seconds from sending to the end.
+        """
+        # A batch that was sent with another size does not count.
+        if batch_size == self._batch_size:
             if duration < SHORTEST:
                 self._batch_size *= 2
             elif duration > LONGEST:
                 self._batch_size = max(1, self._batch_size // 2)
 
     def terminate(self) -> None:
-        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards
-        the graphs that they keep."""
+        """End a call of Parallel.
+
+        Workers stay, because the next call may need them, and backwards may need their graphs.
+        """
         self._batch_size = 1
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Cancel, with grace, what Parallel does not want any more."""
+        """Cancel with grace the batches that Parallel does not want any more."""
         for job in list(self._under_way):
-            with job.being_sent:  # by another thread, perhaps in this moment
+            # Another thread may be sending the batch in this moment.
+            with job.being_sent:
                 result = job.result
-            # those of others that share this backend go on
+            # The batches of other Parallels that share this backend go on.
             if result is not None and job.callback.parallel._aborting:
                 result._scheduler.cancel_with_grace(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:
-        """For a Parallel in a task."""
+        """Return the backend for a Parallel in a task, which is joblib's serial one."""
         return SequentialBackend(nesting_level=(self.nesting_level or 0) + 1), None
 
 
 class Job:
-    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the
-    thread that sent it."""
+    """A batch under way. It tells joblib's callback of its end, once.
+
+    The callback runs under the modes that PyTorch keeps for the thread that sent the batch.
+    """
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
         self.result: AsyncResult[Any] | None = None
-        self.error: Exception | None = None  # it could not be sent
+        # why the batch could not be sent
+        self.error: Exception | None = None
         self.being_sent = threading.Lock()
         self._told = False
         self._modes = current_modes()
         self._hooks = saved_tensor_hooks()
 
     def tell(self, outcome: Outcome) -> None:
-        """[4]"""
-        with self.being_sent:  # what could be sent of a batch may end before the error is known
+        """Call joblib's callback with the outcome ([4])."""
+        # The part of a batch that could be sent may end before the error is known.
+        with self.being_sent:
             outcome = outcome if self.error is None else self.error
         if self._told:
             return
-        self._told, self.result = True, None  # which refers to this, too
+        # The result refers to this job, too.
+        self._told, self.result = True, None
         of_thread = {name: getattr(self._modes, name) for name in MODES_OF_A_THREAD}
         hooks = (
             torch.autograd.graph.saved_tensors_hooks(*self._hooks)
@@ -279,13 +298,16 @@ class Job:
 
 
 def results(operation: Operation) -> Iterator[Any]:
-    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to
-    it."""
+    """Make the results of a batch in the thread that iterates over them, because the nodes of their
+    graphs belong to this thread."""
     yield from operation.values()  # [5]
 
 
 def identity(function: Callable[..., Any]) -> tuple[int, int]:
-    """The same for equal functions: each access to a method makes another object."""
+    """Return a key that is the same for equal functions.
+
+    Each access to a method makes another object, so `id` alone is not enough.
+    """
     if isinstance(function, MethodType):
         return id(function.__self__), id(function.__func__)
     return id(function), 0

@@ -1,14 +1,14 @@
-"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA
-devices.
+"""Data parallelism with the functions of `torch.nn.parallel`, over the workers of a pool or over
+CUDA devices.
 
 PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be
-a worker: parameters lie in shared memory once, captured by the function that the workers run, and
-their gradients are added up as those of captures are.
+a worker. Parameters are stored in shared memory once, because they are captures of the function
+that the workers run. Their gradients are added up as those of other captures.
 
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run
+For CUDA devices the functions of `torch.nn.parallel` do the work. Caller only; workers run
 `tasks/wrappers.py`.
 """
 
@@ -43,7 +43,7 @@ Device = PoolWorker | torch.device | str | int
 
 
 class ReduceAdd:
-    """Adds up the gradients of replicas: the backward of `replicate`.
+    """Adds up the gradients of replicas, in the backward of `replicate`.
 
     Source: libtorch's `torch/nn/parallel/data_parallel.h`.
 
@@ -55,11 +55,11 @@ class ReduceAdd:
 
     @staticmethod
     def apply(inputs: Sequence[Tensor]) -> Tensor:
-        """The sum of `inputs`, on the device of the first.
+        """Return the sum of `inputs`, on the device of the first.
 
         Raises:
-            ValueError: there are none; they have different sizes or dtypes; or one requires grad,
-                because ReduceAdd has no derivative of its own.
+            ValueError: there are no inputs; they have different sizes or dtypes; or one requires
+                grad, although ReduceAdd has no derivative of its own.
         """
         if not inputs:
             raise ValueError("ReduceAdd needs at least one input (inputs: 0)")
@@ -85,7 +85,7 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Broadcast(torch.autograd.Function):
-    """`count` views of each tensor, whose gradients are added up."""
+    """Makes `count` views of each tensor, and adds up their gradients."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
         there = [[grad for grad in of_one if grad is not None] for of_one in each]
-        # the first has derivatives of its own
+        # `summed` has derivatives of its own, and ReduceAdd has none.
         add = summed if torch.is_grad_enabled() else ReduceAdd.apply
         return None, *(add(of_one) if of_one else None for of_one in there)
 
@@ -105,19 +105,19 @@ class Broadcast(torch.autograd.Function):
 def replicate(
     network: nn.Module, devices: Sequence[Device], detach: bool = False
 ) -> list[nn.Module]:
-    """Replicas of a module, one for each device, whose parameters are connected to the original's.
+    """Return replicas of a module, one for each device, with parameters connected to the original.
 
-    On workers all replicas look at the memory of the original's parameters. Replica 0 has the
-    original's own buffers, so that what its forward writes there (running statistics) is seen in
-    the original; others have copies.
+    On workers all replicas share the memory of the original's parameters. Replica 0 has the
+    original's own buffers, so the original sees what its forward writes there, such as running
+    statistics. The other replicas have copies of the buffers.
 
     Args:
-        network: the module; tied parameters stay tied.
+        network: the module. Tied parameters stay tied.
         devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices.
         detach: do not connect the replicas' parameters.
 
     Raises:
-        ValueError: no devices, or of different kinds.
+        ValueError: there are no devices, or they are of different kinds.
 
     Source: `torch.nn.parallel.replicate`; the gradients as in libtorch's `replicate`.
 
@@ -157,17 +157,19 @@ def replicate(
 def scatter(
     inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
 ) -> list[Any]:
-    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor
-    goes to all of them.
+    """Cut all tensors in `inputs` into chunks along `dim`, one for each device.
+
+    Objects that are not tensors go to all devices.
 
     Args:
         inputs: a tensor of any shape, or a structure of tuples, lists and dicts.
-        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes
-            them, which may be fewer.
+        chunk_sizes: sizes of the chunks along `dim`. None: equal sizes, as `torch.chunk` makes
+            them, which may give fewer chunks.
 
     Raises:
-        ValueError: no devices, or not one chunk size for each; tensors would be cut into different
-            numbers of chunks; as PyTorch's `split`, where sizes do not add up.
+        ValueError: there are no devices, or not one chunk size for each device; or tensors would be
+            cut into different numbers of chunks. If the sizes do not add up, the error is that of
+            PyTorch's `split`.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -186,8 +188,7 @@ def scatter(
 
 
 class Scatter(NamedTuple):
-    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where
-    to."""
+    """Cuts inputs into a number of shares, of these sizes, along a dimension, for these targets."""
 
     shares: int
     chunk_sizes: Sequence[int] | None
@@ -195,7 +196,7 @@ class Scatter(NamedTuple):
     targets: Sequence[torch.device] | None
 
     def checked_chunks(self, inputs: Any) -> list[Any]:
-        """`chunks`, none of which is lost because another tensor has fewer."""
+        """Return `chunks`, or raise ValueError if one would be lost because a tensor has fewer."""
         sizes = [
             leaf.shape[self.dim]
             for leaf in tree_leaves(inputs)
@@ -213,8 +214,10 @@ class Scatter(NamedTuple):
         return self.chunks(inputs)
 
     def chunks(self, inputs: Any) -> list[Any]:
-        """For each share its part of `inputs`, all of them the same where they hold no tensor;
-        perhaps fewer than `shares`."""
+        """Return the part of `inputs` for each share.
+
+        Without tensors in `inputs` all parts are the same. There may be fewer parts than `shares`.
+        """
         if isinstance(inputs, Tensor):
             sizes = self.chunk_sizes
             cut = (
@@ -250,23 +253,23 @@ def parallel_apply(
     devices: Sequence[Device] | None = None,
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
 ) -> list[Any]:
-    """``[module(*inputs) for module, inputs in zip(modules, inputs)]``, side by side.
+    """Return ``[module(*inputs) for module, inputs in zip(modules, inputs)]``, run in parallel.
 
     Args:
-        modules: on workers, any modules; what the first one writes to its buffers is written to
-            them here too.
+        modules: any modules, on workers. If the first module writes to its buffers, the caller's
+            buffers change, too.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which
-            have to be CUDA devices.
+        devices: workers of a pool, or CUDA devices. None: the devices that the modules are on,
+            which have to be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:
         The outputs, in order.
 
     Raises:
-        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is
-            None, and a module has no parameters.
-        Exception: what the first replica raised, with a note that names it.
+        ValueError: the numbers of modules, inputs, kwargs and devices are not the same; or
+            `devices` is None, and a module has no parameters.
+        Exception: the exception of the first replica that failed, with a note that names it.
 
     Source: `torch.nn.parallel.parallel_apply`.
 
@@ -300,7 +303,7 @@ def applied(
     inputs: Sequence[Any],
     kwargs: Sequence[dict[str, Any]],
 ) -> list[Any]:
-    """The output of each module, or of the only one for each of the inputs."""
+    """Return the output of each module for its input, or of the only module for each input."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
     calls: list[Any] = [
         ((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))
@@ -316,15 +319,17 @@ def applied(
 
 
 def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int = 0) -> Any:
-    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the
-    first one is).
+    """Join the outputs of replicas along `dim`, on `output_device`.
+
+    If that is None or a worker, the device is that of the first output.
 
     Args:
-        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named
-            tuples) of them. Numbers without dimensions are stacked, with a warning.
+        outputs: tensors of one shape except in `dim`, or structures (tuples, lists, dicts, named
+            tuples) of them. Tensors without dimensions are stacked, with a warning.
 
     Raises:
-        ValueError: no outputs; dicts with different keys; tensors beside something else.
+        ValueError: there are no outputs, dicts have different keys, or tensors are mixed with other
+            objects.
 
     Source: `torch.nn.parallel.gather`.
 
@@ -388,21 +393,21 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """``module(input)`` with the input cut along `dim` and evaluated side by side.
+    """Return ``module(input)``, with the input cut along `dim` and its parts run in parallel.
 
     Args:
-        module: on workers it may have any captures, hooks and buffers.
-        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their
-            tensors is the batch.
-        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA
-            devices there are. An input that is smaller than their number uses fewer.
-        output_device: where outputs are gathered; None for the first device.
-        module_kwargs: keyword arguments, cut likewise.
+        module: any module. On workers it may have any captures, hooks and buffers.
+        input: one argument, a tuple of arguments, or None for no argument. Dimension `dim` of
+            their tensors is the batch.
+        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices. None: all CUDA devices.
+            An input that is smaller than their number uses fewer.
+        output_device: the device of the joined outputs. None: the first device.
+        module_kwargs: keyword arguments, which are cut in the same way.
 
     Raises:
-        ValueError: there are no devices, or they are of different kinds; tensors would be cut into
-            different numbers of chunks (`torch.nn.parallel` drops rows then).
-        Exception: what the first replica raised, with a note that names it.
+        ValueError: there are no devices, or they are of different kinds; or tensors would be cut
+            into different numbers of chunks (`torch.nn.parallel` drops rows then).
+        Exception: the exception of the first replica that failed, with a note that names it.
 
     Source: `torch.nn.parallel.data_parallel`, libtorch's `torch::nn::parallel::data_parallel`.
 
@@ -429,16 +434,16 @@ def data_parallel(
     chunks, chunks_of_kwargs = scattered_arguments(inputs, kwargs, len(devices), dim)
     if len(chunks) == 1:
         return module(*chunks[0], **chunks_of_kwargs[0])
-    # no replicas are needed: each worker gets the module as it is captured here
+    # No replicas are needed, because the module is a capture that each worker gets.
     return gather(applied(pool, [module], chunks, chunks_of_kwargs), output_device, dim)
 
 
 class DataParallel(nn.Module):
-    """A module that is `data_parallel` over `devices` whenever it is called.
+    """A module whose calls run as `data_parallel` over `devices`.
 
     Args:
-        module: see `data_parallel`; it stays `self.module`.
-        devices, output_device, dim: likewise.
+        module: see `data_parallel`. The module is kept as `self.module`.
+        devices, output_device, dim: see `data_parallel`.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -473,14 +478,14 @@ class DataParallel(nn.Module):
 def scattered_arguments(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int, dim: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The positional and the keyword arguments of each share."""
+    """Return the positional and the keyword arguments of each share."""
     cut = Scatter(count, None, dim, None)
     both = cut.checked_chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
     return [each for each, _ in both], [each for _, each in both]
 
 
 def pool_of(devices: Sequence[Device]) -> Pool | None:
-    """The pool whose workers `devices` are; None for CUDA devices."""
+    """Return the pool whose workers the `devices` are; None for CUDA devices."""
     if not devices:
         raise ValueError(
             "there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices"
@@ -499,7 +504,7 @@ def pool_of(devices: Sequence[Device]) -> Pool | None:
 
 
 def cuda_name(device: Device) -> torch.device:
-    """Raises ValueError for any other kind of device."""
+    """Return the CUDA device, or raise ValueError for any other kind of device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
         raise ValueError(

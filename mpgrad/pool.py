@@ -1,12 +1,13 @@
-"""The pool: `multiprocessing.Pool`'s interface, with gradients.
+"""`Pool` has the interface of `multiprocessing.Pool`, with gradients.
 
 multiprocessing.Pool returns copies whose history ended at the process border. Here every result is
 connected to the items and captures it came from, and its backward runs in the worker that made it.
 
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
-        sum(results).backward()            # so is this
-Caller only. Public methods, with what they take and raise; what they do is in `submission`.
+        sum(results).backward()            # this runs on worker processes, too
+Caller only. This module has the public methods, with their arguments and errors. `submission` does
+the work.
 """
 
 # long because: three lines in four are signatures and docstrings of the public interface
@@ -71,20 +72,20 @@ class Pool:
     `graphs`.
 
     Everyday arguments:
-        processes: the number of workers. None: one for each CPU that this process may use; affinity
-            and cgroup quota count.
+        processes: the number of workers. None: one for each CPU that this process may use. CPU
+            affinity and cgroup quota limit these.
         initializer: a function that each worker calls once, with `initargs`, before anything else.
             If it raises, the pool is broken: each call raises the same exception.
         initargs: the arguments of `initializer`.
         engine: where calls run: "process", "thread", "inline" (the caller's thread, for debugging),
             "stream" (threads with a CUDA stream each) or "ray" (a cluster). None: "process". Inside
             a task None means "inline", unless there is a `timeout`.
-        threads_per_worker: the intra-op threads of PyTorch in each worker process, and of other
-            libraries such as OpenBLAS. None: one, but environment variables such as
-            OPENBLAS_NUM_THREADS hold for the other libraries.
+        threads_per_worker: the number of intra-op threads that PyTorch and other libraries, such as
+            OpenBLAS, use in each worker process. None: one. The other libraries then still follow
+            environment variables such as OPENBLAS_NUM_THREADS.
         devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with
-            the device of each worker, or one device for all `processes` (None: one). None: the CPU.
-            Engines "process" and "stream" only.
+            the device of each worker, or one device for all `processes` (None: one worker). None:
+            the CPU. Engines "process" and "stream" only.
         ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
@@ -99,7 +100,7 @@ class Pool:
     Expert arguments:
         graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it
             can predict their gradients. "keep" keeps each graph until its backward. "recompute"
-            keeps none: a backward runs the forward again.
+            keeps no graphs, and a backward runs the forward again.
         graph_memory: bytes of CPU memory for the graphs in each worker, or a text such as "2 GiB".
             Beyond that, the worker drops the largest graphs, and their backwards run the forward
             again. None: no limit.
@@ -109,12 +110,12 @@ class Pool:
             workers faster. Engine "process" only; the others ignore it.
 
     Raises:
-        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its
-            value.
-        pickle.PicklingError: `initializer` or its arguments cannot be carried.
-        UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
-        ImportError, ConnectionError, RuntimeError: engine "ray": Ray is missing; no cluster is
-            there; no node has room.
+        ValueError, TypeError: an argument is out of range or of the wrong type. The message names
+            the argument and its value.
+        pickle.PicklingError: `initializer` or its arguments cannot be pickled.
+        UnsupportedTorchError: the installed PyTorch does not do what mpgrad relies on.
+        ImportError, ConnectionError, RuntimeError: with engine "ray", Ray is missing, there is no
+            cluster, or no node has room.
 
     Example:
         >>> import torch, mpgrad
@@ -145,7 +146,7 @@ class Pool:
         devices: Device | Sequence[Device] | None = None,
         ray: Ray | None = None,
     ) -> None:
-        # long because: each argument is the user's to name
+        # long because: it has every argument of the public interface
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
@@ -172,14 +173,17 @@ class Pool:
         try:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)
-            # not of the pool: graphs that torch.func follows ask for further operations without it
+            # The finalizer belongs to the submitter and not to the pool. Graphs that torch.func
+            # follows use the submitter without the pool.
             self._finalizer = weakref.finalize(
                 self._submitter, self._scheduler.terminate_without_waiting
             )
-            self._finalizer.atexit = False  # that is for `terminate_all`
+            # At exit, `terminate_all` ends the pool.
+            self._finalizer.atexit = False
             self._scheduler.start()
             load_generators()
-        except BaseException:  # KeyboardInterrupt, or no thread is left
+        # This may be a KeyboardInterrupt, or no thread is left.
+        except BaseException:
             self._scheduler.terminate_without_waiting()
             raise
 
@@ -222,42 +226,44 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
-        """``[func(item) for item in iterable]`` on the workers.
+        """Return ``[func(item) for item in iterable]``, computed by the workers.
 
-        The first items are begun first; but of the last ones of a list, where calls take 10 ms or
-        more, those with the largest tensors.
+        Workers begin with the first items. Among the last items of a list, they begin with those
+        that have the largest tensors, if calls take 10 ms or more.
 
         Args:
-            func: any function, also a lambda, closure, bound method, partial, module, or a
-                `torch.autograd.Function` class. Tensors that it reaches are its captures; gradients
-                flow to them too.
+            func: any function, including lambdas, closures, bound methods, partials, modules and
+                `torch.autograd.Function` classes. Tensors that it reaches are its captures, and
+                gradients flow to them, too.
             iterable: tensors, or structures with tensors anywhere inside.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a
-                call.
-            progress: True or a description for a bar of tqdm's, in notebooks its widget; or a
-                function of (done, total, seconds left), called in a thread of its own when they
-                change, at most ten times a second; None where not known.
-            timeout: seconds for each call; None for the pool's own `timeout`.
-            on_error: "raise": the first failing item's exception is raised, and the others are
-                cancelled. "return": each exception stands in the place of the result, and gradients
-                flow to all other items (with `retries=0` not to those whose graphs a worker had
-                that died or was ended).
+            chunksize: the number of items that are sent together. None: it follows the measured
+                cost of a call.
+            progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
+                a function of (done, total, seconds left), where None means not known. Another
+                thread calls it when they change, at most ten times a second.
+            timeout: seconds for each call. None: the pool's own `timeout`.
+            on_error: "raise": the first failing item's exception is raised, and the other items are
+                cancelled. "return": each exception takes the place of the result, and gradients
+                flow to all other items. With `retries=0` they do not reach items whose graphs were
+                in a worker that died or was ended.
             device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which
-                all tensors are moved. None for a worker where the item lies. Either way results and
-                gradients come back to where they belong.
+                all tensors are moved. None: run on a worker of the item's device. Either way
+                results and gradients come back to where they belong.
 
         Raises:
-            Exception: what the first failing item raised, with a note that names item, worker and
+            Exception: the first failing item's exception, with a note that names item, worker and
                 phase.
-            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried;
-                says which. Where the pickling of an item raises something else, that is raised,
-                with a note; and that of a result is a `multiprocessing.pool.MaybeEncodingError`
-                too. TypeError also for an option of the wrong type.
+            TypeError, pickle.PicklingError: the function, an item or a result cannot be sent; the
+                message says which. If pickling an item raises another exception, that one is
+                raised with a note. For a result the exception is a
+                `multiprocessing.pool.MaybeEncodingError`, too. TypeError is also raised for an
+                option of the wrong type.
             ValueError: an option is out of range, the engine has no `timeout`, or no worker is on
                 `device`.
-            WorkerDiedError: workers died while they ran one of the items, more often than it is
-                retried.
-            CallTimeoutError: one of the items took longer than `timeout`, likewise.
+            WorkerDiedError: workers died while they ran one of the items, more than `retries`
+                times.
+            CallTimeoutError: one of the items took longer than `timeout`, more than `retries`
+                times.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
             PoolClosedError: after `close` or `terminate`.
@@ -312,7 +318,9 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
-        """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`.
+        """Return ``[func(*arguments) for arguments in iterable]``, computed by the workers.
+
+        Everything else is as for `map`.
 
         Example:
             >>> import torch, mpgrad
@@ -347,18 +355,19 @@ class Pool:
         timeout: float | None = None,
         device: Device | None = None,
     ) -> Any:
-        """``func(*args, **kwds)`` on a worker.
+        """Return ``func(*args, **kwds)``, computed by a worker.
 
         Args:
             func: any function, as for `map`.
             args: its arguments.
-            kwds: its keyword arguments. One that is called `timeout` or `device` goes here, too.
-            timeout: seconds that the call may take, and its backward; None for the pool's own.
+            kwds: its keyword arguments. Put one that is called `timeout` or `device` here, too.
+            timeout: seconds that the call and its backward may each take. None: the pool's own
+                `timeout`.
             device: as for `map`.
 
         Raises:
-            Exception: what the call raised, or what came of sending it: see `map`.
-            CallTimeoutError: it took longer than `timeout`, more often than it is retried.
+            Exception: the call's exception, or an error in sending it; see `map`.
+            CallTimeoutError: the call took longer than `timeout`, more than `retries` times.
             ValueError: `timeout` is not more than 0, or the engine cannot end a call.
 
         Example:
@@ -407,7 +416,7 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> AsyncResult[list[R]]: ...
 
-    # long because: each argument is the user's to name
+    # long because: it has every argument of the public interface
     @not_compiled
     def map_async(
         self,
@@ -422,8 +431,9 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`map` that returns at once. Callbacks run one after another, in a thread of the pool;
-        they may wait for other calls.
+        """Start a `map`, and return at once.
+
+        Callbacks run one after another in a thread of the pool. They may wait for other calls.
 
         Example:
             >>> import torch, mpgrad
@@ -468,7 +478,7 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> AsyncResult[list[R]]: ...
 
-    # long because: each argument is the user's to name
+    # long because: it has every argument of the public interface
     @not_compiled
     def starmap_async(
         self,
@@ -483,7 +493,7 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`starmap` that returns at once.
+        """Start a `starmap`, and return at once.
 
         Example:
             >>> import torch, mpgrad
@@ -526,7 +536,7 @@ class Pool:
         timeout: float | None = None,
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`apply` that returns at once. The `timeout` counts from when the call begins.
+        """Start an `apply`, and return at once. The `timeout` counts from the call's beginning.
 
         Example:
             >>> import torch, mpgrad
@@ -577,10 +587,10 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """`map` as an iterator: results in order, each as soon as it is there.
+        """Return an iterator over the results of a `map`, in order, each as soon as it is there.
 
-        It takes up to 16 chunks for each worker from `iterable` at once, and then one with each
-        result, in your thread.
+        It takes up to 16 chunks for each worker from `iterable` at once. Then it takes one more
+        with each result, in your thread.
 
         Example:
             >>> import torch, mpgrad
@@ -633,7 +643,7 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """`imap` with the results in the order in which they come.
+        """Return an iterator as `imap` does, with the results in the order in which they arrive.
 
         Example:
             >>> import mpgrad
@@ -645,8 +655,9 @@ class Pool:
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
 
     def close(self) -> None:
-        """Take no new calls. Those under way are finished, and backward still works until `join` or
-        `terminate`.
+        """Take no new calls.
+
+        Calls under way are finished, and backward still works until `join` or `terminate`.
 
         Example:
             >>> import torch, mpgrad
@@ -661,7 +672,7 @@ class Pool:
         self._scheduler.close()
 
     def terminate(self) -> None:
-        """End the workers now. Results that have come stay valid; their graphs are gone.
+        """End the workers now. Results that have arrived stay valid, but their graphs are gone.
 
         Example:
             >>> import mpgrad
@@ -679,7 +690,7 @@ class Pool:
 
         Raises:
             ValueError: the pool is still open.
-            RuntimeError: a callback asks for it.
+            RuntimeError: the caller is a callback of the pool.
 
         Example:
             >>> import mpgrad
@@ -700,7 +711,7 @@ class Pool:
 
     @property
     def workers(self) -> tuple[PoolWorker, ...]:
-        """Names for the workers, to be used as devices in `mpgrad.nn`.
+        """Names for the workers, which `mpgrad.nn` takes as devices.
 
         Example:
             >>> import torch, mpgrad
@@ -711,18 +722,21 @@ class Pool:
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
     def _leave(self) -> None:
-        """Take no new calls. Workers end when all is done and no graph that they keep is needed any
-        more. Does not wait."""
+        """Take no new calls, and return at once.
+
+        Workers end when all is done and nobody needs the graphs that they keep.
+        """
         self._finalizer.detach()
         self._scheduler.leave()
 
     def resize(self, processes: int) -> None:
-        """Have another number of workers. Those that are too many take no new calls, and end when
-        they keep no graph any more.
+        """Change the number of workers.
+
+        Workers that are too many take no new calls, and end when they keep no graph any more.
 
         Raises:
-            ValueError: less than one; the engine is "inline"; or the pool has devices, which say
-                how many workers there are.
+            ValueError: `processes` is less than one, the engine is "inline", or the pool has
+                devices, which fix the number of workers.
             PoolClosedError: after `close` or `terminate`.
 
         Example:
@@ -742,7 +756,7 @@ class Pool:
         self._submitter.resize(positive("processes", processes))
 
     def stats(self) -> PoolStats:
-        """Memory, graphs, calls and deaths: of each worker, and of the pool.
+        """Return the memory, graphs, calls and deaths of each worker and of the pool.
 
         Example:
             >>> import mpgrad
@@ -756,19 +770,19 @@ class Pool:
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record, in a `with` block, which worker runs which item's forward and backward, and when.
 
-        Also where threads of the caller pack, wait and make results. Calls that were sent before
-        the block are left out.
+        The timeline also shows when the caller's threads pack, wait and make results. Calls that
+        were sent before the block are left out.
 
         Args:
-            path: a file to write at the end of the block, also where that raises. It opens in
-                https://ui.perfetto.dev.
+            path: a file to write at the end of the block, even if the block raises. You can open it
+                in https://ui.perfetto.dev.
 
         Raises:
-            TypeError: `path` is no name of a file.
-            RuntimeError: when the block begins: this pool records a timeline already, or this
-                object was used before. `Timeline.events`, `Timeline.save` and `Timeline.draw` raise
-                it until the block ends.
-            OSError: when the block begins: the file cannot be written.
+            TypeError: `path` does not name a file.
+            RuntimeError: this pool records a timeline already, or this object was used before. The
+                beginning of the block raises this. `Timeline.events`, `Timeline.save` and
+                `Timeline.draw` raise it until the block ends.
+            OSError: the file cannot be written. The beginning of the block raises this.
 
         Example:
             >>> import torch, mpgrad
@@ -786,13 +800,12 @@ class Pool:
 
     @contextmanager
     def progress(self, progress: Progress = True) -> Iterator[None]:
-        """Show, until the block ends, how much of what the pool has to do is done: futures of
-        `submit`, backwards, all.
+        """Show, until the block ends, how much of all the pool's work is done.
 
-        The total grows as more is asked for. A backward of an item counts as its forward did; cheap
-        items that travelled together have one backward for all. With `graphs="auto"` backwards may
-        have run with the forwards: then there is nothing left to do in a backward, and nothing to
-        show.
+        Futures of `submit` and backwards count, too. The total grows as you ask for more. An item's
+        backward counts as much as its forward, but cheap items that were sent together have one
+        backward for all. With `graphs="auto"` backwards may have run with the forwards. Then a
+        backward has nothing left to do, and nothing to show.
 
         Args:
             progress: as for `map`.
@@ -829,8 +842,10 @@ class Pool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """`terminate`, as in multiprocessing: ask for results, and call backward, inside the with
-        block."""
+        """Call `terminate`, as in multiprocessing.
+
+        Ask for results, and call backward, inside the with block.
+        """
         self.terminate()
 
     def __reduce__(self) -> NoReturn:
@@ -845,7 +860,7 @@ class Pool:
             f"{self._scheduler.life.state}>"
         )
 
-    # --- beyond it
+    # --- beyond multiprocessing.Pool's interface
 
     @overload
     def submit(
@@ -861,17 +876,18 @@ class Pool:
     def submit(
         self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> DifferentiableFuture[Any]:
-        """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is
-        differentiable.
+        """Run ``fn(*args, **kwargs)`` on a worker.
 
-        A future may stand, anywhere, among the arguments of a further call (`submit`, `map`,
-        `reduce` and friends): that call starts when its arguments are there, without anybody
-        waiting here, and gradients flow through the graph of calls. A result that only calls ask
-        for does not come to the caller's memory. Where a future's value has been asked for, further
-        calls are given the value as it is then.
+        Returns a `concurrent.futures.Future` whose result is differentiable.
 
-        All keyword arguments are those of `fn`, as in `concurrent.futures`. A call with a `timeout`
-        or `device` of its own is made with `apply_async`.
+        The arguments of a further call (`submit`, `map`, `reduce` and so on) may contain futures
+        anywhere. That call starts when its arguments are there, and the caller does not wait.
+        Gradients flow through the graph of calls. If only calls use a result, it does not come to
+        the caller's memory. Once you have called `result()`, later calls get that value, with your
+        in-place changes.
+
+        All keyword arguments are passed to `fn`, as in `concurrent.futures`. Use `apply_async` for
+        a call with a `timeout` or `device` of its own.
 
         Example:
             >>> import torch, mpgrad
@@ -884,20 +900,22 @@ class Pool:
             tensor([5., 5., 5.])
 
         Raises (`result`):
-            AncestorFailedError: a call that was to give an argument failed or was cancelled; that
-            is the `__cause__`. concurrent.futures.CancelledError: the call was cancelled.
-            Exception: what the call raised.
+            AncestorFailedError: a call that was to give an argument failed or was cancelled. Its
+            error is the `__cause__`.
+            concurrent.futures.CancelledError: the call was cancelled.
+            Exception: the call's exception.
         """
         return self._submitter.submit(fn, (args, kwargs))
 
     @not_compiled
     def synchronize(self) -> None:
-        """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the
-        like, or other threads.
+        """Wait until all calls that were submitted up to now have ended.
+
+        Calls of `submit`, `map_async` and so on count, and so do calls of other threads.
 
         Raises:
-            Exception: the first failure of a call whose future or result nobody has asked for; it
-                is then forgotten.
+            Exception: the first failure of a call whose future or result nobody has asked for. The
+                failure is then forgotten.
 
         Example:
             >>> import mpgrad
@@ -920,21 +938,21 @@ class Pool:
         associative: bool = False,
         progress: Progress = False,
     ) -> A:
-        """Fold all items into each target, in the items' order; the targets side by side.
+        """Fold all items into each target, in the items' order. The targets run in parallel.
 
         Args:
-            fn: ``fn(target, item)`` returns the new target, or writes into the one it got and
-                returns None; or the name of a reduction (see `map_reduce`), which takes the target
-                as its first value.
-            items: the items that every target takes in.
+            fn: a function ``fn(target, item)``, which returns the new target, or writes into the
+                target and returns None. Or the name of a reduction (see `map_reduce`), whose first
+                value is the target.
+            items: the items that are folded into every target.
             targets: one target (a tensor or structure), or a list of them.
-            associative: ``fn(fn(t, a), b) == fn(t, fn(a, b))``, so that the fold may be cut into
-                blocks that run side by side; where it is cut depends on the number of items only.
-                Items and targets are then of one kind.
+            associative: whether ``fn(fn(t, a), b) == fn(t, fn(a, b))``. Then the fold may be cut
+                into blocks that run in parallel, and items and targets must be of one kind. The cut
+                depends only on the number of items.
 
         Returns:
-            The folded target, or the list of them. The caller's targets are not changed, also not
-            by in-place functions.
+            The folded target, or the list of them. The caller's targets are not changed, even by
+            in-place functions.
 
         Raises:
             ValueError: no reduction has the name `fn`. Otherwise as `map`.
@@ -966,17 +984,18 @@ class Pool:
         *,
         progress: Progress = False,
     ) -> R:
-        """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers,
-        accumulators travel.
+        """Return ``functools.reduce(reduce_fn, map(map_fn, items))``, computed by the workers.
+
+        Mapped values stay on the workers, and only accumulators are sent.
 
         Args:
-            map_fn: applied to each item.
+            map_fn: a function that is applied to each item.
             items: at least one item, unless there is an `init`.
-            reduce_fn: an associative function of an accumulator and a value, which returns the new
-                accumulator or writes into the one it got; or one of "sum", "mean", "max", "min",
+            reduce_fn: an associative function of an accumulator and a value. It returns the new
+                accumulator, or writes into the one it got. Or one of "sum", "mean", "max", "min",
                 "logsumexp" (elementwise over the items), "cat", "stack" (along dimension 0). Blocks
-                of items are folded side by side and merged in order; how they are cut depends on
-                the number of items only.
+                of items are folded in parallel and merged in order. The cut into blocks depends
+                only on the number of items.
             init: the first value, or None for none.
 
         Raises:
@@ -998,8 +1017,9 @@ class Pool:
 
 
 class PoolWorker:
-    """One of the workers of a pool, as a name for a share of work; which process does the share is
-    the pool's business.
+    """A name for one of the workers of a pool, and so for a share of work.
+
+    The pool decides which process does the share.
 
     Example:
         >>> import mpgrad
@@ -1023,7 +1043,7 @@ OPEN: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 def terminate_all() -> None:
-    """As the interpreter ends."""
+    """Terminate all pools when the interpreter ends."""
     for scheduler in list(OPEN):
         scheduler.terminate()
 

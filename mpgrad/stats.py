@@ -1,13 +1,13 @@
-"""What a pool is doing and what it holds, in figures: attributes for programs, as text a table for
-people.
+"""`PoolStats` says in numbers what a pool does and holds. Programs read its attributes, and people
+read its text, which is a table. Both sides.
 
-And how far an operation has come, shown while it goes on (`Reporter`). Who waits for a backward is
+`Reporter` shows the progress of an operation while it runs. A thread that waits for a backward is
 in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks
-ten times a second, and shows what it has found: what runs knows nothing of it.
+ten times a second, and shows what it has found. The operation does not know of it.
 
     operation, pool ◄── look ── Reporter's thread ──► show: a bar of tqdm, or the caller's function
-Guarantees: the last look comes after the end; a look and a show together take no more than a 20th
-of the time.
+Guarantees: the last look comes after the end; a look and a show together take at most a 20th of
+    the time.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = [
 
 
 class WorkerStats(NamedTuple):
-    """One worker.
+    """The numbers of one worker.
 
     Attributes:
-        number: counts all workers of the pool from 1; a worker that takes the place of another has
-            a number of its own.
-        pid: of its process (with engines "thread" and "inline", of this one).
-        resident_bytes: of its process, pages that it shares with others included; 0 where it has
-            just ended, or no descriptor is free to look.
-        graphs: how many it keeps for a backward.
-        graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
-        calls: how many it has run.
-        state: "busy"; "idle"; or "retiring": it takes no new calls, and ends when it keeps no graph
-            any more.
-        busy: share of the time since its start in which it had something to do, 0 to 1.
-        device: where it stands: "cpu", or like "cuda:0".
-        node: the name of its machine, in a pool on a cluster; "" on this one.
+        number: the worker's number, from 1. A worker that replaces another gets a new number.
+        pid: the process id of the worker. With engines "thread" and "inline" it is the caller's.
+        resident_bytes: the memory of the worker's process, including pages that it shares with
+            others. It is 0 if the process has just ended, or no descriptor is free to look.
+        graphs: the number of graphs that the worker keeps for backwards.
+        graph_bytes: the memory of these graphs. It is measured only with `graph_memory`, and
+            otherwise 0.
+        calls: the number of calls that the worker has run.
+        state: "busy", "idle" or "retiring". A retiring worker takes no new calls, and ends when it
+            keeps no graph any more.
+        busy: the share of the time since its start in which the worker had work, 0 to 1.
+        device: the worker's device, such as "cpu" or "cuda:0".
+        node: the name of the worker's machine, in a pool on a cluster; "" on this machine.
 
     Example:
         >>> import mpgrad
@@ -74,47 +74,48 @@ class WorkerStats(NamedTuple):
 
     @property
     def retiring(self) -> bool:
-        """Whether it takes no new calls, and ends once nobody needs its graphs."""
+        """Whether the worker takes no new calls, and ends once nobody needs its graphs."""
         return self.state == "retiring"
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of the attributes."""
+        """Return the numbers by the names of the attributes."""
         return self._asdict()
 
 
 class PoolStats(NamedTuple):
-    """A pool, see `Pool.stats`. Printed, it is a table.
+    """The numbers of a pool, see `Pool.stats`. Printed, it is a table.
 
     Attributes:
-        workers: those that have started.
-        resident_bytes: of all their processes.
-        shared_bytes: shared memory in use for tensors on their way, for inputs of graphs that are
-            kept, and for results.
-        deaths: of workers, so far.
-        kills: how many of these the pool brought about, for a timeout, a forced cancel or an
-            interrupt.
-        reruns: calls and backwards that were given to another worker for a death.
-        recomputed: calls that ran again for a backward, because their graph was gone: dropped,
-            lost, or used up.
-        graphs_dropped: by workers, for want of memory, or because none are to be kept
-            (`graphs="recompute"`).
-        wrong_predictions: backwards that ran right after their forwards (`graphs="auto"`) with a
-            gradient that did not come.
-        operations: maps, submitted calls and the like that have not ended.
-        calls: that workers have run, so far; also workers that have ended.
-        calls_left: of these operations, sent or waiting.
-        backwards: that workers were asked for and have run, so far; items that travelled together
-            have one for all. Those that ran right after their forwards (`graphs="auto"`) are not
-            counted.
-        backwards_left: sent or waiting.
-        frames_sent: to workers, so far; a frame holds the messages of many calls.
-        frames_received: from workers.
-        bytes_sent: in frames, pickles and tensors of up to 8 KiB; larger ones lie in shared memory.
-        bytes_received: likewise.
-        system_calls: of the caller's process to write, read and wait for frames. (Engine "inline"
-            has none of these.)
-        bytes_copied: of tensors, by the caller, into frames and shared memory.
-        slots_made: pieces of shared memory that the caller took.
+        workers: the numbers of each worker that has started.
+        resident_bytes: the memory of all their processes.
+        shared_bytes: the shared memory in use for tensors on their way, for inputs of kept graphs,
+            and for results.
+        deaths: the number of workers that have died so far.
+        kills: how many of these the pool killed, for a timeout, a forced cancel or an interrupt.
+        reruns: the number of calls and backwards that another worker got after a death.
+        recomputed: the number of calls that ran again for a backward, because their graph was
+            dropped, lost or used up.
+        graphs_dropped: the number of graphs that workers dropped, because memory was short, or
+            because they are to keep none (`graphs="recompute"`).
+        wrong_predictions: the number of backwards that ran right after their forwards
+            (`graphs="auto"`) for a wrong gradient.
+        operations: the number of maps, submitted calls and so on that have not ended.
+        calls: the number of calls that workers have run so far. Workers that have ended count, too.
+        calls_left: the number of calls of these operations that were sent or wait.
+        backwards: the number of backwards that workers have run so far. Items that were sent
+            together share one. Backwards that ran right after their forwards (`graphs="auto"`) do
+            not count.
+        backwards_left: the number of backwards that were sent or wait.
+        frames_sent: the number of frames sent to workers so far. A frame holds the messages of many
+            calls.
+        frames_received: the number of frames received from workers.
+        bytes_sent: the bytes in frames: pickles and tensors of up to 8 KiB. Larger tensors are
+            stored in shared memory.
+        bytes_received: the bytes in received frames.
+        system_calls: the caller's system calls to write, read and wait for frames. (Engine "inline"
+            makes none.)
+        bytes_copied: the bytes of tensors that the caller copied into frames and shared memory.
+        slots_made: the number of pieces of shared memory that the caller took.
 
     Example:
         >>> import mpgrad
@@ -148,7 +149,7 @@ class PoolStats(NamedTuple):
     slots_made: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Of numbers, strings, dicts and lists only, as for JSON."""
+        """Return only numbers, strings, dicts and lists, as for JSON."""
         return {**self._asdict(), "workers": [each.as_dict() for each in self.workers]}
 
     def __str__(self) -> str:
@@ -192,8 +193,10 @@ def row_of(worker: WorkerStats) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, the first row their names; columns that are empty but for it are left
-    out."""
+    """Return lines with aligned columns. The first row holds the columns' names.
+
+    Columns that are empty except for their name are left out.
+    """
     columns = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
     padded = []
     for name, *cells in columns:
@@ -205,7 +208,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def size_of(nbytes: int) -> str:
-    """As a person reads it."""
+    """Return the size as text, such as "1.5 MiB"."""
     size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -215,29 +218,32 @@ def size_of(nbytes: int) -> str:
 # --- progress
 
 
-# done, in all, seconds left; None where that is not known, or there is nothing yet
+# a function of: done, total, seconds left; None if that is not known, or nothing is done yet
 Show = Callable[[int, int | None, float | None], object]
-Progress = bool | str | Show  # False: nothing; True: a bar; a string: a bar with this description
+# False shows nothing, True a bar, and a string a bar with this description.
+Progress = bool | str | Show
 
 log = logging.getLogger("mpgrad")
 
-INTERVAL = 0.1  # seconds between two looks
-PAUSE = 20  # or so many times what the last one took
+# seconds between two looks
+INTERVAL = 0.1
+# If a look takes long, the pause after it is so many times as long.
+PAUSE = 20
 
 
 class ProgressState(NamedTuple):
     done: int
-    total: int | None  # None where it is not known
-    is_over: bool = False  # nothing more will come
+    total: int | None  # None if it is not known
+    is_over: bool = False  # whether nothing more will come
 
 
 class Reporter:
-    """Shows what `look` finds, from now on to `end`, or until that says that all is over.
+    """Shows what `look` finds, until `end` is called or `look` says that all is over.
 
     Raises:
-        ImportError: a bar is asked for, and tqdm is not installed.
-        TypeError: `progress` is none of what it may be, or a function that does not take done,
-            total and seconds left.
+        ImportError: `progress` asks for a bar, and tqdm is not installed.
+        TypeError: `progress` is of a wrong type, or a function that does not take done, total and
+            seconds left.
     """
 
     def __init__(self, progress: Progress, look: Callable[[], ProgressState]) -> None:
@@ -260,7 +266,7 @@ class Reporter:
         self._thread.start()
 
     def end(self) -> None:
-        """Show what there is now, and nothing more."""
+        """Show the present state, and nothing more."""
         self._has_ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -270,7 +276,7 @@ class Reporter:
             with self._display as show:
                 self._show_all(show)
         except Exception as error:
-            # of the caller's function, or of its terminal: no reason for the work to stop
+            # The caller's function or terminal failed, which is no reason for the work to stop.
             log.warning(
                 "progress is not shown any more: %r raised %s: %s",
                 self._progress,
@@ -281,7 +287,8 @@ class Reporter:
     def _show_all(self, show: Show) -> None:
         first = shown = None
         while True:
-            is_last = self._has_ended.is_set()  # asked before the look
+            # This is read before the look, so that the last look comes after the end.
+            is_last = self._has_ended.is_set()
             now = time.monotonic()
             found = self._look()
             if found.done and first is None:
@@ -301,7 +308,8 @@ class Reporter:
 def check_takes_three(show: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(show)
-    except ValueError:  # of some that are written in C nothing is known
+    # Some functions that are written in C have no signature.
+    except ValueError:
         return
     try:
         signature.bind(0, None, None)
@@ -314,8 +322,10 @@ def check_takes_three(show: Callable[..., object]) -> None:
 
 
 def seconds_left(now: float, since: float, done: int, found: ProgressState) -> float | None:
-    """If what is left goes on as it has since so many were done; what came before that also held
-    the start of workers."""
+    """Return the seconds left, at the speed since `since`, when `done` were done.
+
+    The time before that is left out, because it includes the start of workers.
+    """
     if found.total is None:
         return None
     if found.done >= found.total:
@@ -326,7 +336,7 @@ def seconds_left(now: float, since: float, done: int, found: ProgressState) -> f
 
 
 class Bar:
-    """A bar of tqdm's, in a notebook its widget, whose total may change."""
+    """A bar of tqdm whose total may change. In a notebook it is tqdm's widget."""
 
     def __init__(self, description: str | None, total: int | None) -> None:
         try:
@@ -335,7 +345,7 @@ class Bar:
             raise ImportError(
                 "progress needs tqdm, which is not installed; pip install tqdm"
             ) from error
-        # each show counts: they are rare enough
+        # The bar shows every update, because they are rare enough.
         self._bar: Any = tqdm(total=total, desc=description, mininterval=0, miniters=0)
 
     def __enter__(self) -> Show:

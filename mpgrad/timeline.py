@@ -1,20 +1,20 @@
-"""What `Pool.timeline` gives, what is noted meanwhile, and that as Chrome's trace events, which
-Perfetto (ui.perfetto.dev) opens.
+"""`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds the notes made meanwhile.
+`events_of` makes Chrome's trace events of it, which Perfetto (ui.perfetto.dev) opens. Caller only.
 
     a thread of the caller ──► `span` ──► CallerSpan
     the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`
     a Trace that has ended ──► `events_of`
 
-Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of
-a track lie side by side or within one another: a chunk has the slices of its items within it.
+Process 1 is the caller, with a track for each of its threads. Process 1 + n is worker n. Slices of
+a track are side by side or nested: a chunk contains the slices of its items.
 Format: "Trace Event Format", Google,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Assumes: any thread appends to `caller_spans`; all else is the scheduling thread's. Times are
-    nanoseconds of `time.monotonic_ns`, those of workers by their own clock.
+`draw` makes a picture of a trace. It has one track for each worker, and below them one for each
+thread of the caller. It needs matplotlib.
 
-`draw` makes a picture of a trace, with one track a worker, below one for each thread of the caller.
-It needs matplotlib. Caller only.
+Assumes: any thread appends to `caller_spans`; only the scheduling thread changes the rest. Times
+    are nanoseconds of `time.monotonic_ns`, and workers' times are by their own clock.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ __all__ = [
 
 
 class Timeline:
-    """What the workers of a pool and the threads that use it do in a `with` block; see
-    `Pool.timeline`.
+    """A record of what a pool's workers and the caller's threads do in a `with` block.
+
+    See `Pool.timeline`.
 
     Example:
         >>> import os, mpgrad
@@ -68,7 +69,8 @@ class Timeline:
         self._own_trace: Trace | None = None
 
     def __enter__(self) -> Timeline:
-        """
+        """Begin to record.
+
         Raises:
             RuntimeError: the pool records a timeline already, or this one has been recorded.
             OSError: the file cannot be written.
@@ -80,7 +82,7 @@ class Timeline:
         self._scheduler.begin_trace(trace)
         try:
             if self._path is not None:
-                # now rather than after a long run: it may not be possible
+                # The file is opened now, because it may be impossible, and the run may be long.
                 self._file = self._path.open("w")
         except BaseException:
             self._scheduler.end_trace()
@@ -103,11 +105,11 @@ class Timeline:
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and
-        "dur" in microseconds.
+        """The events in the format of Chrome's traces.
 
-        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as
-        `docs/timeline.md` lists them.
+        "ph" is "M" for names and "X" for slices, with "ts" and "dur" in microseconds. Process 1 is
+        the caller, and process 1 + n is worker n. "cat" is the kind of slice; `docs/timeline.md`
+        lists the kinds.
         """
         if self._own_trace is None:
             raise RuntimeError(
@@ -124,11 +126,11 @@ class Timeline:
         return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace, as JSON that https://ui.perfetto.dev opens."""
+        """Write the trace as JSON, which https://ui.perfetto.dev opens."""
         Path(path).write_text(self._trace)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write a picture, in the format that the name ends in: .png, .pdf or .svg.
+        """Write a picture. The end of the name gives the format: .png, .pdf or .svg.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -144,7 +146,7 @@ class Timeline:
 
 
 class CallerSpan(NamedTuple):
-    """What a thread of the caller did for a while."""
+    """A span of time in which one of the caller's threads did one kind of work."""
 
     thread: int
     kind: str  # "pickles", "packs", "waits" or "makes results"
@@ -154,7 +156,7 @@ class CallerSpan(NamedTuple):
 
 
 class TracedCall(NamedTuple):
-    """A call, or a backward of one."""
+    """A call, or the backward of a call."""
 
     items: int | range
     function: str  # its name, or ""
@@ -165,40 +167,46 @@ class TracedChunk:
     """Calls, or backwards, that a worker was sent in one message."""
 
     worker: int
-    phase: str  # "forward", "backward", or "sums": of capture gradients
+    # "forward", "backward", or "sums" (of capture gradients)
+    phase: str
     calls: Sequence[TracedCall]
     sent: int
     answered: int | None = None
-    began: int = 0  # by the worker's clock, as what follows
+    # The next three are by the worker's clock.
+    began: int = 0
     ended: int = 0
     spans: Sequence[Span] = ()
-    died: int | None = None  # when the worker did, without an answer
+    # when the worker died without an answer
+    died: int | None = None
 
 
 class WorkerName(NamedTuple):
-    """Who it is."""
+    """The number, process, device and machine of a worker."""
 
     number: int
     pid: int
     device: str
-    node: str  # "": this machine
+    node: str  # "" for this machine
 
 
 class Trace:
-    """From its making to `end`."""
+    """The notes of a timeline, from its making to `end`."""
 
     def __init__(self) -> None:
         self.began = time.monotonic_ns()
         self.ended: int | None = None
-        self.is_known = False  # to the workers, which time what they are sent from then on
+        # whether the workers know of it; they time the chunks that they are sent from then on
+        self.is_known = False
         self.caller_spans: list[CallerSpan] = []
-        self.chunks: list[TracedChunk] = []  # in the order in which they were sent
+        # in the order in which they were sent
+        self.chunks: list[TracedChunk] = []
         self.workers: dict[int, WorkerName] = {}
-        self.threads: dict[int, str] = {}  # of the caller, with their names
+        # the names of the caller's threads
+        self.threads: dict[int, str] = {}
 
     @contextmanager
     def span(self, kind: str, function: str) -> Iterator[None]:
-        """This thread does that in the block."""
+        """Note that this thread does this kind of work in the block."""
         thread, began = threading.get_ident(), time.monotonic_ns()
         self.threads.setdefault(thread, threading.current_thread().name)
         try:
@@ -214,13 +222,13 @@ class Trace:
 
 Event = dict[str, Any]
 
-CALLER = 1  # the process
-CALLS = 1  # a worker's thread that runs calls
+CALLER = 1  # the number of the caller's process
+CALLS = 1  # the number of a worker's thread that runs calls
 PHASES = {"forward": "calls", "backward": "backwards", "sums": "sums of gradients"}
 
 
 class Slice(NamedTuple):
-    """Times are nanoseconds, by the caller's clock."""
+    """A slice of a track. Times are nanoseconds, by the caller's clock."""
 
     pid: int
     tid: int
@@ -232,7 +240,8 @@ class Slice(NamedTuple):
 
 
 def events_of(trace: Trace) -> list[Event]:
-    """Names, then slices: of each track in the order of their beginnings, the outer ones first."""
+    """Return the names, then the slices of each track, ordered by their beginnings. Outer slices
+    come first."""
     assert trace.ended is not None
     slices = list(caller_slices(trace))
     chunks = list(trace.chunks)
@@ -268,7 +277,7 @@ def name_event(kind: str, pid: int, tid: int, **args: object) -> Event:
 
 
 def slice_event(each: Slice, start: int, end: int) -> Event:
-    """As much of it as lies in the trace, in microseconds since that began."""
+    """Return the part of the slice that is in the trace, in microseconds since the trace began."""
     began, ended = max(each.began, start) - start, min(each.ended, end) - start
     times = {"ts": began / 1e3, "dur": max(0, ended - began) / 1e3}
     return {
@@ -283,15 +292,20 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
 
 
 def caller_slices(trace: Trace) -> Iterator[Slice]:
-    caller_spans = list(trace.caller_spans)  # first: who adds one has added the thread
+    # This comes first: a thread that adds a span has added itself before.
+    caller_spans = list(trace.caller_spans)
     tracks = {thread: number for number, thread in enumerate(list(trace.threads), start=1)}
     for thread, kind, function, began, ended in caller_spans:
         yield Slice(CALLER, tracks[thread], began, ended, f"{kind} {function}".rstrip(), kind, {})
 
 
 def worker_slices(worker: WorkerName, chunks: Sequence[TracedChunk], end: int) -> Iterator[Slice]:
-    """Of the chunks that have no answer only the first: the worker was at that one."""
-    pid, free = CALLER + worker.number, 0  # `free`: since when it has nothing to do
+    """Make the slices of a worker.
+
+    Of the chunks without an answer only the first is shown, because the worker ran that one.
+    """
+    # Since `free` the worker has nothing to do.
+    pid, free = CALLER + worker.number, 0
     ahead = ahead_of(chunks) if worker.node else 0
     for chunk in chunks:
         if chunk.answered is None:
@@ -324,17 +338,17 @@ def items_in(chunk: TracedChunk) -> dict[str, object]:
 
 
 def whole(items: int | range) -> int | list[int]:
-    """An item, or the first and the last one."""
+    """Return the item, or the first and the last of several."""
     return items if isinstance(items, int) else [items[0], items[-1]]
 
 
 def ahead_of(chunks: Sequence[TracedChunk]) -> int:
-    """Nanoseconds that the caller's clock shows more than that of a worker on another machine,
-    which got these chunks.
+    """Return how many nanoseconds the caller's clock is ahead of a worker's on another machine.
 
-    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the
-    difference from both sides; all together bound it best. In the middle the error is at most half
-    of the quickest way there and back, and of what the clocks drift apart meanwhile.
+    `chunks` are the worker's. A chunk begins after it was sent, and ends before its answer is here.
+    So each chunk bounds the difference from both sides, and all chunks together give the best
+    bounds. This takes the middle of them. Its error is at most half of the quickest way there and
+    back, plus half of the clocks' drift meanwhile.
     """
     least = [each.sent - each.began for each in chunks if each.answered is not None]
     most = [each.answered - each.ended for each in chunks if each.answered is not None]
@@ -346,7 +360,7 @@ def ahead_of(chunks: Sequence[TracedChunk]) -> int:
 
 WIDTH, ROW, FRAME = 10.0, 0.32, 1.3  # inches
 DPI = 110
-# the kinds of slices, the later ones over the earlier ones, with their names and colours
+# The kinds of slices, with their names and colours. Later kinds are drawn over earlier ones.
 KINDS = {
     "chunk": ("around items", "#b8b8b8"),
     "forward": ("forward", "#3b7dd8"),
@@ -360,9 +374,11 @@ KINDS = {
 
 
 def draw(events: Sequence[dict[str, Any]], caller: int, path: str | os.PathLike[str]) -> None:
-    """Write the picture, in the format that the name ends in; `caller`: the number of its
-    process."""
-    # matplotlib takes a second to import, and need not be there
+    """Write the picture, in the format that the name ends in.
+
+    `caller` is the number of the caller's process.
+    """
+    # matplotlib takes a second to import, and is optional.
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

@@ -1,24 +1,21 @@
-"""Who does what, when: chunks to workers, backwards, deaths, limits. Caller only, most of it in the
-pool's own thread.
+"""The scheduler decides which worker does what and when, and handles deaths and limits. It runs in
+the caller only, and most of it in the pool's own thread.
 
-Imports `calls`, `engines` and what is below it. Nothing here waits for a worker, but for
-`dispatcher`, between two turns.
+The package imports `calls`, `engines` and the packages below them. Nothing here waits for a worker,
+except `dispatcher`, which waits between two turns.
 
     scheduler        puts the parts together
-    dispatcher       in whose thread that is: its own, or the caller's
-    lifecycle        open, closed, leaving, draining, stopping; what comes after the end; what parts
-                     ask of whoever runs them
-    admissions       operations from the start to their end; backwards, from autograd's threads;
-                     calls and backwards that wait for others
-    queue            the calls that wait, and how they leave for workers; function_cache: what they
-                     cost
-    chunk_writer     every decision about how much goes together: windows, bundles, chunks; chunks
-                     as messages, and what a worker has once they are there
-    worker_handle    what every worker starts with; each worker: what waits for it, its chunks, and
-                     how far it is
-    receiving        what comes from workers, as outcomes
-    supervisor       workers come and go; recovery: what is lost with one
-    cancelling       what nobody wants any more, or takes too long
-    caller_memory    what is shared with workers, and how tensors cross to devices
-    tracer           what a timeline shows of all this
+    dispatcher       runs a scheduler in its own thread or in the caller's
+    lifecycle        phases of a pool; orders after its end; what parts ask of their driver
+    admissions       takes operations in, sends backwards, and holds calls that wait for others
+    queue            holds the calls that wait, and gives them to workers
+    function_cache   numbers the functions, and measures how long their calls take
+    chunk_writer     decides how much goes together, writes messages, and notes what a worker has
+    worker_handle    describes a worker: its settings, its backlog, its chunks and its progress
+    receiving        turns the workers' messages into outcomes
+    supervisor       starts, retires and replaces workers
+    recovery         gives what a dead worker had to other workers
+    cancelling       ends calls that nobody wants any more, or that take too long
+    caller_memory    holds the memory shared with workers, and the channels to devices
+    tracer           notes what a timeline shows of the scheduler
 """

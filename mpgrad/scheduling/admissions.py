@@ -1,15 +1,14 @@
-"""Operations from when callers hand them in until they have ended; calls and backwards that wait
-for others. Caller's side.
+"""`Admissions` keeps each operation from its start to its end, and holds calls and backwards that
+wait for others. Caller's side.
 
-    submit(g, a)    a's outcome is put into g's call when it has come    ──► the queue
-    a's backward    its gradients are those that g's backward gives      ──► the worker of a's graph
-Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long
-a chain is.
+    submit(g, a)    a's outcome is put into g's call when it arrives     ──► the queue
+    a's backward    it takes the gradients that g's backward gives       ──► the worker of a's graph
+Guarantees: a call or backward that waits goes on, or fails with the error of what it waited for.
+    Nothing recurses, however long a chain is.
 Assumes: called by the scheduling thread.
 
-`GradientSender` has the backwards on their way from autograd's threads to the workers that keep the
-graphs. Any thread sends; only `leave` is also called by the scheduling thread, for backwards that
-have waited for others.
+`GradientSender` sends backwards from autograd's threads to the workers that keep the graphs. Any
+thread sends. The scheduling thread calls only `leave`, for backwards that have waited for others.
 
     a node's backward ──► send ──► the worker's backlog ──► [scheduling thread] ──► settled
 """
@@ -56,8 +55,8 @@ __all__ = ["Admissions", "GradientSender"]
 
 
 class Admissions:
-    """The operations that have not ended. Looks at those that wait, again and again, until nothing
-    is missing."""
+    """Keeps the operations that have not ended. It looks at a waiting call or backward again each
+    time something arrives for it, until nothing is missing."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Admissions:
         self._uncollected = uncollected
 
     def admit(self, operation: Operation) -> None:
-        """It has calls, for the first time or again."""
+        """Take the calls of an operation, which may have been admitted before."""
         if operation.finished:
             self.unfinished.pop(operation, None)
             operation.tell_if_finished()
@@ -95,7 +94,7 @@ class Admissions:
             self._queue.join(operation)
 
     def cancel_rest(self, operation: Operation) -> None:
-        """Nobody wants the calls after the first that failed."""
+        """Drop the calls after the first that failed, because nobody wants them."""
         for worker in self._deliveries.workers.values():
             worker.under_way.cancel(operation)
         self._queue.tidy()
@@ -103,11 +102,11 @@ class Admissions:
             self.unfinished.pop(operation, None)
             self._driver.tell_waiters()
 
-    # --- those that wait
+    # --- calls and backwards that wait
 
     def _look_at_call(self, operation: Operation, call: PackedCall) -> None:
-        """Put into a call what other calls give it; or come back when the first that is missing has
-        come."""
+        """Put the results of other calls into a call. If one is missing, look again when it
+        arrives."""
         if call.index in operation.outcomes or call.index >= operation.limit:
             return
         for dependency in call.dependencies:
@@ -129,7 +128,7 @@ class Admissions:
         request = operation.options.request
         for dependency, outcome in zip(call.dependencies, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
-            # perhaps nobody ever asks for the value itself
+            # The warnings move here, because perhaps nobody ever asks for the value itself.
             operation.warned.extend(taken(dependency.source.warned))
         if request is not None:
             try:
@@ -140,15 +139,16 @@ class Admissions:
                 return
         operation.queue.append(call)
         operation.unsorted = operation.options.at_rest and operation.sealed
-        # what has begun is finished first, and its memory given back
+        # Work that has begun is finished first, so that its memory is given back.
         self._queue.join(operation, first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
-            # who has a part of the input goes on with it, rather than whoever is looked at first
+            # The worker that has a part of the input goes on with the call.
             self._deliveries.give(giver)
 
     def look_at_backward(self, backward: Backward) -> None:
-        """Put into a backward the gradients that other backwards give it; or come back likewise."""
+        """Put the gradients of other backwards into a backward. If one is missing, look again when
+        it arrives."""
         promises = [part.backward for part in backward.grads if isinstance(part, Promise)]
         for other in promises:
             if not other.arrived:
@@ -178,11 +178,14 @@ class Admissions:
 
 
 def put_in(call: PackedCall, outcome: DeliveredResult, packer: Packer | None) -> None:
-    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come
-    there."""
+    """Add the tensors of a result to a call.
+
+    `packer` is given if the call runs on the CPU: a result on a device has to be copied there.
+    """
     refs = outcome.result.tensors
     assert not isinstance(call.packed, PackedTensors)
-    if outcome.graph is None:  # then only leaves need gradients
+    # Without a graph only leaves need gradients.
+    if outcome.graph is None:
         refs = [
             ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD)
             for ref in refs
@@ -211,19 +214,21 @@ def kept_promises(
 # --- backwards from autograd's threads
 
 
-HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
+# So many backwards are sent to the workers together, unless a thread waits for one of them.
+HELD_GRADIENTS = 256
 
 
 class BackwardContext(NamedTuple):
-    """What a backward of the engine runs in."""
+    """The modes and the environment that a backward of autograd's engine runs in."""
 
     graph_task: int
     modes: Modes
-    environment: bytes | None  # of the process; None where workers do not follow it
+    # the process's environment; None if workers do not follow it
+    environment: bytes | None
 
 
 class GradientSender:
-    """What owners of graphs ask of the scheduler."""
+    """Does what graph owners ask of the scheduler."""
 
     def __init__(
         self,
@@ -235,8 +240,10 @@ class GradientSender:
         since: EnvironmentChanges | None,
         mode_check: ModeCheck,
     ) -> None:
-        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that
-        workers follow."""
+        """Take `numbers` for graphs of gradients, from the counter that calls use, too.
+
+        `since` records changes of the environment that workers follow.
+        """
         self._mode_check = mode_check
         self._driver = driver
         self._life = life
@@ -245,16 +252,19 @@ class GradientSender:
         self._numbers = numbers
         self._since = since
         self._held = 0
-        self._last: BackwardContext | None = None  # that were asked for
-        self.last_backward = -1  # of which something was sent
+        # the context that was asked for last
+        self._last: BackwardContext | None = None
+        # the number of the last backward of the engine that sent something
+        self.last_backward = -1
 
     def send(self, backward: Backward) -> None:
-        """Copies its gradients, and returns at once."""
+        """Copy the backward's gradients, leave it for its worker, and return at once."""
         self._life.check_alive()
-        # read once: should it die now, another may get the graph, but not the sum
+        # This is read once. If the worker dies now, another may get the graph, but not the sum.
         worker = backward.graph.worker
         assert isinstance(worker, WorkerHandle)
-        if backward.modes is None:  # else it was sent before
+        # A backward with modes was sent before.
+        if backward.modes is None:
             self._prepare(backward, worker)
         backward.worker = worker
         if backward.waits:
@@ -267,7 +277,7 @@ class GradientSender:
             self._driver.hand_over()
 
     def _prepare(self, backward: Backward, worker: WorkerHandle) -> None:
-        """Note what it runs under; pack its gradients."""
+        """Note the modes and environment of a backward, and pack its gradients."""
         backward.grads = self._place([part for parts in backward.grads for part in parts], worker)
         if backward.create:
             backward.derived_number = next(self._numbers)
@@ -280,13 +290,15 @@ class GradientSender:
         self._driver.wait_until(lambda: settled.arrived)
 
     def surroundings(self, graph_task: int) -> BackwardContext:
-        """Those of the backward with this number, which runs in this thread, as they were when it
-        first asked.
+        """Return the context of the backward with this number, which runs in this thread.
+
+        The context is the one at the backward's first request.
 
         Raises:
             NotImplementedError: the thread is in a mode that workers cannot be in.
         """
-        last = self._last  # read once: another thread's backward may put its own there
+        # This is read once, because another thread's backward may replace it.
+        last = self._last
         if last is None or last.graph_task != graph_task:
             self._mode_check.look()
             environment = None if self._since is None else self._since.changes()
@@ -296,7 +308,7 @@ class GradientSender:
     def _place(
         self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
     ) -> Sequence[PackedTensor | Promise] | PackedTensors:
-        """Copies of the tensors, in their order; promises stay what they are."""
+        """Copy the tensors, in their order, and leave promises as they are."""
         packer, staged = self._packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
         flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
@@ -315,7 +327,10 @@ class GradientSender:
         self._driver.wake()
 
     def leave(self, worker: Any, item: Backward | SumRequest) -> None:
-        """For the worker to take up; or for others, if it is gone, or goes in this moment."""
+        """Leave the item in the worker's backlog.
+
+        If the worker is gone, or goes in this moment, other workers get the item.
+        """
         worker.backlog.append(item)
         self._driver.has_unheard = True
         if worker.gone is not None:
@@ -328,7 +343,7 @@ class GradientSender:
         self._driver.nudge()
 
     def consume(self, graph: RemoteGraph) -> None:
-        """Its last backward was an eager one, and has come."""
+        """Note that the graph's last backward was an eager one, and has arrived."""
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
         worker.consumed.append(graph.call)

@@ -1,14 +1,17 @@
-"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the
-ways to devices: by slots there, or through the CPU's memory. Caller's side.
+"""The memory that the caller shares with its workers: its own slots, the memory it has borrowed,
+and the channels to devices. Caller's side.
 
-Slots on a device need CUDA's inter-process memory, which not every machine has (none on a part of a
-GPU, or between some containers). So nobody asks what the machine is: each worker, as it starts,
-reads a slot of ours and gives one of its own to be read, and until all have, tensors are staged:
-they go through the CPU's memory, and whoever gets them puts them on their device.
+Tensors reach a device by slots on the device, or through the CPU's memory. Slots on a device need
+CUDA's inter-process memory, which not every machine has. It is missing on a part of a GPU, and
+between some containers. So mpgrad does not ask what the machine is, but tries it. Each worker, as
+it starts, reads a slot of the caller, and offers one of its own to be read. Until all workers have
+succeeded, tensors are staged: they go through the CPU's memory, and the process that receives them
+puts them on their device.
 
-    offer: our slot, SlotTrial ──► the worker reads it
+    offer: the caller's slot, SlotTrial ──► the worker reads it
         ──► TrialOutcome, with a slot of its own ──► tried: DirectTransfer
-Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
+Assumes: any thread packs tensors, and drops those it had; only the scheduling thread calls `tidy`
+    and `close`.
 """
 
 from __future__ import annotations
@@ -36,12 +39,18 @@ __all__ = [
 
 
 class CallerMemory:
-    """`packer` sends former results from where they lie, for callers who wait; `copying_packer`
-    copies all."""
+    """Holds the caller's arena, the slabs of others, and two packers.
+
+    `packer` sends former results from where they are stored, for callers who wait.
+    `copying_packer` copies everything.
+    """
 
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
-        """`nudge`: something borrowed has died, which its owner may be told with the next message.
-        Called from finalizers."""
+        """Make the arena, the packers and, if the pool has devices, the channels to them.
+
+        `nudge` is called when a borrowed object is deleted: its owner may be told with the next
+        message. Finalizers call it.
+        """
         self.arena = Arena(0)
         self.foreign_slabs = ForeignSlabs(nudge)
         self.device_transfer = (
@@ -77,15 +86,17 @@ class CallerMemory:
             self.device_transfer.close()
 
 
-# --- the ways to devices
+# --- the channels to devices
 
 
 MARK_BYTES = 64
 
 
 class DeviceTransfer:
-    """The caller's channels to each device of its pool, two of them: what comes never waits in line
-    behind what leaves."""
+    """The caller's two channels to each device of its pool.
+
+    There are two so that tensors that arrive never wait behind tensors that leave.
+    """
 
     def __init__(self, codes: Sequence[int], in_process: bool) -> None:
         self._accelerator = INSTALLED.accelerator
@@ -112,14 +123,17 @@ class DeviceTransfer:
         return [channel.arena for channel in (*self._departures.values(), *self._arrivals.values())]
 
     def way_to(self, code: int) -> DeviceChannel | None:
-        """A tensor of a device that no worker has goes to one that some worker has, and back to its
-        own on the way back."""
+        """Return the channel for a tensor on this device, or None if tensors are staged.
+
+        If no worker has the device, the tensor goes to a device that a worker has. On the way back
+        it returns to its own.
+        """
         if not self._is_direct:
             return None
         return self._departures.get(code) or next(iter(self._departures.values()))
 
     def setup(self, code: int) -> bytes:
-        """What a new worker has to know."""
+        """Return the pickled `DeviceSetup` that a new worker needs."""
         channels = {
             code: [self._departures[code], self._arrivals[code]] for code in self._departures
         }
@@ -133,15 +147,17 @@ class DeviceTransfer:
     # --- the trial
 
     def offer(self, code: int) -> tuple[Slot, SlotTrial] | None:
-        """A slot for a new worker to read; None where there cannot be one."""
-        channel = self._arrivals[code]  # where nothing has to be waited for
+        """Make a slot for a new worker to read; return None if there cannot be one."""
+        # On this channel nothing has to be waited for.
+        channel = self._arrivals[code]
         mark = secrets.token_bytes(MARK_BYTES)
         try:
             slot = channel.write_bytes(
                 torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True
             )
             channel.finish()
-            _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
+            # If there is no handle, this fails here and not while it is sent.
+            _ = slot.slab.handle
         except (OSError, RuntimeError, MemoryError) as error:
             self._refuse(code, str(error))
             return None
@@ -154,8 +170,10 @@ class DeviceTransfer:
         foreign_slabs: ForeignSlabs,
         others: Sequence[WorkerHandle],
     ) -> list[Message]:
-        """What `worker` says of our slot; if it could read that, try its own. Returns what there is
-        to tell it."""
+        """Note whether `worker` could read the caller's slot; if so, try to read the worker's.
+
+        Return the messages to send to the worker.
+        """
         refusal, back = message.refusal, message.back
         if back is not None:
             try:
@@ -175,7 +193,7 @@ class DeviceTransfer:
         return [DirectTransfer()]
 
     def _refuse(self, code: int, reason: str) -> None:
-        """From here on tensors are staged; the first time the log says why."""
+        """Stage tensors from now on, and log the reason the first time."""
         self._is_direct = False
         if not self._is_refused:
             self._is_refused = True
@@ -190,11 +208,11 @@ class DeviceTransfer:
     # --- memory of workers
 
     def attach(self, worker: WorkerHandle, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:
-        """A slab that `worker` has made.
+        """Open a slab that `worker` has made.
 
         Raises:
-            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said
-                to lie there is lost.
+            SharedMemoryError: the slab cannot be opened, because the worker may have died. Tensors
+                that later messages place there are lost.
         """
         assert message.handle is not None
         channel = self._arrivals[message.code]
@@ -202,13 +220,14 @@ class DeviceTransfer:
             message.number,
             functools.partial(channel.open, message.number, message.nbytes, message.handle),
         )
-        if worker.direct:  # else it is only being tried
+        # Before that the slab is only being tried.
+        if worker.direct:
             foreign_slabs.slab(message.number)
 
     def tidy(self) -> None:
         for arena in self._arenas:
             arena.tidy()
-            # each worker is told of a slab when it is first lent something there
+            # A worker is told of a slab when it is first lent something there.
             arena.made.clear()
 
     def close(self) -> None:
@@ -217,8 +236,8 @@ class DeviceTransfer:
 
 
 def kept(region: Region) -> Slot:
-    """What a worker gave, before it can die: in memory of our own.
+    """Copy a worker's region into the caller's own memory, before the worker can die.
 
-    It is complete, so nothing need be waited for.
+    The region is complete, so this waits for nothing.
     """
     return region.slab.channel.write_bytes(region.bytes, at_once=True)

@@ -1,12 +1,13 @@
-"""Ends early what nobody wants any more, and what takes too long. Caller's side.
+"""`Canceller` ends calls that nobody wants any more, and calls that take too long. Caller's side.
 
-    cancel               what has not begun will not; what is under way is dropped when it comes
-    cancel with grace    likewise, and a worker that is at it has a grace period to come to its end
-    kill                 likewise, and a worker that is at it is killed at once
+    cancel               calls that have not begun do not begin; results that arrive are dropped
+    cancel with grace    as cancel, and a worker that runs such a call gets a grace period for it
+    kill                 as cancel, and a worker that runs such a call is killed at once
 
-A call that takes longer than its `timeout` is *overdue*: its worker is asked to leave its stack and
-end, and is killed `TRACEBACK_PATIENCE` seconds later. What else a killed worker had goes to others
-(see `staffing`). Assumes: called by the scheduling thread.
+A call that takes longer than its `timeout` is *overdue*. Its worker is asked to write its stack and
+end, and is killed `TRACEBACK_PATIENCE` seconds later. The other calls of a killed worker go to
+other workers (see `supervisor`).
+Assumes: called by the scheduling thread.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ __all__ = [
     "overdue_at",
 ]
 
-# seconds for a worker whose call takes too long, to leave its stack and end
+# seconds that a worker whose call takes too long has to write its stack and end
 TRACEBACK_PATIENCE = 0.5
 
 
 class Canceller:
-    """Does what callers and the clock ask for, in the words of the table above."""
+    """Cancels and kills what callers and the clock ask for, as in the table above."""
 
     def __init__(
         self,
@@ -57,14 +58,17 @@ class Canceller:
         self._queue = queue
         self._supervisor = supervisor
         self._receiver = receiver
-        self._can_kill = not settings.in_process  # workers, while they run a call
-        self._recoverable = settings.recoverable  # what a worker kept can be made again by others
+        # whether workers can be killed while they run a call
+        self._can_kill = not settings.in_process
+        # whether other workers can rebuild the graphs that a worker kept
+        self._recoverable = settings.recoverable
         self.deadlines = Deadlines()
 
     # --- operations and backwards
 
     def cancel(self, operation: Operation) -> None:
-        operation.starts()  # a future that was cancelled tells who waits for it
+        # A future that was cancelled tells the threads that wait for it.
+        operation.starts()
         operation.cancel()
         for worker in self._workers.values():
             worker.under_way.cancel(operation)
@@ -73,21 +77,22 @@ class Canceller:
         self._driver.tell_waiters()
 
     def cancel_queued(self, operation: Operation) -> None:
-        """Calls that no worker has been given."""
+        """Give the calls that no worker has been given a `CancelledError`."""
         while operation.queue or operation.packed:
             call = (operation.queue or operation.packed).popleft()
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
     def kill(self, operation: Operation) -> None:
-        """What has no outcome gets a `CancelledError`, and workers that are at it are killed."""
+        """Give calls without an outcome a `CancelledError`, and kill the workers that run one."""
         if operation.finished:
             return
         operation.fail(CancelledError())
         self._admissions.cancel_rest(operation)
         for worker in list(self._workers.values()):
             if self._can_kill and worker.under_way.is_at(operation):
-                self._drain(worker)  # perhaps it has gone on since
+                # The worker may have gone on since.
+                self._drain(worker)
                 if worker.gone is None and worker.under_way.is_at(operation):
                     self._supervisor.kill(worker)
 
@@ -99,7 +104,7 @@ class Canceller:
             worker.under_way.cancel_with_grace(operation)
 
     def cancel_all_with_grace(self) -> None:
-        """All that were admitted; what has no outcome gets a `CancelledError`."""
+        """Cancel all admitted operations; calls without an outcome get a `CancelledError`."""
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
             operation.fail(CancelledError())
@@ -109,7 +114,7 @@ class Canceller:
             worker.under_way.cancel_with_grace(None)
 
     def cancel_backward(self, graph_task: int) -> None:
-        """Whoever would do its parts, or do them again, sees that they are settled."""
+        """Settle all parts of a backward, so that no worker runs them, or runs them again."""
         interrupted = CancelledError("the backward was interrupted")
         for worker in [*self._workers.values(), *self._supervisor.gone]:
             worker.cancel_backward(graph_task, interrupted)
@@ -118,7 +123,7 @@ class Canceller:
     # --- by the clock
 
     def keep_time(self, now: float) -> float:
-        """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        """Do what is due, and return when to look next, on the clock of time.monotonic."""
         moments = []
         if self.deadlines:
             for operation in self.deadlines.due(now):
@@ -136,41 +141,47 @@ class Canceller:
         return min(moments, default=math.inf)
 
     def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
-        """First it is asked to leave its stack; a worker that has not ended by then is killed."""
+        """Ask the worker to write its stack and end, or kill it if it was asked before."""
         if worker.termination is not None:
             worker.link.kill()
             self._supervisor.lose(worker)
             return
-        self._drain(worker)  # we may have been late, and it not
+        # This thread may have been late, and the worker in time.
+        self._drain(worker)
         if worker.gone is None and overdue_at(worker) <= now:
             first = worker.under_way.first
             worker.overdue = None if first is None else first.timeout
             worker.termination = Termination(now + TRACEBACK_PATIENCE, worker.under_way.begun())
-            # the end of its pipe is read next, as of any that dies
+            # The end of its pipe is read next, as for any worker that dies.
             worker.link.kill(TRACEBACK_SIGNAL)
 
     def _end_grace(self, worker: WorkerHandle) -> None:
-        """What it is at has had its grace period."""
+        """Act on a worker whose running call has used up its grace period."""
         under_way = worker.under_way
-        # what it has not begun can be had for certain when it has seen that
+        # Calls that it has not begun can be taken back safely once it has seen that they are
+        # skipped.
         if under_way.skip_unbegun():
             under_way.grace_ends = time.monotonic() + SEEN
             return
-        self._drain(worker)  # we may have been late, and it not
+        # This thread may have been late, and the worker in time.
+        self._drain(worker)
         if worker.gone is not None or under_way.grace_ends > time.monotonic():
             return
-        for operation, calls in under_way.take_back():  # nobody knows when it would come to them
+        # Nobody knows when it would come to these calls.
+        for operation, calls in under_way.take_back():
             self._queue.put_back(operation, calls)
         if not self._can_kill:
             under_way.grace_ends = math.inf
         elif under_way.is_at_wanted:
-            under_way.give_grace()  # others wait for this part, and perhaps not for the next
+            # Another caller waits for this part, and perhaps not for the next.
+            under_way.give_grace()
         elif self._recoverable or not worker.has_others:
             self._supervisor.kill(worker)
-        else:  # what others want of it could not be had again
+        else:
+            # Other callers want something of this worker that no worker could make again.
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
-                # for its agent, perhaps, which has yet to say that they are skipped
+                # Its node agent may not have reported yet that these calls are skipped.
                 under_way.give_grace()
             worker.begin_retiring()
             self._supervisor.fill()
@@ -180,24 +191,29 @@ class Canceller:
         while worker.gone is None and worker.link.has_more():
             self._receiver.serve(worker)
             self._driver.tell_waiters()
-        # what came may be followed by more work: look again before going to sleep
+        # More work may follow from these answers, so the thread looks again before it sleeps.
         self._driver.wake()
 
 
 # --- the clock
 
 
-SOME = 100  # entries that may be of operations that are gone
+# entries of operations that are gone, which may stay in the heap
+SOME = 100
 
 
 class Deadlines:
-    """Operations by the moment, on the clock of time.monotonic, at which they have to have
-    ended."""
+    """Operations, ordered by the moment at which they must have ended.
+
+    Moments are on the clock of time.monotonic.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
-        self._most = SOME  # before those that are gone are left out
-        self._numbers = itertools.count()  # heaps compare what stands behind equal moments
+        # With more entries than this, those of operations that are gone are left out.
+        self._most = SOME
+        # If two moments are equal, heaps compare the next field.
+        self._numbers = itertools.count()
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -221,8 +237,10 @@ class Deadlines:
 
 
 def overdue_at(worker: WorkerHandle) -> float:
-    """When the call that it is at will have taken too long; where it has, when the worker must have
-    ended."""
+    """Return when the worker's running call becomes overdue.
+
+    If the call is overdue already, return when the worker must have ended.
+    """
     if worker.termination is not None and worker.gone is None:
         return worker.termination.moment
     chunk = next(iter(worker.under_way.chunks.values()), None)

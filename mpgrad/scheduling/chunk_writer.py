@@ -1,8 +1,8 @@
-"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; and what
-it has then, as the caller knows it: graphs, parts of the sums of captures' gradients, and memory
-that has to live until the worker has given it back. Caller's side.
+"""`ChunkWriter` turns chunks into messages for a worker. A chunk holds calls, backwards or a
+request for a sum. Ledgers note what the worker has then: graphs, parts of the sums of captures'
+gradients, and memory that must live until the worker has returned it. Caller's side.
 
-What the worker knows is left out of a message, what it lacks goes before:
+A message leaves out what the worker knows. What the worker lacks goes before it:
 
     calls ──► [Define,] Forward
     backwards ──► [Define,] Backwards([Recompute, [RecomputeBackward ...,]] BackwardCall ...)
@@ -14,17 +14,17 @@ The states of a graph:
                  dropped there for want of room ▼         the last backward, of which         │
                                               LOST     nothing is left ──► CONSUMED ──────────┤
                                                                       released: forgotten ◄───┘
-    the next backward of one that is LOST, CONSUMED, or FREED by mistake has it made again: ALIVE
-Assumes: called by the scheduling thread; any may look into `functions`, and ask how many graphs
-    there are. What has been written is sent, in this order, or the worker is gone.
+    the next backward rebuilds a graph that is LOST, CONSUMED, or FREED by mistake: ALIVE
+Assumes: called by the scheduling thread; any thread may look into `functions`, and ask how many
+    graphs there are. The messages that were written are sent, in this order, or the worker is gone.
 
-How much goes together is decided here, where the caller does not say: items in a window and in a
-bundle, calls in a chunk.
+Unless the caller says so, this module also decides how many items form a window or a bundle, and
+how many calls form a chunk.
 
-    items ── window: packed before the workers hear
-        ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
-What calls take is measured (`function_cache.FunctionTiming`), never guessed: before the first
-answer they go one by one.
+    items ── window: packed before workers are told
+        ──► calls, each an item or a bundle of cheap items ── chunk ──► a worker
+The time that calls take is measured (`function_cache.FunctionTiming`), never guessed. So calls go
+one by one before the first answer.
 """
 
 from __future__ import annotations
@@ -84,24 +84,26 @@ __all__ = [
 
 
 class Chunk(NamedTuple):
-    """What a worker has been sent and has not answered: calls of an operation, backwards, or a
-    request for a sum."""
+    """The work in one message that a worker has been sent and has not answered: calls of an
+    operation, backwards, or a request for a sum."""
 
     operation: Operation | None
-    calls: list[tuple[int, PackedCall]]  # with the call's number
+    # calls with their numbers
+    calls: list[tuple[int, PackedCall]]
     backwards: list[Backward]
     request: SumRequest | None
-    timeout: float | None  # of each call, in seconds
+    # seconds for each call
+    timeout: float | None
 
     def fail_backwards(self, make: Callable[[], BaseException]) -> None:
-        """Those that wait for it get the exception that `make` gives."""
+        """Settle the chunk's backwards and its request with the exception that `make` gives."""
         for backward in self.backwards:
             backward.settle(make)
         if self.request is not None:
             self.request.settle(make)
 
     def wanted(self) -> list[bool]:
-        """Of each call or backward: whether anybody waits for it."""
+        """Return for each call or backward whether anybody waits for it."""
         if self.operation is not None:
             return [call.index < self.operation.limit for _, call in self.calls]
         requests = [] if self.request is None else [self.request]
@@ -112,7 +114,8 @@ Written = tuple[list[Message], Payload, Chunk]
 
 
 class ChunkWriter:
-    """Knows which functions, pickles and states of modules its worker has."""
+    """Writes messages for one worker, and notes which functions, pickles and states of modules the
+    worker has."""
 
     def __init__(self, graphs: GraphLedger, sums: SumLedger, lent_slots: LentSlots) -> None:
         self._graphs = graphs
@@ -120,14 +123,15 @@ class ChunkWriter:
         self._lent_slots = lent_slots
         self.functions: set[int] = set()
         self.codes: set[int] = set()
-        # as it was told last; the worker began with that of the pool's beginning
+        # the environment that the worker was told last; it began with that of the pool's beginning
         self._environment = b""
-        self._states: RecentValues[bool] = RecentValues()  # of the user's modules, by number
+        # states of the user's modules that the worker has, by number
+        self._states: RecentValues[bool] = RecentValues()
 
     def forward(
         self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
     ) -> Written:
-        """A chunk of an operation."""
+        """Write a chunk of an operation."""
         payload, messages = Payload(), list[Message]()
         options = operation.options
         function = options.function
@@ -149,11 +153,11 @@ class ChunkWriter:
     def backward(
         self, number: int, backlog: deque[Backward | SumRequest], note_consumed: Callable[[], None]
     ) -> Written:
-        """A chunk of what waits: backwards under the same modes and environment, or a request for
-        capture gradients.
+        """Write a chunk of the backlog: backwards with the same modes and environment, or a request
+        for capture gradients.
 
-        `note_consumed`: notes what graphs are consumed; whoever consumes one and sends another
-        backward of it does it in this order.
+        `note_consumed` notes which graphs are consumed. A thread that consumes a graph and sends
+        another backward of it does so in this order.
         """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
@@ -176,7 +180,8 @@ class ChunkWriter:
             if item.captures and not item.apart:
                 self._sums.note(item.owner.function, item.graph_task, item.levels)
             before = self._before(item.graph, payload, messages, item.again, environment)
-            item.again = True  # should it be lost with the worker
+            # The backward may be lost with the worker, and sent again.
+            item.again = True
             call = self._backward_call(item, payload, before)
             self._graphs.note_backward(item)
             calls.append(call)
@@ -185,13 +190,13 @@ class ChunkWriter:
         return messages, payload, Chunk(None, [], sent, None, timeout)
 
     def _follow(self, environment: bytes | None, messages: list[Message]) -> None:
-        """Adds a `Follow` where what comes next has another environment than what came last."""
+        """Add a `Follow` if the next message's environment differs from the last one's."""
         if environment is not None and environment != self._environment:
             self._environment = environment
             messages.append(Follow(environment))
 
     def _define(self, function: SharedFunction, messages: list[Message]) -> None:
-        """Adds a `Define` where the worker does not know the function, and lends the captures."""
+        """Add a `Define` if the worker does not know the function, and lend it the captures."""
         if function.number in self.functions:
             return
         pickled = None
@@ -260,10 +265,10 @@ class ChunkWriter:
         again: bool,
         environment: bytes | None,
     ) -> list[Recompute | RecomputeBackward]:
-        """What makes `graph` again, where it is missing there; or where it was freed, and that does
-        not count.
+        """Return the steps that rebuild `graph`, if the worker lacks it.
 
-        `environment`: the chunk's.
+        With `again` a freed graph is rebuilt, too, because the freeing does not count.
+        `environment` is that of the chunk.
         """
         lineage = graph.lineage
         state = None if lineage is None else self._graphs.begin_again(graph.call, again)
@@ -298,8 +303,7 @@ class ChunkWriter:
     def _pack(
         self, packed: Sequence[PackedTensor] | PackedTensors, payload: Payload
     ) -> Sequence[TensorRef]:
-        """References for a message whose payload this is; what lies in slots is lent to the
-        worker."""
+        """Return references for a message with this payload, and lend the slots to the worker."""
         if isinstance(packed, PackedTensors):
             if packed.holder is not None:
                 self._lent_slots.lend(packed.holder.address, packed.holder)
@@ -319,11 +323,15 @@ class ChunkWriter:
 
 
 class GraphState(enum.Enum):
+    """The state of a graph in a worker, as drawn above."""
+
     ALIVE = enum.auto()
-    # by a backward that was not to keep it: another one is a mistake of the caller's
+    # A backward that was not to keep the graph freed it. Another backward is the user's mistake.
     FREED = enum.auto()
-    LOST = enum.auto()  # to be made again when it is wanted
-    CONSUMED = enum.auto()  # likewise, because nothing was left of it
+    # The graph is rebuilt when it is needed.
+    LOST = enum.auto()
+    # The last backward left nothing of the graph. It is rebuilt when it is needed.
+    CONSUMED = enum.auto()
 
 
 ALIVE, FREED, LOST, CONSUMED = GraphState
@@ -331,25 +339,28 @@ TO_BE_MADE = {LOST, CONSUMED}
 
 
 class GraphLedger:
-    """The states of one worker's graphs, by call. Each state was noted when the worker was told,
-    not when it has acted."""
+    """The states of one worker's graphs, by call. A state changes when the worker is told, not when
+    it has acted."""
 
     def __init__(self) -> None:
         self.states: dict[int, GraphState] = {}
-        self.nbytes = 0  # that they take there, where it is measured
+        # bytes that the graphs take in the worker, if this is measured
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self.states)
 
     @property
     def there(self) -> int:
-        """How many take memory in the worker."""
-        # others may ask while it changes
+        """The number of graphs that take memory in the worker."""
+        # Another thread may ask while the states change.
         return sum(state not in TO_BE_MADE for state in list(self.states.values()))
 
     def needs_worker(self, is_last: bool) -> bool:
-        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could
-        make those again."""
+        """Whether the worker has to stay for the sake of a graph.
+
+        `is_last` says that no other worker could rebuild a lost graph.
+        """
         done_with = {CONSUMED} if is_last else TO_BE_MADE
         return any(state not in done_with for state in self.states.values())
 
@@ -357,39 +368,50 @@ class GraphLedger:
         self.states[call] = ALIVE
 
     def move_here(self, call: int, before: GraphLedger) -> None:
-        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is
-        wanted."""
+        """Take over the graph of a worker that is gone, whose ledger is `before`.
+
+        This worker rebuilds the graph when it is needed.
+        """
         self.states[call] = CONSUMED if before.states.get(call) is CONSUMED else LOST
 
     def note_backward(self, backward: Backward) -> None:
-        """It is on its way to the worker."""
+        """Note that a backward is on its way to the worker."""
         if backward.is_last:
             self.states[backward.call] = CONSUMED
         elif not backward.keep:
             self._note_freed(backward.graph)
 
     def note_consumed(self, calls: Iterable[int]) -> None:
-        """Their last backward was an eager one, and has come."""
+        """Note that the last backward of these graphs was an eager one, and has arrived."""
         for call in calls:
-            if call in self.states:  # others have been released meanwhile
+            # Graphs without a state were released meanwhile.
+            if call in self.states:
                 self.states[call] = CONSUMED
 
     def _note_freed(self, graph: RemoteGraph) -> None:
-        """A graph of gradients is freed together with the one that it derives from: they share
-        nodes."""
+        """Note that a backward freed the graph.
+
+        A graph of gradients is freed together with the graph that it derives from, because they
+        share nodes.
+        """
         if self.states.get(graph.call) is ALIVE:
             self.states[graph.call] = FREED
         if isinstance(graph.lineage, Backward):
             self._note_freed(graph.lineage.graph)
 
     def note_rest(self, backward: Backward) -> None:
-        """A backward that was to leave nothing of its graph failed or was not begun: what is left
-        is there, all the same."""
+        """Note that a backward failed or did not begin.
+
+        If it was to leave nothing of its graph, the rest of the graph is still there.
+        """
         if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
             self.states[backward.call] = FREED
 
     def note_no_rest(self, backward: Backward) -> None:
-        """Such a backward has left nothing, though one before it may have failed."""
+        """Note that a backward has run. If it was the graph's last one, nothing is left of it.
+
+        An earlier backward of the graph may have failed.
+        """
         if backward.is_last and self.states.get(backward.call) is FREED:
             self.states[backward.call] = CONSUMED
 
@@ -398,25 +420,28 @@ class GraphLedger:
             self.states[call] = LOST
 
     def note_dropped(self, calls: Iterable[int]) -> int:
-        """Returns how many of these graphs a backward would have found."""
+        """Note that the worker dropped these graphs, and return how many of them were alive."""
         there = 0
         for call in calls:
-            if call in self.states:  # others have been released meanwhile
+            # Graphs without a state were released meanwhile.
+            if call in self.states:
                 there += self.states[call] is ALIVE
                 self.note_lost(call)
         return there
 
     def note_unknown(self, call: int) -> None:
-        """The last backward of a graph was cancelled, and nobody knows how far it came: another one
-        starts anew."""
+        """Note that the last backward of a graph was cancelled.
+
+        Nobody knows how far it came, so another backward starts anew.
+        """
         if self.states.get(call) is CONSUMED:
             self.states[call] = LOST
 
     def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Before a backward: what was the state of a graph that has to be made before it, ALIVE
-        from now on; else None.
+        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
 
-        `again`: the backward was sent before, so that it may have freed the graph itself.
+        Return None if the graph need not be rebuilt. `again` says that the backward was sent
+        before, so it may have freed the graph itself.
         """
         state = self.states.get(call)
         if state is ALIVE or (state is FREED and not again):
@@ -430,8 +455,11 @@ class GraphLedger:
 
 
 class SumLedger:
-    """The sums of captures' gradients that a worker holds: by function, then by backward (None:
-    eager) and levels."""
+    """The sums of captures' gradients that a worker holds.
+
+    They are found by function, then by backward and levels. For eager backwards, the backward is
+    None.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
@@ -440,7 +468,7 @@ class SumLedger:
         return bool(self._sums)
 
     def are_before(self, graph_task: int) -> bool:
-        """All of them are of earlier backwards than this."""
+        """Whether all sums come from earlier backwards than this one."""
         return all(
             each is not None and each < graph_task
             for sums in self._sums.values()
@@ -450,7 +478,8 @@ class SumLedger:
     def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
         sums[graph_task, levels] = None
-        forget_oldest(sums)  # as the worker does, which keeps that of eager backwards beside
+        # The worker does the same, except that it keeps the sum of eager backwards separately.
+        forget_oldest(sums)
 
     def forget(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.get(function, {})
@@ -462,18 +491,22 @@ class SumLedger:
         self._sums.pop(function, None)
 
 
-# --- what the worker has been lent
+# --- slots that the worker has been lent
 
 
 class LentSlots:
-    """Of one worker. It gives an address back as often as it was sent, so one that is on its way
-    again stays lent."""
+    """The slots that one worker has been lent.
+
+    The worker returns an address as often as it was sent. So an address that is on its way again
+    stays lent.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        # address -> what has to live, how often it was sent
+        # address -> the memory that has to live, and how often it was sent
         self._lent: dict[int, tuple[Slot | BorrowedMemory, int]] = {}
-        self._slabs: set[int] = set()  # of which the worker knows, or will with the next message
+        # slabs that the worker knows, or is told of with the next message
+        self._slabs: set[int] = set()
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
 
@@ -481,7 +514,7 @@ class LentSlots:
         return len(self._lent)
 
     def lend(self, address: int, holder: Slot | BorrowedMemory) -> None:
-        """Keep `holder` until the worker has given the address back as often as it was sent."""
+        """Keep `holder` until the worker has returned the address as often as it was sent."""
         _, times = self._lent.get(address, (None, 0))
         self._lent[address] = holder, times + 1
         if not self._link.shares_memory:
@@ -501,12 +534,14 @@ class LentSlots:
         return any(slab_of(address) == slab for address in self._lent)
 
     def tell_again(self, slab: int) -> None:
-        """The worker does not know the slab after all: it is told of it when it is next lent
-        something there."""
+        """Note that the worker does not know the slab after all.
+
+        The worker is told of the slab when it is next lent something there.
+        """
         self._slabs.discard(slab)
 
     def unmap(self, slab: int) -> None:
-        """The slab is gone, and the worker is to be told so."""
+        """Note that the slab is gone, so that the worker is told."""
         if slab in self._slabs:
             self._slabs.discard(slab)
             self.gone_slabs.append(slab)
@@ -516,7 +551,7 @@ class LentSlots:
         return new
 
     def end(self) -> None:
-        """The worker is gone, and holds nothing of ours any more."""
+        """Let go of all slots, because the worker is gone and reads none of them any more."""
         if not self._link.shares_memory:
             for holder, times in self._lent.values():
                 self._link.drop(holder, times)
@@ -526,62 +561,74 @@ class LentSlots:
 # --- how much goes together
 
 
-LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
-# items that are in any case: of a few dear ones all, so that the largest can be begun first
+# seconds of work that are packed before any of it is sent; each later window has twice as much
+LEAD = 4e-3
+# The first window has at least so many items. A few expensive items are all packed first, so that
+# the largest can begin first.
 FIRST_WINDOW = 16
-LARGEST_WINDOW = 512  # items that are at most
-WINDOW_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
+LARGEST_WINDOW = 512  # items
+# Once so many bytes of tensors are copied, the packed items are sent in any case.
+WINDOW_BYTES = 1 << 20
 
-# seconds of work in a bundle of cheap items: the more, the further off the end
+# seconds of work in a bundle of cheap items; bundles are longer far from the end of a map
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
-BUNDLES_PER_WORKER = 4  # at least, where there are items enough
-MOST_BUNDLED = 48  # items: more win little, and a backward for one of them passes by all
+# Each worker gets at least so many bundles, if there are enough items.
+BUNDLES_PER_WORKER = 4
+# items; a larger bundle gains little, and a backward for one item passes by all the others
+MOST_BUNDLED = 48
 
-CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY  # of what is left, at least
-# seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
+# One chunk runs and one waits, so that a worker never waits for the parent.
+CHUNKS_UNDER_WAY = 2
+# The calls that are left make at least so many chunks for each worker.
+CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY
+# seconds that the parent takes to send a chunk and read its answer, with cold caches
 CHUNK_CARE = 300e-6
 MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 
 
 class ChunkSeconds(NamedTuple):
-    """Seconds of work in a chunk, by what a message costs on its way."""
+    """Limits for the seconds of work in a chunk. They depend on the cost of a message."""
 
     shortest: float
     longest: float
-    care: float = 0.0  # that a chunk takes the parent, which is to keep up with all workers
+    # seconds that a chunk takes the parent, which has to keep up with all workers
+    care: float = 0.0
 
     def least(self, workers: int) -> float:
-        """The shortest, for so many workers."""
+        """Return the seconds of the shortest chunk for so many workers."""
         return min(self.longest, max(self.shortest, workers * self.care))
 
     @property
     def one_by_one(self) -> float:
-        """Seconds of a call, from which on it travels alone."""
+        """Calls that take so many seconds or more are sent alone."""
         return self.longest / 2
 
 
 NEAR = ChunkSeconds(1e-3, 20e-3)
-# to another machine: some ms on the way, and up to 1 ms of CPU time at each end
+# A message to another machine takes a few ms on its way, and up to 1 ms of CPU time at each end.
 FAR = ChunkSeconds(10e-3, 100e-3, 0.7e-3)
 
 
 def first_window(seconds: float) -> int:
-    """How many items, of so many seconds each, are packed before the workers hear of them; each
-    later window is twice as large.
+    """Return how many items are packed before the workers are told of any.
 
-    Once they do, they take the CPUs, the caller's too where there are no more; and when it is its
-    turn again its caches are cold, and they have run dry. So of cheap items, which are packed in no
-    time, the caller packs many first. That would be too late for many workers, of which the first
-    few leave it its CPU: so it does not depend on how many there are. Unknown seconds are infinite.
+    Each item takes so many seconds; unknown seconds are infinite. Each later window is twice as
+    large.
+
+    Once workers have work, they compete with the caller for CPUs. When the caller gets a CPU again,
+    its caches are cold, and the workers have run dry. So the caller packs many cheap items first,
+    which takes almost no time. The number does not depend on the number of workers. With many
+    workers, the first few leave the caller its CPU, and the others would wait too long.
     """
     return min(LARGEST_WINDOW, max(FIRST_WINDOW, math.ceil(LEAD / max(seconds, 1e-9))))
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """How many of the `left` ones of `total` items, of so many seconds each, go together: some for
-    each worker that is worth feeding."""
+    """Return how many items form a bundle: `left` of the `total` items are left.
+
+    Each item takes so many seconds. Each worker that is worth feeding gets several bundles.
+    """
     most = min(
         MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers_worth_feeding(workers, total, seconds))
     )
@@ -589,7 +636,7 @@ def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
 
 
 def chunk_size(seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds) -> int:
-    """How many of the calls that are `left`, of so many seconds each, a worker is sent at once."""
+    """Return how many of the `left` calls, of so many seconds each, a worker is sent at once."""
     return min(
         MOST_CALLS,
         guided_size(seconds, left, workers, chunk_seconds.least(workers), chunk_seconds.longest),
@@ -597,11 +644,13 @@ def chunk_size(seconds: float, left: int, workers: int, chunk_seconds: ChunkSeco
 
 
 def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
-    """How many of the calls that are `left`, of so many seconds each, go together: a share, so
-    fewer towards the end.
+    """Return how many of the `left` calls, of so many seconds each, go together.
 
-    At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C.
-    Polychronopoulos and D. Kuck, IEEE Transactions on Computers, 1987.
+    The number is a share of the calls that are left, so it falls towards the end. Together they
+    take at least `shortest` and at most `longest` seconds.
+
+    Source: guided self-scheduling, C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers,
+    1987.
     """
     share = left // (CHUNKS_PER_WORKER * workers_worth_feeding(workers, left, seconds))
     seconds = max(seconds, 1e-9)
@@ -609,11 +658,11 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
 
 
 def workers_worth_feeding(workers: int, calls: int, seconds: float) -> int:
-    """To how many of the workers it is worth handing out the calls, of so many seconds each.
+    """Return to how many workers it is worth giving the calls, of so many seconds each.
 
-    With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k,
-    the parent CHUNK_CARE * CHUNKS_PER_WORKER * k, and such a sum is least where both are the same.
-    Unknown seconds are infinite.
+    With fewer workers their part takes longer, and with more workers the parent's part does. k
+    workers take calls * seconds / k, and the parent takes CHUNK_CARE * CHUNKS_PER_WORKER * k. The
+    sum is least if both are equal. Unknown seconds are infinite.
     """
     if not calls or seconds == math.inf:
         return workers

@@ -1,14 +1,15 @@
-"""In whose thread a scheduler runs: `Dispatcher` gives it one of its own, `InlineScheduler` the
-caller's. Caller's side.
+"""The thread that a scheduler runs in: `Dispatcher` gives it one of its own, `InlineScheduler` uses
+the caller's. Caller's side.
 
-multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker
-leaves it waiting for ever. A dispatcher's one thread owns all links, feeds the workers, receives,
-and notices when one dies: every decision is taken there. KeyboardInterrupt is raised in the main
-thread, which therefore never interrupts half a message. What users could make wait, their
-callbacks, handlers and streams, runs in another thread (`CallbackThread`).
+multiprocessing.Pool uses three threads, blocking pipes and a lock around each pipe. A killed worker
+leaves it waiting for ever. A dispatcher has one thread, which owns all links, feeds the workers,
+receives their answers, and notices when a worker dies. This thread makes every decision. Python
+raises KeyboardInterrupt in the main thread, so an interrupt never cuts a message in half. User code
+that could block the thread (callbacks, log handlers and streams) runs in another thread
+(`CallbackThread`).
 
-With engines whose calls run in the caller there is no other thread. Guarantees there: whoever waits
-has done, when it is its turn, all that can be done.
+With engines whose calls run in the caller there is no other thread.
+Guarantees: with `InlineScheduler`, a thread that waits first does all that can be done.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
     "scheduler_for",
 ]
 
-# seconds in which updates gather before they are sent without a message to go with
+# seconds for which updates are collected before they are sent without another message
 UPDATE_PATIENCE = 0.05
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
@@ -52,17 +53,23 @@ class Dispatcher(Scheduler):
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings, engine)
         self._waiters: list[Waiter] = []
-        self._is_over = False  # the thread does nothing more
+        # whether the thread has done its last work
+        self._is_over = False
         self._woken = False
         self._sleeps = itertools.count(1)
-        self._sleep = 0  # its number, while it sleeps
-        self._ended_sleep = 0  # the last one that somebody has ended
-        self._sleeping_soundly = False  # without the timer that sends the updates
-        self._updates_due = 0.0  # when it looks for updates, on the clock of time.monotonic
-        # of callers who sleep until the end of a turn
+        # the number of the present sleep; 0 while the thread is awake
+        self._sleep = 0
+        # the number of the last sleep that another thread has ended
+        self._ended_sleep = 0
+        # whether the thread sleeps without the timer that sends updates
+        self._sleeping_soundly = False
+        # when the thread looks for updates, on the clock of time.monotonic
+        self._updates_due = 0.0
+        # a lock for each caller that sleeps until the end of a turn
         self._handed_over: deque[threading.Lock] = deque()
         self._staffed = threading.Event()
-        self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
+        # taken by the thread when it begins, or by a caller who keeps it from beginning
+        self._begun = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
 
     def start(self) -> None:
@@ -73,15 +80,16 @@ class Dispatcher(Scheduler):
 
     def terminate_without_waiting(self) -> None:
         super().terminate_without_waiting()
-        if self.life.is_ours and self._begun.acquire(blocking=False):  # nobody else will end it
+        # If the thread has not begun, nobody else will end the pool.
+        if self.life.is_ours and self._begun.acquire(blocking=False):
             self._end_all()
 
     # --- any thread
 
     def wake(self) -> None:
-        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number
-        # is noted after it, for a caller could be interrupted; one who is so late that he notes an
-        # old number causes another wake, and no more.
+        # Each wake costs the caller the interpreter lock, so each sleep is ended only once. The
+        # number is noted after the wake, because a caller could be interrupted between the two. A
+        # caller that notes an old number, because it is late, causes only one more wake.
         self.has_unheard = False
         self._woken = True
         sleep = self._sleep
@@ -90,8 +98,8 @@ class Dispatcher(Scheduler):
             self._ended_sleep = sleep
 
     def hand_over(self) -> None:
-        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far
-        # too late for a worker that has run dry. Only one of the two can run anyway, so the caller
+        # A thread that computes gives up the interpreter lock only after 5 ms. That is far too late
+        # for a worker that has run dry. Only one of the two threads can run anyway, so the caller
         # sleeps until the dispatcher does.
         if threading.current_thread() is self._thread:
             return
@@ -123,7 +131,7 @@ class Dispatcher(Scheduler):
         waiter.lock.acquire()
         self._waiters.append(waiter)
         try:
-            # what we wait for may need one more look
+            # The awaited event may need one more turn of the scheduling thread.
             if self.has_unheard or self._sleeping_soundly:
                 self.wake()
             if satisfied():
@@ -135,13 +143,15 @@ class Dispatcher(Scheduler):
                         if timeout is None
                         else min(max(0.0, timeout), threading.TIMEOUT_MAX)
                     )
-            if self._is_over and not satisfied():  # nobody is left to bring that about
+            # The thread that could have satisfied the caller has ended.
+            if self._is_over and not satisfied():
                 raise one_more(
                     self.life.ended or InternalError("the dispatcher ended before the pool")
                 )
             return satisfied()
         finally:
-            if waiter in self._waiters:  # else it was satisfied, and removed by whoever saw that
+            # The thread that finds a waiter satisfied removes it.
+            if waiter in self._waiters:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)
 
@@ -151,7 +161,8 @@ class Dispatcher(Scheduler):
         if this is self._thread:
             return
         for thread in (self._thread, self.callbacks):
-            if thread is not this and thread.is_alive():  # else it has ended, or could not begin
+            # A thread that is not alive has ended, or could not begin.
+            if thread is not this and thread.is_alive():
                 thread.join()
 
     # --- the dispatcher's thread
@@ -190,7 +201,7 @@ class Dispatcher(Scheduler):
             self.tell_waiters()
 
     def _turn(self) -> None:
-        """Do what there is to do, then sleep until something happens."""
+        """Do all work that there is, then sleep until something happens."""
         self._woken = False
         if time.monotonic() >= self._updates_due:
             self._send_updates()
@@ -205,7 +216,8 @@ class Dispatcher(Scheduler):
         links = self.engine.wait(
             0 if self._woken or self.life.is_stopping or self.inbox else patience
         )
-        if self._sleeping_soundly:  # what happens now may make updates
+        # The work of the next turn may make updates.
+        if self._sleeping_soundly:
             self._updates_due = time.monotonic() + UPDATE_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
@@ -213,15 +225,19 @@ class Dispatcher(Scheduler):
             if (worker := self.workers.get(link.number)) is not None:
                 self.receiver.serve(worker)
                 self.tell_waiters()
-            elif link.exit is not None:  # else it was lost in this moment
+            # A link without an exit was lost in this moment.
+            elif link.exit is not None:
                 self.supervisor.remove(link.number)
 
     def _send_updates(self) -> None:
-        """Whoever was sent nothing for a while is told; where all are, nobody has to look again by
-        himself."""
+        """Send updates to workers that were sent nothing for a while.
+
+        If no updates are left, the thread sleeps without a timer until another thread wakes it.
+        """
         if self.deliveries.has_updates():
             self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE)
-        self._sleeping_soundly = True  # before the look: what comes after it will wake us
+        # This is set before the look, so that an update that comes after it wakes this thread.
+        self._sleeping_soundly = True
         self._sleeping_soundly = not self.deliveries.has_updates()
         self._updates_due = (
             math.inf if self._sleeping_soundly else time.monotonic() + UPDATE_PATIENCE
@@ -232,7 +248,8 @@ class Dispatcher(Scheduler):
             if self._is_over or waiter.satisfied():
                 try:
                     self._waiters.remove(waiter)
-                except ValueError:  # its time was over at this moment
+                # The waiter's timeout ended at this moment.
+                except ValueError:
                     continue
                 waiter.lock.release()
 
@@ -241,7 +258,7 @@ class Dispatcher(Scheduler):
 
 
 class InlineScheduler(Scheduler):
-    """A scheduler that runs in whichever thread asks for something."""
+    """A scheduler that runs in the thread that asks it for something."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings._replace(workers=1, calls=None), engine)
@@ -272,7 +289,10 @@ class InlineScheduler(Scheduler):
                 self.end()
 
     def _step(self) -> bool:
-        """Work, have the worker work, take its answers; whether there was anything to do."""
+        """Work, have the worker work, and take its answers.
+
+        Return whether there may be more to do.
+        """
         self.work()
         links = self.engine.wait(0)
         for link in links:
@@ -283,11 +303,12 @@ class InlineScheduler(Scheduler):
 
     def feed(self) -> None:
         (worker,) = self.workers.values()
-        if worker.ready:  # a task may use the pool again: no limit of chunks under way
+        # A task may use the pool again, so chunks under way have no limit.
+        if worker.ready:
             self.deliveries.give(worker)
 
     def nudge(self) -> None:
-        """Updates go with the next message."""
+        """Do nothing: updates go with the next message."""
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         self.life.check_process()
@@ -298,18 +319,18 @@ class InlineScheduler(Scheduler):
         self.life.check_process()
 
     def leave(self) -> None:
-        """There is no process to end."""
+        """Close the pool: there is no process to end."""
         self.close()
 
     def tell_waiters(self) -> None:
-        """Whoever waits is this thread, and looks for itself."""
+        """Do nothing: the thread that waits is this one, and looks for itself."""
 
 
 # --- which of the two
 
 
 def scheduler_for(name: str, settings: Settings, wanted: EngineRequest) -> Scheduler:
-    """It has not started yet."""
+    """Make the scheduler for the engine with this name; the caller has to start it."""
     traits, make = ENGINES[name]
     engine = make(wanted)
     if engine.room is not None:

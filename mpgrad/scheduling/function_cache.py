@@ -1,8 +1,8 @@
-"""The pickled functions that workers keep, by number: each is sent to each worker once, however
-often it is mapped.
+"""Numbers of the pickled functions that workers keep, and the time that their calls take. Each
+function is sent to each worker once, however often it is mapped. Caller's side.
 
-Assumes: called by the scheduling thread, but for `own_seconds`, `predicted` and `predictor_of`,
-which any may call.
+Assumes: called by the scheduling thread; any thread may call `own_seconds`, `predicted` and
+    `predictor_of`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ from mpgrad.wire.messages import Results
 
 __all__ = ["FunctionCache"]
 
-MOST_CODES = 128  # for the next operation with the same function
+# Workers keep so many functions for the next operation that uses one.
+MOST_CODES = 128
 MOST_BYTES = 64 << 20
 
 
 class FunctionTiming:
-    """Of one function: what its calls took, as the workers measured it."""
+    """The time that calls of one function took, as measured by the workers."""
 
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
     def __init__(self) -> None:
-        # of an item by itself, with its backward where that is run right after it
+        # seconds of an item by itself, including a backward that runs right after it
         self.own_seconds = 0.0
-        self.seconds = 0.0  # of an item, with our care for it
+        # seconds of an item, including mpgrad's own work for it
+        self.seconds = 0.0
         self.predictor = Predictor()
         self._answers = 0
 
     def note_results(self, message: Results, items: int, workers: int, share: float) -> None:
-        """The first answer of each worker does not count for long: caches are cold, and modules are
-        imported."""
+        """Add an answer's times to the means.
+
+        The first answer of each worker soon loses its weight, because it includes cold caches and
+        imports of modules.
+        """
         self._answers += 1
         weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
         own_seconds = message.own_seconds + message.eager_seconds
@@ -45,18 +50,22 @@ class FunctionTiming:
 
 
 class FunctionCache:
-    """The functions that were mapped last, by number, and what their calls took, in seconds."""
+    """The functions that were mapped last, by number, and the seconds that their calls took."""
 
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
-        self._numbers: dict[bytes, int] = {}  # the last used at the end
+        # the function that was used last stands at the end
+        self._numbers: dict[bytes, int] = {}
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, FunctionTiming] = {}  # by number
-        self.wrong_predictions = 0  # about so many: threads that count at once may lose one
+        # This is approximate: two threads that count at the same time may lose one.
+        self.wrong_predictions = 0
 
     def number(self, function: SharedFunction) -> None:
-        """Give the function the number of its code; what was not used for longest may be forgotten
-        for it."""
+        """Give the function the number of its code.
+
+        Workers forget the functions used longest ago, if there are too many or they are too large.
+        """
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
         while len(self._numbers) > 1 and (
@@ -70,41 +79,51 @@ class FunctionCache:
                     worker.forgotten_codes.append(oldest)
 
     def own_seconds(self, pickled: bytes) -> float | None:
-        """What a call of the function takes a worker; None before the first. Any thread may ask."""
+        """Return the seconds that one of the function's calls takes; None before the first.
+
+        Any thread may ask.
+        """
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.own_seconds
 
     def predicted(self, pickled: bytes) -> Prediction | None:
-        """The gradient that the losses of a map that begins will get, if it can be predicted. Any
-        thread may ask."""
+        """Predict the gradient that the losses of a new map will get; None if that is not possible.
+
+        Any thread may ask.
+        """
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.predictor.predict()
 
     def predictor_of(self, function: SharedFunction) -> Predictor | None:
-        """None where nothing came of the function yet, or it was forgotten. Any thread may ask."""
+        """Return the function's predictor; None before its first result, or if it was forgotten.
+
+        Any thread may ask.
+        """
         measured = self._measured.get(function.code)
         return None if measured is None else measured.predictor
 
     def seconds(self, function: SharedFunction, unknown: float) -> float:
-        """Of one of its calls, with our care for it; `unknown` before the first."""
+        """Return the seconds of a call, including mpgrad's own work; `unknown` before the first."""
         measured = self._measured.get(function.code)
         return unknown if measured is None else measured.seconds
 
     def note_results(
         self, function: SharedFunction, message: Results, items: int, share: float = math.inf
     ) -> None:
-        """What `items` calls took.
+        """Note the time that `items` calls took.
 
-        What was measured last counts most; but where the largest calls come first, no more than its
-        `share` of all that were measured in this operation: then the mean of all of them counts.
+        The last measurement counts most. If an operation's largest calls come first, a measurement
+        counts for at most its `share` of all that the operation has made, so their mean counts.
         """
-        if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
+        # The function was forgotten meanwhile.
+        if self._numbers.get(function.pickled) != function.code:
             return
         measured = self._measured.get(function.code) or FunctionTiming()
         measured.note_results(message, items, len(self._workers), share)
-        self._measured[function.code] = measured  # only now may others look at it
+        # Only now may other threads look at the measurement.
+        self._measured[function.code] = measured
 
 
 def mixed(old: float, new: float, weight: float) -> float:
-    """`weight` is that of the new one."""
+    """Return the weighted mean of both; `weight` is the weight of the new number."""
     return (1 - weight) * old + weight * new

@@ -1,10 +1,10 @@
-"""How far a pool has come with its life, what may still be asked of it, and what the parts of a
-scheduler ask of whoever runs them (`Driver`). Caller's side.
+"""The phases of a pool's life and what may be asked of it in each. `Driver` lists what the parts
+of a scheduler ask of the class that runs them. Caller's side.
 
-Any thread asks, and enters a phase; `break_off` and `end` are the scheduling thread's. After the
-end there is no such thread: what comes then is answered in the thread that finds it (`Settlement`).
-Any thread may, but one at a time; another one that comes meanwhile leaves what it has brought to
-that one, and does not wait.
+Any thread may ask for the phase or enter one. Only the scheduling thread calls `break_off` and
+`end`. After the end there is no such thread, so `Settlement` answers a late order in the thread
+that finds it. Only one thread settles at a time. Another thread that comes meanwhile leaves its
+order to that thread, and does not wait.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
 
 class ForkCounter:
-    """Counts how often this process is a forked child of another: cheaper to ask than the system
-    for the pid."""
+    """Counts the forks between the first process and this one. Reading the count is cheaper than
+    asking the system for the pid."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,28 +53,39 @@ FORKS = ForkCounter()
 
 
 class Phase(enum.IntEnum):
+    """The phases of a pool, in their order."""
+
     OPEN = enum.auto()
-    CLOSED = enum.auto()  # takes nothing new; what was admitted still runs, and graphs stay
-    LEAVING = enum.auto()  # ends each worker as soon as nothing runs, and no graph is kept there
-    DRAINING = enum.auto()  # ends all workers when nothing runs
-    STOPPING = enum.auto()  # ends them now
+    # The pool takes nothing new. Admitted operations still run, and graphs stay.
+    CLOSED = enum.auto()
+    # The pool ends each worker as soon as nothing runs and the worker keeps no graph.
+    LEAVING = enum.auto()
+    # The pool ends all workers when nothing runs.
+    DRAINING = enum.auto()
+    # The pool ends all workers now.
+    STOPPING = enum.auto()
 
 
 class Lifecycle:
-    """It only goes on: phases may be left out, and nothing leads back."""
+    """Notes the phases that a pool has reached. Phases may be skipped, and none comes back."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._forks = FORKS.count
-        self._reached = [Phase.OPEN]  # several threads may append in the same moment
-        # asked at every turn of the scheduling thread
-        self.is_ending = False  # it has at least come to `LEAVING`
+        # Several threads may append in the same moment.
+        self._reached = [Phase.OPEN]
+        # The scheduling thread looks at these two in every turn. The first is true from `LEAVING`
+        # on.
+        self.is_ending = False
         self.is_stopping = False
-        self.broken: BaseException | None = None  # why it cannot go on
-        # what is answered from now on: nothing runs any more
+        # why the pool cannot go on
+        self.broken: BaseException | None = None
+        # the error that every request gets after the end
         self.ended: BaseException | None = None
-        self.ends_gently = False  # workers are told to stop, rather than killed
-        self.ends_by = signal.SIGKILL  # who has not ended soon after another signal is killed
+        # whether workers are told to stop, and not killed
+        self.ends_gently = False
+        # A worker that has not ended soon after another signal is killed.
+        self.ends_by = signal.SIGKILL
 
     @property
     def phase(self) -> Phase:
@@ -88,15 +99,15 @@ class Lifecycle:
             self.is_stopping = True
 
     def break_off(self, error: BaseException) -> None:
-        """All that is under way, and all that comes later, gets `error`."""
-        # Frames in a traceback keep their callers' frames, and so what those had: also in that of
-        # the error that was being handled, such as the end of a worker's pipe.
+        """Give `error` to all work that is under way, and to all that comes later."""
+        # The frames of a traceback keep their callers' frames, and so the variables of these. The
+        # same is true of the error that was being handled, such as the end of a worker's pipe.
         self.broken = error.with_traceback(None)
         write(self.broken, "__context__", None)
         self.enter(Phase.STOPPING)
 
     def end(self) -> BaseException:
-        """Returns what is answered from now on."""
+        """End the pool, and return the error that every request gets from now on."""
         closed = (
             "the pool is closed, and its workers and their graphs are gone; ask for results, and "
             f"call backward, {INSIDE}"
@@ -116,7 +127,7 @@ class Lifecycle:
 
     @property
     def is_ours(self) -> bool:
-        """This process has made it, not one of which it is a forked child."""
+        """Whether this process has made the pool. A forked child has not."""
         return FORKS.count == self._forks
 
     def check_process(self) -> None:
@@ -128,9 +139,11 @@ class Lifecycle:
             )
 
     def check_open(self) -> None:
-        """Raises:
-        PoolClosedError: after `close` or `terminate`.
-        RuntimeError: in a forked child, or when the pool is broken.
+        """Check that the pool takes new operations.
+
+        Raises:
+            PoolClosedError: after `close` or `terminate`.
+            RuntimeError: in a forked child, or when the pool is broken.
         """
         self.check_process()
         if self.broken is not None:
@@ -139,7 +152,7 @@ class Lifecycle:
             raise PoolClosedError(f"the pool is closed; make a new one, or call it {INSIDE}")
 
     def check_alive(self) -> None:
-        """There are workers, or will be again, for graphs that they keep."""
+        """Check that backwards can still run: the pool has workers, or will have some again."""
         self.check_process()
         reason = self.broken or self.ended
         if reason is not None:
@@ -147,7 +160,7 @@ class Lifecycle:
 
 
 class Settlement:
-    """Orders are carried out, and operations fail with the reason of the end."""
+    """Carries out late orders, and fails operations with the reason of the pool's end."""
 
     def __init__(
         self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle
@@ -155,18 +168,21 @@ class Settlement:
         self._inbox = inbox
         self._unfinished = unfinished
         self._life = life
-        self._turn = threading.RLock()  # callbacks that run meanwhile may ask for something, too
+        # A callback that runs meanwhile may put an order, too.
+        self._turn = threading.RLock()
 
     def settle(self) -> None:
         while self._inbox or self._unfinished:
             if not self._turn.acquire(blocking=False):
-                return  # whoever has it looks once more after giving it back
+                # The thread that has the lock looks once more after it has given it back.
+                return
             try:
                 while self._inbox:
                     carry_out(self._inbox.popleft())
                 while self._unfinished:
                     operation = next(iter(self._unfinished))
-                    del self._unfinished[operation]  # first: its callbacks may lead here again
+                    # This comes first, because the operation's callbacks may lead here again.
+                    del self._unfinished[operation]
                     operation.fail(self._life.ended or InternalError("settled before the end"))
             finally:
                 self._turn.release()
@@ -176,7 +192,8 @@ def carry_out(order: Callable[[], None]) -> None:
     try:
         order()
     except BaseException:
-        # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+        # This is a bug of mpgrad, perhaps the one that broke the pool. Other threads still wait for
+        # an answer.
         report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 
@@ -184,56 +201,73 @@ def carry_out(order: Callable[[], None]) -> None:
 
 
 class Driver(Protocol):
-    """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be
-    called by any thread."""
+    """Runs the parts of a scheduler. A `Dispatcher` has a thread of its own, and an
+    `InlineScheduler` uses the caller's. Any thread may call its methods, unless they say
+    otherwise."""
 
     tracer: Tracer
-    inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
-    # something was put where that thread will find it, without waking it; whoever waits will
+    # orders for the scheduling thread's next turn
+    inbox: deque[Callable[[], None]]
+    # whether the scheduling thread has work that it was not woken for; a thread that waits wakes it
     has_unheard: bool
 
     def put(self, order: Callable[[], None]) -> None:
-        """Into the inbox; after the end it is done at once."""
+        """Put the order into the inbox; after the pool's end, carry it out at once."""
         ...
 
     def post(self, order: Callable[[], None]) -> None:
-        """`put`, and `wake`."""
+        """Put the order into the inbox, and wake the scheduling thread."""
         ...
 
     def wake(self) -> None:
-        """Have the scheduling thread look at what there is to do."""
+        """Have the scheduling thread look for work."""
         ...
 
     def hand_over(self) -> None:
-        """`wake`, by a caller who has much work of its own: let the scheduling thread have its turn
-        first."""
+        """Wake the scheduling thread, and let it have its turn before the caller goes on.
+
+        Callers that have much work of their own call this.
+        """
         ...
 
     def nudge(self) -> None:
-        """There are updates for a worker, which can wait a little. Called from finalizers: it may
-        not wait, lock or raise."""
+        """Note that there are updates for a worker, which can wait a little.
+
+        Finalizers call this, so it may not wait, lock or raise.
+        """
         ...
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame;
-        whether it was."""
+        """Wait in the caller's thread until `satisfied()` is true, and return whether it was.
+
+        It is evaluated after each frame.
+        """
         ...
 
     def wait_for_gradients(self, backward: Backward) -> None:
-        """Send it when the gradients have come that it needs of other backwards. Called by the
-        scheduling thread."""
+        """Send a backward as soon as the gradients that it needs of other backwards have arrived.
+
+        The scheduling thread calls this.
+        """
         ...
 
     def requeue(self, worker: WorkerHandle) -> None:
-        """Have others do what was left for a worker that is gone. Called by the scheduling
-        thread."""
+        """Give the backlog of a worker that is gone to other workers.
+
+        The scheduling thread calls this.
+        """
         ...
 
     def cancel_backward(self, graph_task: int) -> None:
-        """Nobody waits any more for what was sent for the backward with this number. Called from
-        finalizers."""
+        """Cancel all that was sent for the backward with this number, as nobody waits for it.
+
+        Finalizers call this.
+        """
         ...
 
     def tell_waiters(self) -> None:
-        """Something was delivered. Called by the scheduling thread; after the end by any."""
+        """Wake the waiting threads that are satisfied now, because something was delivered.
+
+        The scheduling thread calls this; after the pool's end any thread may.
+        """
         ...

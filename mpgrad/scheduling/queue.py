@@ -1,16 +1,16 @@
-"""The calls that wait for a worker: which of them one is given next, how many at once, and when
-they had better go on waiting.
+"""`CallQueue` holds the calls that wait for a worker. It decides which calls a worker gets next,
+how many at once, and which calls had better wait longer.
 
-multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known
-then, so here it is measured: short calls go together, fewer of them towards the end; long ones go
-one by one, the largest of the last ones first; and what one worker has been given and has not
-begun, another one that has run dry may have.
+multiprocessing.Pool cuts a map into chunks of one size beforehand, when nobody knows how long calls
+take. `CallQueue` measures that. Short calls go together, and fewer of them towards the end. Long
+calls go one by one, and the largest of the last calls go first. If a worker has run dry, it may get
+calls that another worker has been given and has not begun.
 
-`Deliveries` gives workers chunks of what waits, and the updates that go with them:
+`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates:
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Caller's side.
-Assumes: called by the scheduling thread; any may set `workers`.
+Assumes: called by the scheduling thread; any thread may set `workers`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["CallQueue", "Deliveries"]
 
-LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-# times the shortest chunk: one of the last calls that takes longer waits for a worker that has
-# nothing to do
+# seconds; waiting behind another call of this length takes longer than being sent
+LONG_CALL = 50e-3
+# If one of the last calls takes longer than so many shortest chunks, it waits for an idle worker.
 LAST_AHEAD = 5
-# times the shortest chunk: a call that takes so long, and longer than others did, may take long
+# If a call takes so many shortest chunks, and longer than other calls did, nobody knows its end.
 LATE = 5
-# calls for each worker, the last ones of a map, that are begun with the largest: of more, the end
-# matters little
+# The last calls of a map, so many for each worker, begin with the largest. If more are left, their
+# order matters little.
 SORTED = 16
-LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
+# If calls differ in size, the last ones, so many for each worker, wait for an idle worker.
+LAST_UNLIKE = 4
 
 
 class CallQueue:
-    """Operations with calls, in the order in which they are given out."""
+    """The operations that have calls, in the order in which workers get them."""
 
     def __init__(
         self,
@@ -63,10 +64,12 @@ class CallQueue:
         by_device: bool,
         chunk_seconds: ChunkSeconds,
     ) -> None:
-        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is
-        replaced."""
+        """Take the calls' numbers from `numbers`.
+
+        A worker is replaced after `calls_per_worker` calls.
+        """
         self.workers = workers
-        # when there may be more to take back, on the clock of time.monotonic
+        # when more calls may be taken back, on the clock of time.monotonic
         self.look_at = math.inf
         self._function_cache = function_cache
         self._numbers = numbers
@@ -85,8 +88,10 @@ class CallQueue:
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
-        """Let go of operations whose calls nobody wants: if no worker looked here again, their
-        results would be kept."""
+        """Let go of operations whose calls nobody wants.
+
+        If no worker looked here again, their results would be kept.
+        """
         for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
@@ -100,8 +105,10 @@ class CallQueue:
     def next_for(
         self, worker: WorkerHandle
     ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
-        """A chunk for the worker, of calls with their numbers; None where there is nothing that it
-        should be given now."""
+        """Return a chunk for the worker: an operation, and calls with their numbers.
+
+        Return None if there is no call that the worker should be given now.
+        """
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:
@@ -111,22 +118,22 @@ class CallQueue:
             if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
-            # at once: perhaps no worker looks again, and the results would be kept
+            # This happens at once. Perhaps no worker looks again, and the results would be kept.
             if not operation.queue:
                 del self.operations[place]
             if calls:
                 return operation, calls
-            if operation.queue:  # what is there is for workers on other devices
+            # The calls that are left are for workers on other devices.
+            if operation.queue:
                 place += 1
         return None
 
     def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
-        """Where some have run dry, what others have been given and have not begun; returns those,
-        who may have it.
+        """Take back calls that have not begun, if some workers have run dry; return these workers.
 
-        Costs are not known beforehand. So it is taken from the one that has most, where that is
-        worth a message; and from all that are at a call for longer than such calls take, as nobody
-        knows when that ends. See `look_at`.
+        Costs are not known beforehand. So calls are taken from the worker that has most, if they
+        are worth a message. They are also taken from each worker that runs a call for longer than
+        such calls take, because nobody knows when that call ends. See `look_at`.
         """
         self.look_at = math.inf
         dry, others = list[WorkerHandle](), list[WorkerHandle]()
@@ -156,15 +163,17 @@ class CallQueue:
         return dry
 
     def _late_at(self, worker: WorkerHandle) -> float:
-        """When it will have been at a call for longer than such calls take, on the clock of
-        time.monotonic."""
+        """Return when the worker will have run a call for longer than such calls take.
+
+        The moment is on the clock of time.monotonic.
+        """
         chunk = worker.under_way.first
         if chunk is None:
             return math.inf
         position, since = worker.under_way.begun()
         seconds = 0.0
         if chunk.operation is not None:
-            # which of them is not known
+            # If no position is known, the call may be any of the chunk's.
             calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
             seconds = self._function_cache.seconds(
                 chunk.operation.options.function, unknown=0.0
@@ -181,21 +190,22 @@ class CallQueue:
         return seconds
 
     def _had_better_wait(self, operation: Operation, worker: WorkerHandle) -> bool:
-        """Whether the next call had better wait here than behind what this worker is at."""
+        """Whether the next call had better wait here than behind the worker's running call."""
         return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
-        """Whether the next call had better wait here than behind another one, for the worker that
-        is the first to have nothing.
+        """Whether the next call had better wait here, for the first idle worker, than behind
+        another call.
 
-        Long ones always. Of the others those of the last ones, one for each worker, or some where
-        calls differ, that are not short: what is under way is not always taken back, and a worker
-        that has no call ahead waits for each. And those that are to be put in order, until the
-        larger ones are packed too.
+        * Long calls always wait.
+        * The last calls wait unless they are short: one for each worker, or a few if calls differ.
+          Chunks under way are not always taken back. Short calls do not wait, because a worker
+          without a call ahead waits for each one.
+        * Calls that will be sorted wait until all of them are packed, the larger ones included.
         """
         if self._goes_by_size(operation) and not operation.sealed:
             return True
-        # each has one call or more: those of a graph of calls have one
+        # Each operation has at least one call. In a graph of calls each has exactly one.
         others = len(self.operations) - 1
         left = (len(operation.queue) + others) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
@@ -204,31 +214,32 @@ class CallQueue:
         )
 
     def _goes_by_size(self, operation: Operation) -> bool:
-        """Whether its last calls are put in order: those that travel one by one."""
+        """Whether the last calls are sorted by size. Only calls that are sent one by one are."""
         seconds = self._function_cache.seconds(operation.options.function, unknown=0.0)
         any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
         return any_order and self.workers > 1 and seconds >= self._chunk_seconds.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
-        """What its next call will take: by what such items took before, infinitely long where none
-        was run yet."""
+        """Return the expected seconds of the operation's next call; infinite before the first."""
         seconds = self._function_cache.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: WorkerHandle) -> float:
-        """How many calls the worker may still be given before it is replaced."""
+        """Return how many calls the worker may still be given before it is replaced."""
         if self._calls_per_worker is None:
             return math.inf
         under_way = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         return self._calls_per_worker - worker.calls_done - under_way
 
     def _sort(self, operation: Operation) -> None:
-        """The largest of the last calls first: whoever ran the longest of them last would be alone
-        at the end.
+        """Put the largest of the last calls first.
 
-        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has
-        failed only those before it matter, and the first of them most. Source: the rule of the
-        longest processing time, R. Graham, SIAM Journal on Applied Mathematics, 1969.
+        If the longest call ran last, its worker would be the only one at work at the end. Sizes are
+        only a hint of how long calls take, so nothing else depends on them. Once a call has failed,
+        only calls before it matter, and the first of these matters most.
+
+        Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
+        Mathematics, 1969.
         """
         has_failed = operation.limit < math.inf
         if not has_failed and (
@@ -239,14 +250,14 @@ class CallQueue:
         calls = drained(operation.queue)
         ranks = [-call.index if has_failed else call.nbytes for call in calls]
         operation.largest_first = not has_failed and len(set(ranks)) > 1
-        # as they came, where sizes are equal
+        # Calls of equal size keep their order.
         order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(
         self, worker: WorkerHandle, operation: Operation, size: float
     ) -> list[tuple[int, PackedCall]]:
-        """At most `size` calls, with numbers of their own, or as many as a message holds."""
+        """Take at most `size` calls from the queue, or as many as a message holds; number them."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
@@ -279,14 +290,14 @@ class CallQueue:
         return chunk_size(seconds, left, workers, self._chunk_seconds)
 
 
-# --- what leaves for the workers
+# --- messages to the workers
 
 
 HAS_UPDATES = operator.attrgetter("has_updates")
 
 
 class Deliveries:
-    """What goes to workers goes through `transmit`, and so along with their updates."""
+    """Sends the workers their messages. All of them go through `transmit`, which adds updates."""
 
     def __init__(
         self,
@@ -300,14 +311,15 @@ class Deliveries:
         self._memory = memory
         self.tracer = tracer
         self._chunk_numbers = itertools.count(1)
-        self.recomputed = 0  # calls whose graphs were made again
+        # calls whose graphs were rebuilt
+        self.recomputed = 0
 
     def feed(self) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Returns those that are retiring,
-        and have nothing to do.
+        """Give every worker a chunk before any gets its second. Return the retiring workers that
+        have nothing to do.
 
-        A second one has to wait for the first, perhaps for long, while another worker starts or
-        ends what it does. So it is given where it is known to be short.
+        A second chunk has to wait for the first, perhaps for long, while another worker starts or
+        becomes idle. So a second chunk is given only if it is known to be short.
         """
         queue = self._queue
         for depth in range(CHUNKS_UNDER_WAY):
@@ -329,14 +341,14 @@ class Deliveries:
         ]
 
     def give(self, worker: WorkerHandle) -> None:
-        """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
+        """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
         if worker.backlog:
             number = next(self._chunk_numbers)
             messages, payload = worker.backward(number)
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        # it ends that soon, or is ended; nobody knows which
+        # A running call in its grace period ends soon, or the worker is killed; nobody knows which.
         if worker.retiring or worker.under_way.in_grace:
             return
         share = self._queue.next_for(worker)
@@ -352,26 +364,30 @@ class Deliveries:
         self.transmit(worker, messages, payload)
 
     def record(self, worker: WorkerHandle) -> None:
-        """For a timeline: have it say what it does from now on."""
+        """Have the worker report what it does from now on, for a timeline."""
         self.tracer.know(worker)
         self.transmit(worker, [Record(True)])
 
     def transmit(
         self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
     ) -> None:
-        """Send, with all that has to be told. A worker that cannot be reached counts as dead when
-        its link is read next."""
+        """Send the messages and all updates.
+
+        A worker that cannot be reached counts as dead when its link is read next.
+        """
         self.collect_returns()
         if self._memory.arena.dropped:
             self.unmap(drained(self._memory.arena.dropped))
-        # each worker is told of a slab when it is first lent something there
+        # A worker is told of a slab when it is first lent something there.
         self._memory.arena.made.clear()
         try:
             worker.transmit(messages, payload or Payload())
         except ConnectionError:
-            pass  # it died; the end of its pipe is read next, and says so once
+            # The worker died. The end of its pipe is read next, and reports that once.
+            pass
         except OSError as error:
-            # no descriptor is free for what has to wait: what it was sent is not whole
+            # No descriptor is free for the part that has to wait, so the worker's messages are
+            # incomplete.
             report(
                 logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
             )
@@ -387,20 +403,19 @@ class Deliveries:
                 worker.missing_slabs.append(number)
 
     def has_updates(self) -> bool:
-        """Whether there is something to tell the workers, apart from work."""
+        """Whether there is anything to tell the workers, apart from work."""
         self.collect_returns()
         return any(map(HAS_UPDATES, self.workers.values()))
 
     def send_updates(self, quiet_for: float) -> None:
-        """Tell workers, that have been sent nothing for so many seconds, what has waited for a
-        message to go with."""
+        """Send waiting updates to the workers that have been sent nothing for so many seconds."""
         now = time.monotonic()
         for worker in self.workers.values():
             if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
                 self.transmit(worker, [])
 
     def unmap(self, numbers: Sequence[int]) -> None:
-        """Slabs that their owner dropped, or that died with it."""
+        """Forget slabs that their owner dropped, or that died with their owner."""
         for number in numbers:
             self._memory.foreign_slabs.detach(number)
             for worker in self.workers.values():
@@ -408,7 +423,7 @@ class Deliveries:
 
 
 def recomputed_by(message: Message) -> int:
-    """How many calls run again for the backwards of this message."""
+    """Return how many calls run again for the backwards of this message."""
     if not isinstance(message, Backwards):
         return 0
     reruns = [step for call in message.calls for step in call.before if isinstance(step, Recompute)]

@@ -1,8 +1,9 @@
-"""What comes from the workers, and what follows from it. Caller's side.
+"""`Receiver` reads the workers' messages and acts on them. Caller's side.
 
     link ──► Receiver: each message to its part ──► Answers: outcomes of calls, backwards settled
-Guarantees: shared memory that an answer names is claimed at once, so that it is given back even
-    where nobody ever looks at it; an exception of a task is made by who asks for it, never here.
+Guarantees: shared memory that an answer names is borrowed at once, so that it is returned even if
+    nobody ever looks at it. The thread that asks for a task's exception makes it; this module never
+    does.
 Assumes: called by the scheduling thread.
 """
 
@@ -57,12 +58,12 @@ from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorBucket, TensorRef, lent
 
 __all__ = ["Answers", "Receiver", "failed_again"]
 
-# what is raised where a message came at the wrong time, or holds what it should not
+# errors that are raised if a message comes at the wrong time, or has the wrong content
 CONTENT = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
 
 
 class Receiver:
-    """Takes each message to the part whose matter it is."""
+    """Passes each message to the part that handles it."""
 
     def __init__(
         self,
@@ -84,11 +85,13 @@ class Receiver:
         self._admissions = admissions
         self._supervisor = supervisor
         self._tracer = deliveries.tracer
-        self.items_done = 0  # forwards; counted before anybody hears of them
+        # forwards; they are counted before they are delivered
+        self.items_done = 0
         self.backwards_done = 0
-        # nothing but what a frame holds is looked at: what fails, fails because of that
+        # While this is true, only the frame's content is read, so an error is the frame's fault.
         self._reading = False
-        self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
+        # the chunk that the present message answers, with its number
+        self._taken: tuple[int, Chunk] | None = None
         self._answers = Answers(memory.foreign_slabs, settings.recoverable)
 
     @property
@@ -97,11 +100,11 @@ class Receiver:
 
     @property
     def answers(self) -> int:
-        """How many forwards and backwards have been done so far. Any thread may ask."""
+        """The number of forwards and backwards done so far. Any thread may ask."""
         return self.items_done + self.backwards_done
 
     def serve(self, worker: WorkerHandle) -> None:
-        """Read what `worker` sent, or see that it has died."""
+        """Read the messages of `worker`, or find out that it has died."""
         try:
             while worker.gone is None:
                 self._reading, self._taken = True, None
@@ -112,7 +115,8 @@ class Receiver:
             self._lose_garbled(worker, error)
         except (EOFError, ConnectionError):
             self._supervisor.lose(worker)
-        except MemoryError as error:  # its answer cannot be read, nor what comes behind it
+        # The answer cannot be read, and neither can any that follow it.
+        except MemoryError as error:
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
@@ -121,11 +125,12 @@ class Receiver:
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
-            if self._taken is not None:  # it is not answered after all
+            # The chunk is not answered after all.
+            if self._taken is not None:
                 worker.under_way.put_back(*self._taken)
             self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
         finally:
-            # it would keep an operation and its results until somebody else answers
+            # It would keep an operation and its results alive until the next answer.
             self._taken = None
 
     def _lose_garbled(
@@ -199,7 +204,7 @@ class Receiver:
 
     def _ready(self, worker: WorkerHandle, message: ReadyReport) -> None:
         if worker.link.shares_memory:
-            # then nothing is known of how far it has come
+            # Without the slab nothing is known of the worker's progress.
             with contextlib.suppress(SharedMemoryError):
                 memory = self._memory.foreign_slabs.slab(slab_of(message.progress_record)).memory
                 offset = message.progress_record & OFFSET_MASK
@@ -214,7 +219,8 @@ class Receiver:
         worker.ready = True
         self._supervisor.note_ready()
         trace = self._tracer.trace
-        if trace is not None and trace.is_known:  # else it hears with the others
+        # If the workers do not know of the timeline yet, this one is told with the others.
+        if trace is not None and trace.is_known:
             self._deliveries.record(worker)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
@@ -226,10 +232,11 @@ class Receiver:
             and owner not in self._deliveries.workers
             and not worker.lent_slots.have_any_of(slab)
         ):
-            worker.lent_slots.unmap(slab)  # of a worker that is gone; nobody else would say so
+            # The slab's owner is gone, so nobody else would say that the slab is gone.
+            worker.lent_slots.unmap(slab)
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
-        """Measured, delivered; calls that were skipped go back to the queue."""
+        """Measure and deliver the results, and put skipped calls back into the queue."""
         chunk = self._take(worker, message.chunk)
         operation = chunk.operation
         assert operation is not None
@@ -239,7 +246,7 @@ class Receiver:
             worker.calls_done += items
             self.items_done += items
             operation.own_seconds += message.own_seconds + message.eager_seconds
-            # one too many is refused below
+            # If there are more outcomes than calls, an error is raised below.
             answered = zip(chunk.calls, message.outcomes, strict=False)
             if measured := sum(
                 [call.items for (_, call), each in answered if isinstance(each, Result)]
@@ -254,7 +261,7 @@ class Receiver:
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
         if left := chunk.calls[done:]:
-            # skipped, so not begun after all
+            # These calls were skipped, so they have not begun.
             self._queue.put_back(operation, [call for _, call in left])
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
@@ -264,26 +271,26 @@ class Receiver:
             self._supervisor.retire(worker)
 
 
-# --- what workers answer, turned into outcomes
+# --- outcomes from the workers' answers
 
 
 class Answers:
-    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no
+    """Makes outcomes, with the handles of graphs and of borrowed memory. It makes no tensor and no
     exception."""
 
     def __init__(self, foreign_slabs: ForeignSlabs, recoverable: bool) -> None:
         self._foreign_slabs = foreign_slabs
-        self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+        # whether calls are kept as long as their graphs, so that they can run again
+        self._recoverable = recoverable
         self.graphs_dropped = 0
 
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
     ) -> list[tuple[int, Outcome | BaseException]]:
-        """The outcome of each call that ran, with its index; `chunk` may have more calls, which
-        were skipped.
+        """Return the outcome of each call that ran, with its index.
 
-        What is known of the graphs is noted: another thread may look as soon as the last outcome is
-        delivered.
+        `chunk` may have more calls, which were skipped. The states of the graphs are noted here,
+        because another thread may look as soon as the last outcome is delivered.
         """
         operation = chunk.operation
         assert operation is not None
@@ -309,8 +316,8 @@ class Answers:
         message: Results,
         payload: memoryview,
     ) -> Iterator[tuple[int, Outcome | BaseException]]:
-        """With the calls' indices."""
-        # fewer after a failure
+        """Make the outcomes, each with the index of its call."""
+        # After a failure there are fewer outcomes than calls.
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
@@ -330,7 +337,7 @@ class Answers:
                     self._borrow(outcome.tensors, gradients) if outcome.tensors or gradients else {}
                 )
             except SharedMemoryError as error:
-                # its frames would keep what was borrowed
+                # The frames of its traceback would keep the borrowed memory.
                 yield call.index, error.with_traceback(None)
                 continue
             if graph is not None and outcome.gradients is not None:
@@ -338,13 +345,14 @@ class Answers:
             if graph is None or graph.lineage is None:
                 call.forget_tensors()
             if graph is None:
-                call.dependencies = ()  # of what gave it something, no gradient is wanted
+                # The calls that gave this call their results get no gradient from it.
+                call.dependencies = ()
             yield call.index, DeliveredResult(outcome, payload, memories, graph, call, worker)
 
     def gradients(
         self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
     ) -> None:
-        """Each backward that ran is settled; those whose graphs were missing go back to the
+        """Settle each backward that ran. A backward whose graph was missing returns to the
         backlog."""
         if message.warned:
             first = chunk.backwards[0]
@@ -352,14 +360,16 @@ class Answers:
         self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.backwards[position].reached = reached
-        for backward in chunk.backwards[len(message.outcomes) :]:  # cancelled, and not begun
+        # These backwards were cancelled before they began.
+        for backward in chunk.backwards[len(message.outcomes) :]:
             worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, MissingGraph):
                 worker.graphs.note_lost(backward.call)
-                # whoever collects the sum may have been ahead of us
+                # The sum may have been collected already.
                 backward.apart = backward.captures
-                if not backward.arrived:  # it has where it was cancelled
+                # A backward that was cancelled has arrived.
+                if not backward.arrived:
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
                 worker.graphs.note_rest(backward)
@@ -385,7 +395,7 @@ class Answers:
                 )
             self._arrive(backward, worker, found, payload)
             return
-        # it was cancelled: the memory is given back at once
+        # The backward was cancelled, so the memory is returned at once.
         with contextlib.suppress(SharedMemoryError):
             self._borrow(found)
         if number is not None:
@@ -429,14 +439,14 @@ class Answers:
         try:
             settled.settle(ReceivedGradients(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
-            # its frames would keep what waits for it
+            # The frames of its traceback would keep what waits for the outcome.
             settled.settle(error_maker(error.with_traceback(None)))
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, BorrowedMemory | Slot]:
-        """By address.
+        """Borrow the memory of these tensors, and return it by address.
 
         Raises:
-            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
+            SharedMemoryError: a part of the memory cannot be mapped. All of it counts as returned.
         """
         found: dict[int, BorrowedMemory | Slot] = {}
         refused: SharedMemoryError | None = None
@@ -453,7 +463,8 @@ class Answers:
             try:
                 raise refused
             finally:
-                del refused  # it has this frame, which would keep both, and what was borrowed
+                # The error has this frame, which would keep both and the borrowed memory.
+                del refused
         return found
 
 

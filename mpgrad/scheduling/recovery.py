@@ -1,16 +1,16 @@
-"""What is lost with a worker is done again by others, from what the parent still holds.
+"""`Recovery` gives the work that was lost with a worker to other workers. Caller's side.
 
-A call can be run again while its inputs, its function and its seed are here. They stay as long as
-its graph is wanted. So a graph that is lost is only missing: it is made again, by the worker that
-gets its next backward, right before that.
+A call can run again while the caller has its inputs, its function and its seed. They stay as long
+as the call's graph is wanted. So a lost graph is only missing. The worker that gets the graph's
+next backward rebuilds the graph right before it.
 
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker, where the graph is missing:
         [Recompute, [RecomputeBackward ...,]] BackwardCall
-    a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
-Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than
-    that, and more than `IDLE_DEATHS`, when it was next. Without retries those before it in the
-    chunk fail too, and all that a lost agent had.
+    a sum of captures' gradients ──► an error for its graph owner, which asks for each part
+Guarantees: an item fails only if more than `retries` workers died while they ran it, or if more
+    than `retries` and more than `IDLE_DEATHS` workers died when it was next. Without retries the
+    items before it in the chunk fail, too, as do all items that a lost node agent had.
 Assumes: called by the scheduling thread.
 """
 
@@ -34,7 +34,8 @@ from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
 
-IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
+# So many workers may die when a call is next, without the call being to blame.
+IDLE_DEATHS = 2
 GRAPH_LOST = (
     "the graph that backward needs was lost with it, and is only made again with retries (retries: "
     "0)"
@@ -51,7 +52,7 @@ Part = PackedCall | Backward
 
 
 class Recovery:
-    """Says who is to blame for a death, and gives what was lost to others."""
+    """Blames a call for a worker's death, and gives lost work to other workers."""
 
     def __init__(
         self,
@@ -61,14 +62,15 @@ class Recovery:
         life: Lifecycle,
         readmit: Callable[[Operation], None],
     ) -> None:
-        """`readmit`: the operation has calls for workers again."""
+        """Take `readmit`, which is called if an operation has calls for workers again."""
         self._workers = workers
         self._function_cache = function_cache
         self._retries = retries
         self._life = life
         self._readmit = readmit
         self._kills_for_memory = kills_for_memory()
-        self.reruns = 0  # calls and backwards that were given to another worker
+        # calls and backwards that were given to another worker
+        self.reruns = 0
 
     def blame(
         self,
@@ -78,16 +80,16 @@ class Recovery:
         position: int,
         offset: int,
     ) -> bool:
-        """The call that was running, or else was next, may be what killed the worker: past the
-        retries it fails.
+        """Blame the call that was running, or else was next, because it may have killed the worker.
 
-        False where that had been taken back: it had but looked whether it should begin.
+        After more than `retries` deaths the call fails. Return False if the call had been taken
+        back: the worker had only looked whether it should begin.
 
-        `position` in the first chunk; `offset` is that of the item, where the call was running and
-        is a bundle. If the agent was lost, both are as old as what it said last.
+        `position` is the call's place in the first chunk. If the running call is a bundle, `offset`
+        is the item's place in it. If the node agent was lost, both are as old as its last report.
 
-        Without retries the calls before it fail, too. They were done, but their inputs may have
-        been written to. Of a lost agent all that it had been given fails.
+        Without retries the calls before this one fail, too. They had run, but their inputs may have
+        been written to. If the node agent was lost, all calls that it had been given fail.
         """
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
@@ -96,7 +98,7 @@ class Recovery:
         if place >= len(parts):
             return False
         accused = parts[place]
-        # before it began, its function was loaded, which took too long
+        # If the call had not begun, the worker was loading its function, which took too long.
         if position >= 0 or worker.overdue is not None:
             accused.deaths += 1
         else:
@@ -113,7 +115,7 @@ class Recovery:
         def error(_: Part = accused) -> BaseException:
             return self._death(worker, code, item_of(accused, position, offset), phase, accused)
 
-        # a timeout is what the caller asked for
+        # The caller asked for a timeout, so it is no warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
         if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
@@ -123,7 +125,10 @@ class Recovery:
         return True
 
     def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
-        """Of some a result may have been on its way."""
+        """Fail all calls and backwards, because results may have been on their way.
+
+        Return whether there were any.
+        """
         parts = [part for chunk in chunks for part in parts_of(chunk)]
 
         def error(part: Part) -> BaseException:
@@ -146,8 +151,8 @@ class Recovery:
         phase: str,
         accused: Part,
     ) -> BaseException:
-        """The error of a call that fails: what is known of the death, and how often it was
-        tried."""
+        """Make the error of a call that fails. It says how the worker died and how often the call
+        was tried."""
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
@@ -175,9 +180,12 @@ class Recovery:
         return died
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
-        """What was under way with a worker that is gone: calls go back to their queues, the rest
-        waits to be revived."""
-        for chunk in reversed(chunks):  # so that the first calls are first in the queue again
+        """Take apart the chunks of a worker that is gone.
+
+        Calls return to their queues. Backwards and requests wait in the backlog until `revive`.
+        """
+        # The order is reversed, so that the first calls are first in the queue again.
+        for chunk in reversed(chunks):
             if chunk.operation is not None:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
                 self.reruns += len(wanted)
@@ -188,13 +196,14 @@ class Recovery:
                 worker.backlog.appendleft(chunk.request)
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
-        """What a worker that is gone should have done is done by another, which makes the graph
-        again. A sum is lost.
+        """Give a backward of a worker that is gone to another worker, which rebuilds the graph.
 
-        False where there is no other that has a place.
+        A sum is lost. Return False if no other worker has a place.
         """
-        reason = self._life.broken or self._life.ended  # why nothing is done again any more
-        if item.arrived:  # it was cancelled
+        # why nothing runs again any more
+        reason = self._life.broken or self._life.ended
+        # An item that has arrived was cancelled.
+        if item.arrived:
             if isinstance(item, Backward):
                 gone.graphs.note_unknown(item.call)
         elif reason is not None:
@@ -220,16 +229,16 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
-            # the sum that they were to be part of is with another worker
+            # The sum that the gradients were to be part of was in the worker that is gone.
             item.apart = item.captures
             worker.backlog.append(item)
         return True
 
     def _move_elsewhere(self, graph: RemoteGraph) -> WorkerHandle | None:
-        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or
-        where least is to do.
+        """Return the worker of a graph. If it is gone, move the graph to another worker.
 
-        None where nobody has a place.
+        A graph of gradients goes where the graph that it derives from is. Any other goes to the
+        worker with the least to do. Return None if no worker has a place.
         """
         gone = graph.worker
         assert isinstance(gone, WorkerHandle)
@@ -258,8 +267,10 @@ def parts_of(chunk: Chunk) -> Sequence[Part]:
 
 
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
-    """The number of its item, or of its items; None where it is a bundle, and nobody knows which
-    item was running."""
+    """Return the number of the part's item, or the numbers of its items.
+
+    Return None if the part is a bundle, and nobody knows which item was running.
+    """
     if not isinstance(part, PackedCall):
         return part.items
     if part.bundle:
@@ -268,7 +279,8 @@ def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | N
 
 
 def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> None:
-    """The calls or the gradients in that part of it; nobody runs them again."""
+    """Fail the calls or the backwards in that part of the chunk, so that no worker runs them
+    again."""
     if chunk.operation is not None:
         for _, call in chunk.calls[part]:
             chunk.operation.deliver(call.index, error(call))
@@ -280,6 +292,6 @@ def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> N
 
 
 def can_be_made(graph: RemoteGraph) -> bool:
-    """Whether there are lineages for it and all that it derives from."""
+    """Whether the graph, and all graphs that it derives from, have lineages."""
     lineage = graph.lineage
     return can_be_made(lineage.graph) if isinstance(lineage, Backward) else lineage is not None

@@ -1,5 +1,5 @@
-"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no
-thread and no selector.
+"""The scheduler decides which worker gets what and when, and what follows when a worker dies. It
+knows no thread and no selector. Caller's side.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
     callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲
@@ -9,17 +9,18 @@ thread and no selector.
     gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
 
-    supervisor: workers come and go    cancelling: what nobody wants, or takes too long
-    recovery: what is lost is done again
-Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what
-comes from other threads is put into deques, and the thread is woken. `Dispatcher` gives it a thread
-of its own, `InlineScheduler` the caller's. Any thread calls `lifecycle`, `gradient_sender`, the
-packers of `caller_memory`, and what the heads of other parts name. After the end there is no such
-thread: who comes too late does what it asks for by itself (`lifecycle.Settlement`).
-Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a
-    value or an error, also when its worker dies or the pool is closed. Values of tasks are not
-    touched: but for copies of what lies on devices, no torch operation runs in the scheduling
-    thread.
+    supervisor: workers come and go
+    cancelling: calls that nobody wants, or that take too long, end
+    recovery: lost work is done again
+Each part owns what it changes, and the scheduling thread calls it, so it needs no lock. Other
+threads put their orders into deques, and wake the scheduling thread. `Dispatcher` gives the
+scheduler a thread of its own, and `InlineScheduler` uses the caller's. Any thread may call
+`lifecycle`, `GradientSender`, the packers of `caller_memory`, and the methods that the heads of
+other parts name. After the end there is no scheduling thread. A thread that comes too late carries
+out its order itself (`lifecycle.Settlement`).
+Guarantees: each call added to an operation gets one outcome. Each backward is settled by a value or
+    an error. Both hold even if the worker dies or the pool is closed. The scheduling thread does
+    not touch the values of tasks: it runs no torch operation, except to copy tensors on devices.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
-# seconds until the clock is looked at again: the system takes no more than 2**31 ms
+# seconds until the clock is looked at again; the system allows at most 2**31 ms
 LONGEST_SLEEP = 86_400.0
-# seconds between two looks whether forked children have ended, for whom memory is kept
+# seconds between two checks whether the forked children for which memory is kept have ended
 CHILDREN_PATIENCE = 0.5
 
 
-# long because: a method for each thing that may be asked, most of one line
+# long because: it has a method for each request, and most are one line long
 class Scheduler(ABC):
-    """Puts the parts together, and is what the caller's threads ask of them."""
+    """Puts the parts together, and has a method for each request of the caller's threads."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
@@ -81,7 +82,7 @@ class Scheduler(ABC):
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
-        # there is something that the scheduling thread has not been woken for
+        # whether the scheduling thread has work that it has not been woken for
         self.has_unheard = False
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.device_transfer is not None
@@ -138,11 +139,12 @@ class Scheduler(ABC):
             self, deliveries, self.admissions, queue, self.supervisor, self.receiver, settings
         )
 
-    # --- what a subclass decides: whose thread it is (see `Driver`)
+    # --- methods of a subclass, which decides whose thread it is (see `Driver`)
 
     @abstractmethod
     def start(self) -> None:
-        """Have workers. Where that raises, it is to be terminated, without waiting."""
+        """Start the workers. If that raises, the caller has to terminate the scheduler, without
+        waiting."""
 
     @abstractmethod
     def wake(self) -> None: ...
@@ -161,7 +163,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Wait for the end that `drain` or `terminate` asked for."""
+        """Wait for the end that `drain` or `terminate` has requested."""
 
     def feed(self) -> None:
         for worker in self.deliveries.feed():
@@ -180,8 +182,11 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def admit(self, operation: Operation, waits: bool = False) -> None:
-        """Have the calls in the operation's queue run; again after more were added. `waits`: the
-        caller needs the results."""
+        """Have the calls in the operation's queue run.
+
+        Admit the operation again after more calls were added. `waits` says that the caller needs
+        the results.
+        """
         self.inbox.append(lambda: self.admissions.admit(operation))
         if waits:
             self.hand_over()
@@ -190,7 +195,7 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def seconds(self, pickled: bytes) -> float | None:
-        """What a call of the function takes by itself; None before the first."""
+        """Return the seconds that a call of the function takes by itself; None before the first."""
         return self._function_cache.own_seconds(pickled)
 
     def predicted(self, pickled: bytes) -> Prediction | None:
@@ -198,49 +203,61 @@ class Scheduler(ABC):
         return self._function_cache.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
-        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of
-        it."""
+        """Have workers forget the function, whose captures have `nbytes`.
+
+        Neither the function nor any of its graphs is needed any more.
+        """
         for worker in list(self.workers.values()):
             if number in worker.writer.functions:
                 worker.forgotten_functions.append((number, nbytes))
         self.nudge()
 
     def cancel(self, operation: Operation) -> None:
-        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it
-        comes."""
+        """Cancel the rest of the operation, because nobody wants it.
+
+        Calls that have not begun do not begin, and results that arrive are dropped.
+        """
         self.post(lambda: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
-        """Calls that no worker has been given get a `CancelledError`."""
+        """Give the calls that no worker has been given a `CancelledError`."""
         self.post(lambda: self.cancelling.cancel_queued(operation))
 
     def cancel_with_grace(self, operation: Operation) -> None:
-        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited
-        for it was interrupted."""
+        """Cancel the operation, because the caller that waited for it was interrupted.
+
+        A call that does not end soon is killed with its worker.
+        """
         self.post(lambda: self.cancelling.cancel_with_grace(operation))
 
     def cancel_all_with_grace(self) -> None:
-        """Likewise, all operations that were admitted up to now; who still asks for a result gets a
-        `CancelledError`."""
+        """Cancel with grace all operations that were admitted up to now.
+
+        A caller that still asks for a result gets a `CancelledError`.
+        """
         self.post(self.cancelling.cancel_all_with_grace)
 
     def cancel_backward(self, graph_task: int) -> None:
-        """Likewise, all that was sent for the backward with this number."""
+        """Cancel with grace all that was sent for the backward with this number."""
         self.post(lambda: self.cancelling.cancel_backward(graph_task))
 
     def kill(self, operation: Operation) -> None:
-        """As `cancel`, and workers that are at it are killed; whatever else they had goes to
-        others."""
+        """Cancel the operation, and kill the workers that run one of its calls.
+
+        The other calls of these workers go to other workers.
+        """
         self.post(lambda: self.cancelling.kill(operation))
 
     def kill_at(self, moment: float, operation: Operation) -> None:
-        """`kill` it, unless it has ended by then: on the clock of time.monotonic."""
+        """Kill the operation at the `moment`, on the clock of time.monotonic, unless it has
+        ended."""
         self.post(lambda: self.cancelling.deadlines.put(moment, operation))
 
     def await_all(self) -> None:
-        """Wait until all that was admitted up to now has ended."""
+        """Wait until all operations that were admitted up to now have ended."""
         pending: list[Operation] = []
-        # ended: how many of them had at the last look, from which the next one goes on
+        # `ended` counts the operations that had ended at the last look. The next look goes on from
+        # there.
         looked, ended, told = False, 0, False
 
         def look() -> None:
@@ -251,7 +268,8 @@ class Scheduler(ABC):
 
         def all_ended() -> bool:
             nonlocal ended
-            at = ended  # two threads may look at once
+            # Two threads may look at the same time.
+            at = ended
             while at < len(pending) and pending[at].has_ended:
                 at += 1
             ended = at
@@ -265,11 +283,12 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            # an order runs between two deliveries, so listeners have heard of the last one
+            # An order runs between two deliveries, so listeners know of the last one by then.
             self.post(all_told)
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
-        except BaseException:  # KeyboardInterrupt, above all
+        # This is a KeyboardInterrupt, above all.
+        except BaseException:
             for operation in pending:
                 operation.note_interrupt(self.cancel_with_grace)
             raise
@@ -277,7 +296,7 @@ class Scheduler(ABC):
     # --- any thread: a timeline
 
     def begin_trace(self, trace: Trace) -> None:
-        """Raises RuntimeError where there is one already."""
+        """Begin to record a timeline. Raises RuntimeError if the pool records one already."""
         self.life.check_open()
         self.tracer.begin(trace)
 
@@ -290,7 +309,7 @@ class Scheduler(ABC):
         self.post(tell_all)
 
     def end_trace(self) -> None:
-        """Nothing is noted any more."""
+        """End the timeline, and have the workers note nothing any more."""
         if self.tracer.trace is None:
             return
         self.tracer.trace.end()
@@ -311,7 +330,7 @@ class Scheduler(ABC):
         self.post(lambda: self._keep(workers))
 
     def _keep(self, workers: int) -> None:
-        """From now on the number is the user's."""
+        """Have so many workers from now on, because the user says so, and not the engine."""
         self.engine.room = None
         self._have(workers)
 
@@ -349,7 +368,7 @@ class Scheduler(ABC):
         )
 
     def tally(self) -> tuple[int, int]:
-        """How many forwards and backwards have been done so far, and how many are left."""
+        """Return how many forwards and backwards have been done so far, and how many are left."""
         return self.receiver.answers, self._items_left() + self._backwards_left()
 
     def _items_left(self) -> int:
@@ -361,15 +380,15 @@ class Scheduler(ABC):
         )
 
     def close(self) -> None:
-        """Take nothing new; what was admitted still runs, and graphs stay."""
+        """Take no new operations. Admitted operations still run, and graphs stay."""
         self.life.enter(Phase.CLOSED)
 
     def drain(self) -> None:
-        """After `close`: end the workers when all that was admitted is done.
+        """End the workers, after `close`, when all admitted operations are done.
 
         Raises:
             ValueError: the pool is still open.
-            RuntimeError: a callback asks for it.
+            RuntimeError: the caller is a callback.
         """
         self.life.check_process()
         if threading.current_thread() is self.callbacks:
@@ -383,21 +402,23 @@ class Scheduler(ABC):
         self.wake()
 
     def leave(self) -> None:
-        """Take nothing new; end each worker as soon as all that was admitted is done, and no graph
-        is kept there."""
+        """Take no new operations, and let each worker end when it is not needed any more.
+
+        A worker ends as soon as all admitted operations are done, and it keeps no graph.
+        """
         self.close()
         if self.life.is_ours:
             self.life.enter(Phase.LEAVING)
             self.wake()
 
     def terminate(self) -> None:
-        """End the workers now; what is under way fails with `PoolClosedError`."""
+        """End the workers now; work that is under way fails with `PoolClosedError`."""
         if self.life.is_ours:
             self.terminate_without_waiting()
             self.join()
 
     def break_off(self, error: BaseException, by: signal.Signals) -> None:
-        """End the workers now, by this signal. What is under way fails with `error`, as do
+        """End the workers now, with this signal. Work that is under way fails with `error`, as do
         backwards."""
 
         def end() -> None:
@@ -408,8 +429,10 @@ class Scheduler(ABC):
         self.post(end)
 
     def terminate_without_waiting(self) -> None:
-        """As `terminate`, without waiting: called where nobody can see the pool any more, in any
-        thread, with any lock held."""
+        """Terminate without waiting.
+
+        This is called if nobody can see the pool any more, in any thread, with any lock held.
+        """
         if self.life.is_ours:
             self.life.enter(Phase.STOPPING)
             self.wake()
@@ -421,7 +444,7 @@ class Scheduler(ABC):
     # --- the scheduling thread
 
     def work(self) -> None:
-        """Do all that can be done without waiting."""
+        """Do all work that needs no waiting."""
         while self.inbox:
             self.inbox.popleft()()
         self.memory.tidy()
@@ -431,7 +454,7 @@ class Scheduler(ABC):
             self._look_at_end()
 
     def _look_at_end(self) -> None:
-        """Whether the workers can end, or the pool."""
+        """End the workers, or the pool, if the phase says so and nothing runs."""
         phase = self.life.phase
         if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:
@@ -442,7 +465,7 @@ class Scheduler(ABC):
         if phase is Phase.LEAVING and not (
             self.supervisor.wanted or self.workers or self.supervisor.has_deaths
         ):
-            # also if there was something to make again: nobody is left who could
+            # The pool stops even if graphs should be rebuilt, because no worker is left to do so.
             self.life.enter(Phase.STOPPING)
 
     def _is_idle(self) -> bool:
@@ -459,14 +482,17 @@ class Scheduler(ABC):
         self.supervisor.requeue(worker)
 
     def look_at_room(self) -> None:
-        """An engine that follows the nodes of a cluster has room for more workers, or for less."""
+        """Change the number of workers if the engine, which follows a cluster's nodes, has room for
+        more or for fewer."""
         room = self.engine.room
         if room is not None and room != self.supervisor.wanted and self.life.phase is Phase.OPEN:
             self._have(room)
 
     def keep_time(self) -> float | None:
-        """Do what is due; returns the seconds until it is time to look again, None where nothing is
-        to come."""
+        """Do what is due, and return the seconds until it is time to look again.
+
+        Return None if nothing is to come.
+        """
         now = time.monotonic()
         soonest = min(
             self.cancelling.keep_time(now), self.supervisor.keep_time(now), self._queue.look_at
@@ -480,7 +506,7 @@ class Scheduler(ABC):
         )
 
     def end(self) -> None:
-        """The last thing that happens; nobody may be left waiting."""
+        """End the pool. This happens last, and leaves no thread waiting."""
         try:
             self._end()
         finally:

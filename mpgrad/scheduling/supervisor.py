@@ -1,15 +1,15 @@
-"""The workers of a pool come and go: started, replaced, retired, removed; and what they leave
-behind is seen to. (Caller.)
+"""`WorkerSupervisor` starts, replaces, retires and removes the workers of a pool, and gives their
+backlogs to other workers. Caller's side.
 
     start_worker ──► ready ──► retiring ──► told to stop ──┐
                        └──────────────────► died: lose ────┴──► _remove_at_once
 
-    retiring: no new calls; it stays while graphs there are wanted
-    _remove_at_once: off the pool ──► its exit, reported by the engine, or awaited long enough
+    retiring: the worker takes no new calls, and stays while its graphs are wanted
+    _remove_at_once: the worker leaves the pool ──► the engine reports its exit, or a wait has ended
         ──► remove ──► requeue
-Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is
-settled.
-Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
+Guarantees: the scheduling thread waits for no exit until all work of the pool is settled.
+Assumes: called by the scheduling thread; any thread may set `wanted`, and read `deaths` and
+    `kills`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ log = logging.getLogger("mpgrad")
 
 FAILED_STARTS = 3  # in a row, before the pool breaks
 START_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
-TELL_EVERY = 60.0  # seconds between two warnings that it refuses
-START_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker breaks
-EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
+TELL_EVERY = 60.0  # seconds between two warnings that the system refuses
+START_PATIENCE = 2.0  # seconds of such attempts before a pool without workers breaks
+EXIT_PATIENCE = 2.0  # seconds for a worker to end before it is killed and counts as gone
 
 
 class EndingWorker(NamedTuple):
-    """A worker is on its way out."""
+    """A worker that has left the pool, and may not have ended yet."""
 
     worker: WorkerHandle
-    until: float  # it is waited for, on the clock of time.monotonic
-    # what is to be done when it is known how it died; None: it was told to stop
+    # how long the pool waits for it, on the clock of time.monotonic
+    until: float
+    # called when it is known how the worker died; None if it was told to stop
     death: Callable[[], None] | None
 
 
 class WorkerSupervisor:
-    """Guarantees: there are as many active workers as there should be, or the system refuses;
-    nothing that waited for a worker that is gone is forgotten.
+    """Has as many active workers as wanted.
+
+    Guarantees: the number of active workers is the wanted one, or the system refuses to start more.
+    No backward that waited for a worker that is gone is forgotten.
     """
 
-    # long because: all that a worker's coming and going concerns
+    # long because: it takes all parts that a worker's start and end concern
     def __init__(
         self,
         driver: Driver,
@@ -84,29 +87,38 @@ class WorkerSupervisor:
         self._gradients = gradients
         self._recovery = recovery
         self._queue = queue
-        self.wanted = settings.workers  # active ones
+        # how many active workers there should be
+        self.wanted = settings.workers
         self.deaths = 0
-        self.kills = 0  # of these, by the pool
-        self.again_at = math.inf  # when it is tried again to start those that are missing
-        # that are gone, and nobody has a place who could take over what waits for them
+        # deaths that the pool caused
+        self.kills = 0
+        # when to try again to start missing workers
+        self.again_at = math.inf
+        # workers that are gone, and whose backlog no other worker has a place for
         self.unplaced: list[WorkerHandle] = []
         # workers by number that are gone, and may not have ended yet
         self._ending: dict[int, EndingWorker] = {}
-        self._newest = 0  # number of a worker
+        # the number of the newest worker
+        self._newest = 0
         self._failed_starts = 0
-        self._started_before_failure = 0  # the newest worker that was
-        self._told_at = -math.inf  # when it was last said that there are fewer than there should be
-        # since when nobody takes calls, and none can be started
+        # the number of the newest worker that was started before the last failure
+        self._started_before_failure = 0
+        # when a warning last said that workers are missing
+        self._told_at = -math.inf
+        # since when no worker takes calls, and none can be started
         self._refused_since: float | None = None
 
     def fill(self) -> None:
-        """Have as many workers as there should be, apart from those that only keep graphs; at the
-        end, none."""
+        """Start or retire workers until as many are active as wanted. At the pool's end, start
+        none.
+
+        Workers that only keep graphs do not count.
+        """
         if self._life.is_stopping:
             return
         self.again_at = math.inf
-        # whose agent is lost is as good as gone; who waits for room is the first to be dispensed
-        # with
+        # A worker whose node agent is lost is as good as gone. A worker that waits for room is the
+        # first to retire.
         active = [
             worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)
         ]
@@ -116,21 +128,23 @@ class WorkerSupervisor:
                 self.start_worker()
         except OSError as error:
             self._note_refusal(error)
-        except RuntimeError as error:  # workers would not be what they should be
+        # No worker can be started any more, or a new one would not be what it should be.
+        except RuntimeError as error:
             self._life.break_off(error)
         too_many = active[self.wanted :]
         for worker in too_many:
             worker.begin_retiring()
         for worker in too_many:
-            if not worker.link.has_place:  # else it is told when it has done what it was given
+            # A worker that has a place is told when it has finished its work.
+            if not worker.link.has_place:
                 self.retire(worker)
         self._requeue_unplaced()
 
     def _note_refusal(self, error: OSError) -> None:
-        """No further worker can be started: try again soon.
+        """Note that no further worker can be started, and try again soon.
 
-        Where none is left that takes calls, one that has but graphs makes room; or else the pool
-        breaks after a while.
+        If no worker is left that takes calls, a worker that only keeps graphs makes room. If there
+        is none, the pool breaks after a while.
         """
         now = time.monotonic()
         self.again_at = now + START_GAP
@@ -145,31 +159,37 @@ class WorkerSupervisor:
         others = [worker for worker in self._workers.values() if worker not in keepers]
         is_wanted = self._queue.has_calls or self.unplaced
         if any(worker.ready for worker in others) or (keepers and not is_wanted):
-            self._refused_since = None  # what follows is another lack
+            # A later lack of workers begins anew.
+            self._refused_since = None
             return
         if self._refused_since is None:
             self._refused_since = now
         if self._ending or others:
-            pass  # a place will be free, or somebody is starting
+            # A place will be free, or a worker is starting.
+            pass
         elif keepers and self._settings.recoverable:
             self._drop_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
         elif now - self._refused_since > START_PATIENCE:
             self._life.break_off(with_limit(error))
 
     def _drop_graphs(self, worker: WorkerHandle) -> None:
-        """Have it end; those of its graphs that are still wanted are made again by others."""
+        """End the worker. Other workers rebuild those of its graphs that are still wanted."""
         log.info(
             "worker %d ends, as no other can be started; %d graphs are made again",
             worker.number,
             worker.graphs.there,
         )
         self._send_off(worker, "has ended, to make room for another")
-        # its descriptors are free at once, the rest when it has ended
+        # Its descriptors are free at once, and the rest when it has ended.
         self.again_at = time.monotonic()
 
     def start_worker(self) -> None:
-        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses,
-        RuntimeError where it will."""
+        """Start a worker, and send it its settings.
+
+        Raises:
+            OSError: the system refuses.
+            RuntimeError: no worker can be started any more.
+        """
         settings, device_transfer = self._settings, self._memory.device_transfer
         device = 0
         if settings.devices is not None:
@@ -203,21 +223,24 @@ class WorkerSupervisor:
             self._deliveries.transmit(worker, [trial])
 
     def note_ready(self) -> None:
-        """A worker has started."""
+        """Note that a worker has started."""
         self._failed_starts = 0
         self._refused_since = None
         self._requeue_unplaced()
 
     def retire(self, worker: WorkerHandle) -> None:
-        """It takes no new calls; it stays while it keeps graphs."""
-        if worker.gone is not None:  # `fill` has seen to it
+        """Give the worker no new calls. It stays while it keeps graphs."""
+        # `fill` has sent it off already.
+        if worker.gone is not None:
             return
         if not worker.retiring:
             worker.begin_retiring()
-            self.fill()  # which may send it off at once, if no other can be started beside it
+            # This may send the worker off at once, if no other can be started beside it.
+            self.fill()
         if worker.gone is None and (worker.is_done or self._is_unneeded(worker)):
             self._send_off(worker, f"has ended after {worker.calls_done} calls")
-            self.fill()  # should it have failed before, for want of what this one had
+            # A start may have failed before, because this worker took the resources.
+            self.fill()
 
     def _send_off(self, worker: WorkerHandle, why: str) -> None:
         self._deliveries.transmit(worker, [Stop()])
@@ -226,8 +249,11 @@ class WorkerSupervisor:
         self._driver.tell_waiters()
 
     def _is_unneeded(self, worker: WorkerHandle) -> bool:
-        """It has but sums of a backward that failed, it seems, as there are later ones; one that is
-        wanted is made again."""
+        """Whether the worker only keeps sums of earlier backwards.
+
+        These backwards seem to have failed, because there are later ones. A sum that is wanted is
+        computed again.
+        """
         is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
         stays = self._life.phase is Phase.LEAVING
         return (
@@ -235,7 +261,7 @@ class WorkerSupervisor:
         )
 
     def retire_all(self) -> None:
-        """All of them, each as soon as nobody needs it."""
+        """Retire all workers. Each ends as soon as nobody needs it."""
         self.wanted = 0
         for worker in list(self._workers.values()):
             worker.is_last = True
@@ -244,8 +270,10 @@ class WorkerSupervisor:
     def _remove_at_once(
         self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
     ) -> None:
-        """It is no worker of the pool any more. What it has, and the memory that it may still look
-        at, stay until its exit."""
+        """Remove the worker from the pool.
+
+        Its chunks, and the memory that it may still read, stay until its exit.
+        """
         worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
@@ -254,10 +282,13 @@ class WorkerSupervisor:
             self.remove(worker.number)
 
     def remove(self, number: int) -> None:
-        """A worker has ended, or has had time enough for it. Its memory stays while it is
-        viewed."""
+        """Clean up after a worker that has ended, or has had enough time to end.
+
+        Its memory stays while results view it.
+        """
         ending = self._ending.pop(number, None)
-        if ending is None:  # it ended after that time
+        # The worker ended after that time.
+        if ending is None:
             return
         worker = ending.worker
         if worker.link.exit is None:
@@ -268,23 +299,24 @@ class WorkerSupervisor:
         worker.note_end()
         if ending.death is not None:
             ending.death()
-        elif self.again_at < math.inf:  # for want of what this one had, perhaps
+        # A start may have failed because this worker took the resources.
+        elif self.again_at < math.inf:
             self.fill()
 
     @property
     def gone(self) -> list[WorkerHandle]:
-        """Workers that are gone, and for which something may still wait."""
+        """Workers that are gone, and may still have a backlog."""
         return [
             *dict.fromkeys([*self.unplaced, *(ending.worker for ending in self._ending.values())])
         ]
 
     @property
     def has_deaths(self) -> bool:
-        """Some have died, and it is not known yet how."""
+        """Whether a worker has died, and nobody knows yet how."""
         return any(ending.death is not None for ending in self._ending.values())
 
     def keep_time(self, now: float) -> float:
-        """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        """Do what is due, and return when to look next, on the clock of time.monotonic."""
         if not self._ending and self.again_at == math.inf:
             return math.inf
         for number, ending in list(self._ending.items()):
@@ -295,19 +327,23 @@ class WorkerSupervisor:
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
     def kill(self, worker: WorkerHandle) -> None:
-        """For what it is at, which nobody wants any more, and is no fault of the call's."""
+        """Kill the worker for its running call, which nobody wants any more.
+
+        The call is not blamed.
+        """
         worker.link.kill()
         self.lose(worker, blames=False)
 
     def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
-        """It died. All that it had been given goes to others, but for a call that kills too
-        often."""
+        """Remove a worker that died. Its work goes to other workers, except for a call that has
+        killed too many."""
         is_ours = not blames or worker.termination is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.link.lost:
-            worker.overdue = None  # it has not ended for that
+            # The worker has not ended because of its overdue call.
+            worker.overdue = None
         elif worker.termination is not None and worker.termination.begun != begun:
-            # what took too long was done in that moment
+            # The overdue call ended in that moment.
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.tracer.trace is not None:
@@ -321,27 +357,29 @@ class WorkerSupervisor:
             else:
                 self._look_into(worker, chunks, begun[0], offset, blames)
             self.requeue(worker)
-            # others have something to do now; the scheduling thread may be about to sleep
+            # Other workers have work now, and the scheduling thread may be about to sleep.
             self._driver.wake()
 
         self.deaths += worker.ready
         self.kills += is_ours
         self._remove_at_once(worker, died, has_exited)
-        # whatever it died of, it was nothing behind its first chunk
+        # Chunks behind the first one cannot have caused the death.
         if worker.number in self._ending:
             behind = chunks[1:]
             del chunks[1:]
             worker.under_way.drop_behind()
             self._recovery.take_apart(worker, behind)
-        if worker.ready:  # else it has to be seen whether any can start
+        # If the worker had not started, `_look_into` decides whether workers can start at all.
+        if worker.ready:
             self.fill()
 
     def _look_into(
         self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool
     ) -> None:
-        """A death, of which is known by now what there is to know."""
+        """Find out who is to blame for a death, now that the exit is known or awaited in vain."""
         code = worker.exit_code
-        self.deaths += not worker.ready  # else it has been counted
+        # The death of a worker that had started was counted before.
+        self.deaths += not worker.ready
         is_blamed = (
             blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
         )
@@ -358,8 +396,10 @@ class WorkerSupervisor:
             self.fill()
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
-        """Whether workers cannot be started. Those that start together and die together count as
-        one attempt."""
+        """Whether workers cannot be started.
+
+        Workers that start together and die together count as one attempt.
+        """
         others_start = bool(worker.link.lost) and any(each.ready for each in self._workers.values())
         if worker.ready or worker.link.could_start or others_start:
             self._failed_starts = 0
@@ -369,14 +409,18 @@ class WorkerSupervisor:
         return self._failed_starts == FAILED_STARTS
 
     def requeue(self, worker: WorkerHandle) -> None:
-        """What waited for a worker that is gone; of one that died, as soon as it is known how."""
+        """Give the backlog of a worker that is gone to other workers.
+
+        If the worker died, this happens as soon as it is known how.
+        """
         if worker.number in self._ending and self._ending[worker.number].death is not None:
             return
         waiting = []
         while worker.backlog:
             try:
                 item = worker.backlog.popleft()
-            except IndexError:  # after the end several threads may do this
+            # After the pool's end several threads may do this.
+            except IndexError:
                 break
             if not self._recovery.revive(item, worker):
                 waiting.append(item)
@@ -392,8 +436,10 @@ class WorkerSupervisor:
             self.requeue(gone)
 
     def end_all(self, reason: BaseException, gently: bool) -> None:
-        """The last of them end; those with nothing to do run their exit handlers, as all do if it
-        is done `gently`."""
+        """End all workers.
+
+        Idle workers run their exit handlers. With `gently` all workers do.
+        """
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)])
@@ -401,12 +447,12 @@ class WorkerSupervisor:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
             self._remove_at_once(worker, reason)
-        # what waited for these is answered now, however they died
+        # Their backlogs are answered now, however they died.
         for number, ending in self._ending.items():
             self._ending[number] = ending._replace(death=None)
 
     def await_exits(self) -> None:
-        """Of all, and in this thread: nobody waits for anything else any more."""
+        """Wait for all exits in this thread, because nobody waits for anything else any more."""
         until = max((ending.until for ending in self._ending.values()), default=0.0)
         while self._ending and (left := until - time.monotonic()) > 0:
             for link in self._engine.wait(left):
@@ -416,7 +462,8 @@ class WorkerSupervisor:
             self.remove(number)
 
 
-LIMITS = {  # what refuses, by what it says
+# the limit that has been reached, for each error number
+LIMITS = {
     errno.EMFILE: ("RLIMIT_NOFILE", "open files of a process (ulimit -n)"),
     errno.EAGAIN: ("RLIMIT_NPROC", "processes and threads (ulimit -u; pids.max of a cgroup)"),
     errno.ENOMEM: ("RLIMIT_AS", "memory (ulimit -v; memory.max of a cgroup)"),
@@ -426,7 +473,7 @@ LIMITS = {  # what refuses, by what it says
 
 
 def with_limit(error: OSError) -> OSError:
-    """The error, with the limit of the system that is behind it."""
+    """Return the error with the name of the system's limit that has been reached."""
     name, words = LIMITS.get(error.errno or 0, ("", ""))
     if not words:
         return error

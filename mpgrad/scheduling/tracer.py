@@ -1,10 +1,10 @@
-"""What the parts of a scheduler say to a timeline that is being recorded. Caller's side.
+"""`Tracer` notes the scheduler's events in a timeline that is being recorded. Caller's side.
 
-Whoever does something looks at `trace` first, once for each chunk. If it is None, nothing else
-is done.
+The scheduler's parts look at `trace` first, once for each chunk. If it is None, they do nothing
+else.
 
-Assumes: called by the scheduling thread, but for `begin` and `span`, which any thread uses. Any
-    thread may also set `trace` to None, so the scheduling thread reads it once.
+Assumes: called by the scheduling thread; any thread may call `begin` and `span`. Any thread may
+    also set `trace` to None, so the scheduling thread reads it once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ NOTHING = nullcontext()
 
 
 class Tracer:
-    """Of one pool."""
+    """Notes the events of one pool."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
         self._lock = threading.Lock()
-        self._under_way: dict[tuple[int, int], TracedChunk] = {}  # by worker and number
+        # by the numbers of the worker and the chunk
+        self._under_way: dict[tuple[int, int], TracedChunk] = {}
 
     def begin(self, trace: Trace) -> None:
-        """Raises RuntimeError where there is one already."""
+        """Begin to record. Raises RuntimeError if the pool records a timeline already."""
         with self._lock:
             if self.trace is not None:
                 raise RuntimeError(
@@ -43,20 +44,22 @@ class Tracer:
             self.trace = trace
 
     def span(self, kind: str, function: str = "") -> AbstractContextManager[None]:
-        """A block in which this thread of the caller does that."""
+        """Return a context manager for a block in which the caller's thread does this."""
         trace = self.trace
         return NOTHING if trace is None else trace.span(kind, function)
 
     # --- the scheduling thread
 
     def know(self, worker: WorkerHandle) -> None:
-        trace = self.trace  # read once: the caller's thread may end it
+        """Note the worker's name and device."""
+        # This is read once, because the caller's thread may end the timeline.
+        trace = self.trace
         if trace is not None:
             about = WorkerName(worker.number, worker.pid, name_of(worker.device), worker.link.node)
             trace.workers[worker.number] = about
 
     def sent(self, worker: WorkerHandle, number: int) -> None:
-        """It is about to be."""
+        """Note that a chunk is about to be sent."""
         trace = self.trace
         if trace is not None and trace.is_known:
             phase, calls = contents(worker.under_way.chunks[number])
@@ -65,16 +68,17 @@ class Tracer:
             self._under_way[worker.number, number] = traced
 
     def answered(self, worker: WorkerHandle, message: ChunkTrace) -> None:
+        """Note that a chunk is answered, and what the worker says about it."""
         traced = self._under_way.pop((worker.number, message.chunk), None)
-        # else it was sent before that began, or comes after its end
+        # Other chunks were sent before the timeline began, or are answered after its end.
         if traced is not None and self.trace is not None:
             traced.began, traced.ended, traced.spans = message.began, message.ended, message.spans
             traced.answered = time.monotonic_ns()
-            # the others were taken back, and run elsewhere
+            # The other calls were taken back, and run elsewhere.
             traced.calls = traced.calls[: message.done]
 
     def died(self, worker: WorkerHandle) -> None:
-        """With all that it had."""
+        """Note that the worker died with all its chunks."""
         for number in worker.under_way.chunks:
             traced = self._under_way.pop((worker.number, number), None)
             if traced is not None:
@@ -82,7 +86,7 @@ class Tracer:
 
 
 def contents(chunk: Chunk) -> tuple[str, list[TracedCall]]:
-    """Of a chunk: its phase, and its calls."""
+    """Return the phase of a chunk, and its calls."""
     if chunk.operation is not None:
         function = chunk.operation.options.function.names.function
         calls = [call for _, call in chunk.calls]

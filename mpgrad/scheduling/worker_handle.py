@@ -1,14 +1,14 @@
-"""What every worker of a pool starts with (`Settings`), and a worker as the scheduler sees it: what
-it has been sent, lent and told, and how far it has come with that. Caller's side; decisions are the
-scheduler's.
+"""A `WorkerHandle` is a worker as the scheduler sees it. It notes what the worker has been sent,
+lent and told, and how far the worker is. `Settings` are what every worker starts with. Caller's
+side; the scheduler makes the decisions.
 
-A worker writes what it begins into memory that the caller reads (see
-`wire.agent_messages.ProgressRecord`), and looks there, before each call, whether the caller has had
-the chunk skipped. Where no memory is shared an agent reads and writes there for us, some time
-later: so of a chunk that runs nothing can be taken back, but what was skipped in time comes back
-unrun.
-Guarantees: other threads append to the backlog and the deques of updates, and read; until the end
-    they change nothing else.
+A worker writes each call that it begins into a progress record, which the caller reads (see
+`wire.agent_messages.ProgressRecord`). Before each call it looks there whether the caller has
+skipped the chunk. If no memory is shared, a node agent reads and writes the record for the caller,
+with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time
+come back unrun.
+Guarantees: other threads append to the backlog and to the deques of updates, and read. Until the
+    end they change nothing else.
 """
 
 from __future__ import annotations
@@ -50,38 +50,48 @@ __all__ = [
 
 
 class Termination(NamedTuple):
-    """A worker has to end by the `moment`, because of the call that it was at."""
+    """The moment by which a worker has to end, because its running call is overdue."""
 
     moment: float  # on the clock of time.monotonic
     begun: tuple[int, float]  # see `SentChunks.begun`
 
 
 class WorkerHandle:
-    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs
-    that refer to it."""
+    """The scheduler's knowledge of a worker, and the worker's backlog. It outlives the worker,
+    because graphs refer to it."""
 
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
         self.number = number
         self.link = link
-        self.device = device  # its code
-        self.direct = device == 0  # it and we can read each other's slots on its device
+        # the device's code
+        self.device = device
+        # whether the worker and the caller can read each other's slots on the device
+        self.direct = device == 0
         self.ready = False
-        self.retiring = False  # see `begin_retiring`
-        self.is_last = False  # when it has ended no other will make again what is missing
+        # see `begin_retiring`
+        self.retiring = False
+        # whether no other worker will rebuild its graphs after its end
+        self.is_last = False
         self.pid = -1
-        self.ready_at = 0.0  # since when it is, on the clock of time.monotonic
+        # since when it is ready, on the clock of time.monotonic
+        self.ready_at = 0.0
         self.calls_done = 0
 
-        self.gone: BaseException | None = None  # what its graphs answer after its end
+        # the error that its graphs raise after its end
+        self.gone: BaseException | None = None
         self.exit_code: int | None = None
-        self.overdue: float | None = None  # the timeout of the call for which it was killed
-        self.termination: Termination | None = None  # it has been told to end, for that call
-        # our end of the pipe that it writes its stack into, should it crash
+        # the timeout of the call for which it was killed
+        self.overdue: float | None = None
+        # until when it has been told to end, for that call
+        self.termination: Termination | None = None
+        # the caller's end of the pipe to which the worker writes its stack if it crashes
         self.crash_traceback: OwnedDescriptor | None = None
-        self.stack = ""  # what came of it
-        # what was wrong with what it sent, for which it was killed
+        # the stack that was read from this pipe
+        self.stack = ""
+        # the error in its messages for which it was killed
         self.garbled: UnreadableFrame | None = None
-        self.unreadable = ""  # why its answer could not be read, for which it was killed
+        # why its answer could not be read, for which it was killed
+        self.unreadable = ""
 
         self.graphs = GraphLedger()
         self.sums = SumLedger()
@@ -90,25 +100,30 @@ class WorkerHandle:
         self.backlog: deque[Backward | SumRequest] = deque()
         self.under_way = SentChunks()
 
-        # updates, to be sent along with the next message
-        self.sent_at = 0.0  # when that was last, on the clock of time.monotonic
-        self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
-        self.missing_slabs: list[int] = []  # of the worker's, that we could not receive
+        # when a message was last sent, on the clock of time.monotonic
+        self.sent_at = 0.0
+        # The rest are updates, which are sent with the next message.
+        # addresses, and how often the caller had received each
+        self.returns: deque[tuple[int, int]] = deque()
+        # slabs of the worker that the caller could not receive
+        self.missing_slabs: list[int] = []
         self.releases: deque[int] = deque()
-        self.consumed: deque[int] = deque()  # calls whose backward was an eager one, and has come
-        self._to_release: list[int] = []  # of these, those that were noted
-        # with the bytes of their captures
+        # calls whose backward was an eager one, and has arrived
+        self.consumed: deque[int] = deque()
+        # calls of `consumed` that were noted in `graphs`
+        self._to_release: list[int] = []
+        # functions with the bytes of their captures
         self.forgotten_functions: deque[tuple[int, int]] = deque()
         self.forgotten_codes: deque[int] = deque()
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """The worker's name in error messages."""
         return f"{self.number} on node {self.link.node}" if self.link.node else str(self.number)
 
     @property
     def end_in_words(self) -> list[str]:
-        """For errors: what is known of its end beside the exit code."""
+        """For error messages: everything known of the worker's end, except for the exit code."""
         garbled = ""
         if self.garbled is not None:
             garbled = (
@@ -123,38 +138,40 @@ class WorkerHandle:
 
     @property
     def busy(self) -> float:
-        """The share of the time since it was ready in which it had something under way."""
+        """The share of the time since the worker was ready in which it had work under way."""
         now, since = time.monotonic(), self.under_way.since
         seconds = self.under_way.seconds + (max(0.0, now - since) if self.under_way else 0.0)
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
 
     def begin_retiring(self) -> None:
-        """It takes no new calls, and ends when it keeps no graph any more; its successor may have
-        its place at once."""
+        """Give the worker no new calls; it ends when it keeps no graph any more.
+
+        Its successor may have its place at once.
+        """
         self.retiring = self.link.is_leaving = True
 
-    # --- what is left to do
+    # --- work that is left
 
     @property
     def load(self) -> int:
-        """How many calls it has been given or is about to be."""
+        """The number of calls and backwards that the worker has been given, or will be next."""
         return len(self.backlog) + sum(
             len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values()
         )
 
     @property
     def backwards_left(self) -> int:
-        """That it has not answered. Any thread asks."""
+        """The number of backwards that the worker has not answered. Any thread may ask."""
         waiting = sum(isinstance(each, Backward) for each in list(self.backlog))
         return waiting + sum(len(chunk.backwards) for chunk in list(self.under_way.chunks.values()))
 
     @property
     def is_done(self) -> bool:
-        """Nothing under way, nothing waiting, nothing there that a backward could still need."""
+        """Whether nothing is under way or waiting, and no backward needs anything of the worker."""
         return not self.sums and self.has_sums_before(0)
 
     def has_sums_before(self, graph_task: int) -> bool:
-        """It would be done, but for sums of earlier backwards."""
+        """Whether the worker would be done, except for sums of earlier backwards than this one."""
         if (
             self.under_way
             or self.backlog
@@ -166,23 +183,26 @@ class WorkerHandle:
 
     @property
     def has_others(self) -> bool:
-        """Whether there is anything but what was cancelled with grace."""
+        """Whether the worker has anything that was not cancelled with grace."""
         graphs = self.graphs.states.keys() - set(self.releases)
         return bool(graphs or self.backlog or self.sums) or any(
             any(chunk.wanted()) for chunk in self.under_way.chunks.values()
         )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
-        """All that was sent for the backward with this number; who waits for it gets the error."""
+        """Cancel all that was sent for the backward with this number.
+
+        Threads that wait for it get the error.
+        """
         for item in list(self.backlog):
             if item.graph_task == graph_task:
-                # after the end several threads may take from it
+                # After the pool's end several threads may take from the backlog.
                 with contextlib.suppress(ValueError):
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
         self.under_way.cancel_backward(graph_task, error)
 
-    # --- what it is sent
+    # --- messages to the worker
 
     @property
     def has_updates(self) -> bool:
@@ -197,13 +217,13 @@ class WorkerHandle:
     def forward(
         self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
     ) -> tuple[list[Message], Payload]:
-        """A chunk of an operation, which is under way from now on."""
+        """Write a chunk of an operation, which is under way from now on."""
         messages, payload, chunk = self.writer.forward(number, operation, calls)
         self._add(number, chunk)
         return messages, payload
 
     def backward(self, number: int) -> tuple[list[Message], Payload]:
-        """A chunk of what waits in the backlog, likewise."""
+        """Write a chunk of the backlog, which is under way from now on."""
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
         self._add(number, chunk)
         return messages, payload
@@ -214,7 +234,7 @@ class WorkerHandle:
             self.link.limit(number, chunk.timeout)
 
     def take(self, number: int) -> Chunk:
-        """A chunk that is answered."""
+        """Take a chunk that is answered."""
         chunk = self.under_way.take(number)
         if chunk.timeout is not None:
             self.link.limit(number, None)
@@ -225,23 +245,23 @@ class WorkerHandle:
 
         Raises:
             ConnectionError: the worker is gone.
-            OSError: what has to wait needs descriptors of its own, and there are none.
+            OSError: messages that have to wait need descriptors of their own, and there are none.
         """
-        # first: one that its owner's death took away may be lent again, for a result that lies
-        # there
+        # This comes first. A slab that was lost with its owner may be lent again, for a result that
+        # is stored there.
         if self.lent_slots.gone_slabs:
             self.link.send([DroppedSlabs(drained(self.lent_slots.gone_slabs))])
         if new_slabs := self.lent_slots.take_new_slabs():
             self.link.introduce(new_slabs)
         updates = self._take_updates()
         if updates and self.under_way.in_grace:
-            # it may have been spared for the sake of what nobody wants any more
+            # The worker may have been spared for the sake of work that nobody wants any more.
             self.under_way.look_at_grace()
         self.sent_at = time.monotonic()
         self.link.send(updates + messages, payload.parts)
 
     def _take_updates(self) -> list[Message]:
-        """As messages; what is taken counts as told."""
+        """Return the updates as messages. They count as told from now on."""
         updates: list[Message] = []
         if self.returns:
             updates.append(ReturnedSlots(drained(self.returns)))
@@ -268,7 +288,7 @@ class WorkerHandle:
         return updates
 
     def note_consumed(self) -> None:
-        """What other threads have said of eager backwards: their graphs can go."""
+        """Note the graphs of eager backwards that other threads have reported; they can go."""
         if self.consumed:
             calls = drained(self.consumed)
             self.graphs.note_consumed(calls)
@@ -277,7 +297,8 @@ class WorkerHandle:
     # --- its end
 
     def note_end(self) -> None:
-        """It is gone; graphs may refer to it for long."""
+        """Free what the worker held, because it is gone. Graphs may refer to this handle for
+        long."""
         self.lent_slots.end()
         self.under_way.end()
         if self.crash_traceback is not None:
@@ -291,28 +312,37 @@ class WorkerHandle:
 # --- chunks under way
 
 
-# seconds after which another process has seen what we wrote, and we what it wrote before: ample,
-# for two CPUs
+# seconds after which another process has seen what this one wrote, and this one has seen what the
+# other wrote before; this is ample time for two CPUs
 SEEN = 1e-3
-# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be
-# made again
+# seconds; most interrupted calls end by themselves in this time, so that the worker's graphs need
+# not be rebuilt
 GRACE_PERIOD = 0.2
 
 
-# long because: a line for each thing that may be asked of what a worker has
+# long because: it has a few lines for each question about a worker's chunks
 class SentChunks:
-    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the
-    scheduling thread."""
+    """The chunks under way with a worker, by number, in the order in which they were sent. The
+    worker answers them in this order.
+
+    Assumes: called by the scheduling thread.
+    """
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
-        self.progress_record: memoryview | None = None  # of int64, see `ProgressRecord`
-        self.link: WorkerLink | None = None  # to who reads and writes there for us, where we cannot
-        self.seconds = 0.0  # in which there was something under way, up to the last answer
-        self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
-        self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
-        self.in_grace: set[int] = set()  # chunks of which a part was cancelled with grace
-        # when the worker is killed, should it be at such a part then, on the same clock
+        # of int64, see `ProgressRecord`
+        self.progress_record: memoryview | None = None
+        # the link to a node agent that reads and writes the record, if the caller cannot
+        self.link: WorkerLink | None = None
+        # seconds in which a chunk was under way, up to the last answer
+        self.seconds = 0.0
+        # when the first chunk became the first, on the clock of time.monotonic
+        self.since = 0.0
+        # skipped chunks, and since when, on the same clock
+        self._skipped: dict[int, float] = {}
+        # chunks of which a part was cancelled with grace
+        self.in_grace: set[int] = set()
+        # when the worker is killed if it still runs such a part, on the same clock
         self.grace_ends = math.inf
 
     def __bool__(self) -> bool:
@@ -324,7 +354,7 @@ class SentChunks:
         self.chunks[number] = chunk
 
     def take(self, number: int) -> Chunk:
-        """It is answered."""
+        """Take a chunk that is answered."""
         now = time.monotonic()
         self.seconds += now - self.since
         self.since = now
@@ -336,20 +366,20 @@ class SentChunks:
         return chunk
 
     def put_back(self, number: int, chunk: Chunk) -> None:
-        """It is not answered after all: what came could not be read to the end."""
+        """Put a chunk back, because its answer could not be read to the end."""
         self.chunks = {number: chunk, **self.chunks}
 
     def drop_behind(self) -> None:
-        """All chunks but the first are somebody else's now."""
+        """Forget all chunks except the first, because other workers get them."""
         for number in list(self.chunks)[1:]:
             del self.chunks[number]
 
     def end(self) -> None:
-        """The worker is gone."""
+        """Forget all chunks, because the worker is gone."""
         self.chunks.clear()
         self.progress_record = None
 
-    # --- where it is
+    # --- the worker's progress
 
     @property
     def first(self) -> Chunk | None:
@@ -360,8 +390,10 @@ class SentChunks:
         return first is not None and first.operation is operation
 
     def begun(self) -> tuple[int, float]:
-        """The position of the call that the worker is at, in the first chunk, and since when; -1
-        where it is at none."""
+        """Return the position of the running call in the first chunk, and since when it runs.
+
+        The position is -1 if no call runs.
+        """
         chunk = next(iter(self.chunks), None)
         progress_record = self.progress_record
         if progress_record is None or progress_record[ProgressRecord.CHUNK] != chunk:
@@ -372,7 +404,7 @@ class SentChunks:
         )
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
-        """Whether it is at this position of this chunk, -1: anywhere in it."""
+        """Whether the worker runs the call at this position of this chunk; -1 means any call."""
         return (
             call is not None
             and call[0] == next(iter(self.chunks), None)
@@ -381,19 +413,19 @@ class SentChunks:
 
     @property
     def offset(self) -> int:
-        """Of the item that it is at, in a bundle."""
+        """The place of the running item in its bundle."""
         return 0 if self.progress_record is None else self.progress_record[ProgressRecord.OFFSET]
 
     @property
     def is_at_wanted(self) -> bool:
         chunk, position = self.first, max(self.begun()[0], 0)
-        # there are none where all were taken back
+        # If all calls were taken back, none is left.
         return chunk is not None and any(chunk.wanted()[position : position + 1])
 
-    # --- what it is to skip
+    # --- calls that the worker is to skip
 
     def cancel(self, operation: Operation) -> None:
-        """Have the worker skip what it has not begun of chunks that nobody waits for."""
+        """Have the worker skip the rest of chunks that nobody waits for."""
         for number, chunk in self.chunks.items():
             if chunk.operation is operation and all(
                 call.index >= operation.limit for _, call in chunk.calls
@@ -401,11 +433,11 @@ class SentChunks:
                 self._skip(number)
 
     def _skip(self, number: int) -> bool:
-        """Whether that is news. In a place that no other chunk under way has: that one, too, must
-        stay skipped.
+        """Have the worker skip the chunk, and return whether this is new to it.
 
-        There is one for each that a process is sent at a time; in the caller's own there may be
-        more of them.
+        The chunk gets a place in the progress record that no other chunk under way has, because
+        that chunk must stay skipped. A worker process has a place for each chunk that it is sent at
+        a time. In the caller's own process there may be more chunks than places.
         """
         progress_record = self.progress_record
         if progress_record is None:
@@ -421,17 +453,16 @@ class SentChunks:
         return True
 
     def skip_unbegun(self) -> bool:
-        """Have it skip what it has not begun, for others; whether there is something that it has
-        yet to see."""
+        """Have the worker skip calls that others may run, and return whether any are new to it."""
         are_news = [self._skip(number) for number in self._for_others()]
         return any(are_news)
 
     def unbegun(self) -> list[tuple[int, int]]:
-        """Chunks, and how many calls at their end it has not begun and can be told not to begin.
+        """Return chunks, and how many calls at the end of each the worker will surely not begin.
 
-        It notes each call, then looks whether the chunk is skipped. What it noted some time after
-        that was written is all that it will run. Before that it may have looked at one more, of
-        which we do not read yet, but not at two.
+        The worker notes each call in the record, then looks whether the chunk is skipped. Some time
+        after the skip was written, the record shows the last call that it will run. Before that,
+        the worker may have begun one more call, which cannot be read here yet, but not two.
         """
         progress_record = self.progress_record
         if progress_record is None:
@@ -444,11 +475,11 @@ class SentChunks:
         in_order()
         position = progress_record[ProgressRecord.POSITION]
         in_order()
-        # it goes on in this moment
+        # The worker goes on to another call in this moment.
         if at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]:
             return []
         found = []
-        # those before it are, though their answers may still be on their way
+        # Chunks before the running one are answered, though the answers may be on their way.
         is_answered = at in self.chunks
         for number, chunk in self.chunks.items():
             begun = -1
@@ -464,9 +495,12 @@ class SentChunks:
         return found
 
     def _skipped_by_agent(self, link: WorkerLink) -> list[tuple[int, int]]:
-        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next
-        one is skipped."""
-        if link.has_more():  # it may have answered its first chunk
+        """Return whole chunks behind the first, which the node agent has skipped.
+
+        A worker answers a chunk before it looks whether the next one is skipped.
+        """
+        # The worker may have answered its first chunk.
+        if link.has_more():
             return []
         skipped = link.skipped.values()
         return [
@@ -476,11 +510,14 @@ class SentChunks:
         ]
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds,
-        or an agent has told."""
+        """Take back the calls that `unbegun` counts.
+
+        Another request, after `SEEN` seconds or a node agent's report, may take back more.
+        """
         self.skip_unbegun()
         taken = []
-        for number, count in self.unbegun():  # counted after it can see that it is skipped
+        # The calls are counted after the worker can see that they are skipped.
+        for number, count in self.unbegun():
             if number in self._skipped:
                 chunk = self.chunks[number]
                 assert chunk.operation is not None
@@ -490,7 +527,7 @@ class SentChunks:
 
     @property
     def has_for_others(self) -> bool:
-        """There are calls behind the one that it is at, which it can be told not to begin."""
+        """Whether there are calls behind the running one that the worker can be told to skip."""
         if self.progress_record is None or not (
             len(self.chunks) > 1 or any(len(chunk.calls) > 1 for chunk in self.chunks.values())
         ):
@@ -502,8 +539,10 @@ class SentChunks:
         )
 
     def _for_others(self) -> dict[int, Chunk]:
-        """Chunks of which others may have what was not begun; what stays together, or is behind a
-        agent, only as a whole."""
+        """Return the chunks whose calls other workers may run, if they have not begun.
+
+        Chunks that stay together, or are behind a node agent, are only given back as a whole.
+        """
         found = {}
         for place, (number, chunk) in enumerate(self.chunks.items()):
             is_divisible = self.link is None and not stays_together(chunk)
@@ -511,10 +550,10 @@ class SentChunks:
                 found[number] = chunk
         return found
 
-    # --- what is cancelled with grace
+    # --- calls that are cancelled with grace
 
     def cancel_with_grace(self, operation: Operation | None) -> None:
-        """All of its chunks; None: of all operations."""
+        """Cancel all chunks of the operation, or of all operations if it is None."""
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
         self._put_in_grace(
             [
@@ -525,7 +564,10 @@ class SentChunks:
         )
 
     def cancel_backward(self, graph_task: int, error: BaseException) -> None:
-        """The parts of the backward with this number; who waits for them gets the error."""
+        """Cancel the parts of the backward with this number.
+
+        Threads that wait for them get the error.
+        """
         numbers = []
         for number, chunk in self.chunks.items():
             parts = [
@@ -540,8 +582,10 @@ class SentChunks:
         self._put_in_grace(numbers)
 
     def _put_in_grace(self, numbers: Sequence[int]) -> None:
-        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped,
-        and end the rest soon."""
+        """Skip calls that have not begun, and give the running ones a grace period.
+
+        The chunks are not wanted any more, or not as a whole.
+        """
         for number in numbers:
             self.in_grace.add(number)
             if not any(self.chunks[number].wanted()):
@@ -549,8 +593,11 @@ class SentChunks:
         self.look_at_grace()
 
     def look_at_grace(self) -> None:
-        """What the worker is at was cancelled with grace, or answered; or what others wanted of it
-        they want no more."""
+        """Begin or end the grace period, because the first chunk has changed.
+
+        It may have been cancelled with grace, or answered, or nobody else wants the worker's work
+        any more.
+        """
         self.in_grace.intersection_update(self.chunks)
         if next(iter(self.chunks), None) not in self.in_grace:
             self.grace_ends = math.inf
@@ -558,7 +605,7 @@ class SentChunks:
             self.give_grace()
 
     def give_grace(self) -> None:
-        """From now on the worker has a grace period for what it is at."""
+        """Begin a grace period for the worker's running call."""
         self.grace_ends = time.monotonic() + GRACE_PERIOD
         if self.link is not None:
             self.link.follow(2 * GRACE_PERIOD)
@@ -568,41 +615,52 @@ def stays_together(chunk: Chunk) -> bool:
     return chunk.operation is not None and chunk.operation.options.chunksize is not None
 
 
-# --- what every worker starts with
+# --- settings of all workers
 
 
 class Settings(NamedTuple):
-    """What a scheduler is made with; some of it is told to each worker (`Start`)."""
+    """The settings of a scheduler. Each worker is told some of them (`Start`)."""
 
     workers: int
-    initializer: bytes  # pickle of (function or None, arguments)
-    threads: int | None  # intra-op; None: nobody has said how many
-    calls: int | None  # after which a worker is replaced
-    retries: int  # of a call whose worker died; 0: what is lost is lost
-    graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
-    spares_memory: bool  # graphs are dropped, too, where memory is about to end
-    devices: tuple[int, ...] | None = None  # the code of each worker's device
-    in_process: bool = False  # workers are threads of this process: they cannot be killed
-    remote: bool = False  # workers may be on other machines
-    # the caller's environment when the pool began, where workers follow it
+    # the pickle of (function or None, arguments)
+    initializer: bytes
+    # intra-op threads; None if nobody has said how many
+    threads: int | None
+    # A worker is replaced after so many calls.
+    calls: int | None
+    # A call runs again so often after its worker died. With 0, lost work is lost.
+    retries: int
+    # Graphs in a worker may take so many bytes. Beyond that they are dropped and rebuilt.
+    graph_bytes: int | None
+    # Graphs are dropped, too, if memory is about to run out.
+    spares_memory: bool
+    # the code of each worker's device
+    devices: tuple[int, ...] | None = None
+    # Workers are threads of this process, so they cannot be killed.
+    in_process: bool = False
+    # Workers may be on other machines.
+    remote: bool = False
+    # changes of the caller's environment since the pool began, if workers follow it
     since: EnvironmentChanges | None = None
-    in_caller: bool = False  # calls run in the thread that waits for them
+    # Calls run in the thread that waits for them.
+    in_caller: bool = False
 
     @property
     def recoverable(self) -> bool:
-        """Whether calls are kept as long as their graphs, to be run again."""
+        """Whether calls are kept as long as their graphs, so that they can run again."""
         return self.retries > 0 or self.graph_bytes is not None
 
 
 def worker_devices(
     devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
 ) -> tuple[int, ...] | None:
-    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`;
-    None where that is None.
+    """Return the code of each worker's device for `Pool(devices=...)`, or None if that is None.
+
+    `accelerator.device_code` makes the codes.
 
     Raises:
-        ValueError, TypeError: a device that does not exist, or that this engine or number of
-            processes does not go with.
+        ValueError, TypeError: a device does not exist, or does not fit the engine or the number of
+            processes.
     """
     traits = traits_of(engine)
     if devices is None:
