@@ -6,8 +6,8 @@ the doctor, which describes systems.
 Linux has anonymous memory files, private mappings of them, and processes that die with their
 parent. So it can have a fork server that forks workers. Other systems with Unix sockets, such as
 macOS, take the portable branches. Linux takes them too if it is older than 5.3, or if a sandbox
-refuses a call that they replace. `MPGRAD_PORTABLE=1` in the environment selects them for tests, in
-workers too.
+refuses a call that the other branches need. `MPGRAD_PORTABLE=1` in the
+environment selects them for tests, in workers too.
 
 The module also describes a process's resources:
 

@@ -218,14 +218,17 @@ class NamedPart(NamedTuple):
 
 
 def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
-    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries
-    one."""
+    """Return the innermost part of `value` that cannot be pickled, although all of its own parts
+    can.
+
+    `fails` tries one part.
+    """
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
         tried = () if remedy_for(value) else parts(value)
         inner = None
-        # of the user's objects, and another one is about to be raised
+        # Errors of the user's objects are ignored, because another error is about to be raised.
         with contextlib.suppress(Exception):
             inner = next(
                 (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
@@ -317,7 +320,8 @@ def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
 
 
 def parts_of_state(value: object) -> Iterator[NamedPart]:
-    """Yield the parts that the object is rebuilt from: its attributes, unless its class differs."""
+    """Yield the parts that the object is rebuilt from, which are its attributes unless it has its
+    own way."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # the object refuses, so it is the culprit

@@ -264,7 +264,8 @@ def keep_pickle(
 ) -> None:
     """Keep a pickle, if the `fingerprint` from before pickling still holds.
 
-    Other threads may have changed the function meanwhile, and changed it back.
+    Other threads may have changed the function meanwhile, and changed it back. So the globals that
+    the pickler used are compared too.
     """
     key, now = key_of(function), FunctionFingerprint.of(function)
     assert key is not None
