@@ -715,9 +715,9 @@ UNEXPORTED = (
 
 
 def is_exported(graph: torch.fx.GraphModule) -> bool:
-    """Whether the graph's tracer needs to know about a module.
+    """Whether the graph's tracer cannot be made without a module.
 
-    PyTorch makes a module while it loads a graph, and does not know which module to pass.
+    PyTorch makes a tracer while it loads a graph, and does not know which module to pass.
     """
     tracer = vars(graph).get("_tracer_cls")
     try:

@@ -257,7 +257,8 @@ class StatePickler(CallerPickler):
     def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """Pickle everything that is wanted.
 
-        Returns None, or the first wanted name that cannot be pickled by itself. The pickle is then useless.
+        Return None, or the first wanted name that cannot be pickled by itself. The pickle is then
+        useless.
         """
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
@@ -273,9 +274,8 @@ class StatePickler(CallerPickler):
     def _dump_some(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """Pickle these names. The result is as for `dump_all`."""
         self.covered.update(wanted)
-        names: dict[
-            str, dict[str, bool]
-        ] = {}  # by module; tells whether the name is wanted by itself
+        # For each module, whether a name is wanted by itself.
+        names: dict[str, dict[str, bool]] = {}
         for module, name in wanted:
             contents = vars(sys.modules[module])
             of_module = names.setdefault(module, dict.fromkeys(ABOUT_ITSELF, True))

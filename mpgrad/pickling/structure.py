@@ -145,9 +145,9 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle a result as `dumps` does, but refuse tensors with classes of their own.
+    """Pickle a result as `dumps` does, but replace tensors of other classes with plain aliases.
 
-    Leaves may have them, because others may know these leaves.
+    Leaves keep their classes, because others may know these leaves.
     """
     pickled, tensors = dumps(value)
     for number, each in enumerate(tensors):
