@@ -311,7 +311,7 @@ class ModeCheck:
         """Warn of each mode that only observes, once for as long as it is on.
 
         Raises:
-            NotImplementedError: a mode might change values and cannot be sent. The message names it.
+            NotImplementedError: a mode might change values and cannot be sent; names it.
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
