@@ -64,9 +64,8 @@ class CompilerNamespaces(threading.local):
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         # By options. PyTorch takes code compiled under another context for not compiled.
         self.contexts: dict[bytes, Any] = {}
-        self.placed: GlobalsSnapshot | None = (
-            None  # the snapshot whose values are in the namespaces
-        )
+        # the snapshot whose values are in the namespaces
+        self.placed: GlobalsSnapshot | None = None
         self.running: GlobalsSnapshot | None = None
 
 

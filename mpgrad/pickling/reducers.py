@@ -364,9 +364,8 @@ def fill_exception(
     attributes, fields = state
     read(error, "__dict__").update(attributes)
     for owner, name, value in fields:
-        with contextlib.suppress(
-            AttributeError
-        ):  # a group was made with the fields that cannot be set
+        # A group was made with the fields that cannot be set.
+        with contextlib.suppress(AttributeError):
             vars(owner)[name].__set__(error, value)
 
 
@@ -392,10 +391,8 @@ def reduce_context_variable(value: contextvars.ContextVar[Any]) -> Any:
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
     try:
-        return context_variable_again, (
-            value.name,
-            value.get(),
-        )  # the value in this context, or the default
+        # The value is that in this context, or the default.
+        return context_variable_again, (value.name, value.get())
     except LookupError:
         return context_variable_again, (value.name,)
 
@@ -591,9 +588,8 @@ def reduce_storage(value: torch.UntypedStorage) -> Reduced:
 
 
 def storage_again(values: torch.Tensor) -> torch.UntypedStorage:
-    return (
-        values.clone().untyped_storage()
-    )  # a copy, because the tensor may be a part of shared memory
+    # This is a copy, because the tensor may be a part of shared memory.
+    return values.clone().untyped_storage()
 
 
 def reduce_handle(value: RemovableHandle) -> Reduced:
@@ -866,10 +862,10 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     memoryview: reduce_memoryview,
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
-    Optimizer: whole(
-        Optimizer
-    ),  # leaves out hooks, and what optimizers and schedulers keep in them
-    Transform: whole(Transform),  # leaves out inverses
+    # These leave out hooks, and what single optimizers and schedulers keep in them.
+    Optimizer: whole(Optimizer),
+    # These leave out inverses.
+    Transform: whole(Transform),
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
 }

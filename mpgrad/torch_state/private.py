@@ -1,4 +1,6 @@
-"""All private names of PyTorch that mpgrad uses are here, except those in `settings`. In this order:
+"""All private names of PyTorch that mpgrad uses are here, except those in `settings`.
+
+Their order is:
 
     nodes, graphs, and the backward that runs through them; leaves behind a result
     `torch.func` and forward mode; levels of vmap
@@ -504,18 +506,17 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
-NOTHING = (
-    contextlib.nullcontext()
-)  # one object for all, because it is needed several times per call
+# One object for all, because it is needed several times per call.
+NOTHING = contextlib.nullcontext()
 
 
 # --- levels of vmap
 #
-# Gradients are batched in `torch.autograd.grad(..., is_grads_batched=True)`, and in a backward under
-# `torch.func.vmap`. The engine then passes wrappers to every node. A wrapper looks like one gradient
-# and holds a batch of them. It cannot be sent, but its batch can. So the batch is taken out here and
-# sent with its batch dimensions in front. The worker differentiates it under as many vmaps of the
-# same kind, and the results are put back into wrappers.
+# Gradients are batched in `torch.autograd.grad(..., is_grads_batched=True)`, and in a backward
+# under `torch.func.vmap`. The engine then passes wrappers to every node. A wrapper looks like one
+# gradient and holds a batch of them. It cannot be sent, but its batch can. So the batch is taken
+# out here and sent with its batch dimensions in front. The worker differentiates it under as many
+# vmaps of the same kind, and the results are put back into wrappers.
 #
 #     wrappers ──► levels_of, without ──► [B1, B2, *shape]
 #              ──► worker: over ──► [B1, B2, *shape] ──► within ──► wrappers
