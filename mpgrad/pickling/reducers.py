@@ -946,7 +946,7 @@ def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
     for each in waiting:
         if next(looked_at, None) is None:
             return False
-        kind = type(each)  # no isinstance: a weak proxy would answer for what it stands for
+        kind = type(each)  # no isinstance: a weak proxy would answer for its object
         if issubclass(kind, torch.Tensor | torch.nn.Module) or is_generator(each):
             return True
         if kind is types.FunctionType:

@@ -377,7 +377,7 @@ class CallerPickler(TensorPickler):
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
 
     def persistent_id(self, value: Any) -> Any:
-        kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
+        kind = type(value)  # no isinstance: a weak proxy would answer for its object
         if kind in NEVER_TAKEN_OUT:
             return None
         if kind in HERE:

@@ -216,7 +216,7 @@ class KeptPickle(NamedTuple):
     pickled: bytes
     wanted: list[WantedName]
     fingerprint: FunctionFingerprint
-    order: list[int]  # of the tensors
+    order: list[int]  # the tensors' order
     modules: object  # that were loaded
 
 

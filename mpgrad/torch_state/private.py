@@ -644,7 +644,7 @@ def over(
 # `torch.no_grad`
 
 
-# What is copied in the body of this one stays what it is:
+# In the body of this context, autocast is off, so copies keep their dtype:
 without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
     torch._C._DisableAutocast
 )
