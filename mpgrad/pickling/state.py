@@ -407,7 +407,7 @@ class StatePickler(CallerPickler):
             self._hasten(function.__globals__.get(name))
 
     def _hasten_methods(self, kind: type) -> None:
-        """Do this for the methods that Python calls by itself.
+        """Hasten the methods that Python calls by itself.
 
         It calls them, for example, when a subclass is made or an object is put into a set.
         """

@@ -164,7 +164,7 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def leaf_will_run(node: Any) -> bool:
     """Return `will_run` for a leaf's node.
 
-    PyTorch refuses to say so if `torch.autograd.grad` asked for the leaf.
+    PyTorch raises an error instead of answering if `torch.autograd.grad` asked for the leaf.
     """
     try:
         return will_run(node)
