@@ -1,5 +1,6 @@
-"""A function that has not changed is not pickled again, and not loaded again in a worker. Both
-sides.
+"""A function that has not changed is not pickled again, and not loaded again in a worker.
+
+Both sides.
 
 A lambda in a loop is a new function each time, with the same code. It may capture other tensors,
 but its pickle has numbers in the places of tensors. So pickles are kept by the code of the
