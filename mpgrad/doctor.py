@@ -1,9 +1,9 @@
-"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do
-about it.
+"""`python -m mpgrad doctor` says whether a pool works on this machine, what is wrong, and what to
+do about it.
 
-The page has to come out whatever is broken. So the probes of the machine need no torch. To import
-torch, to start a pool and to look for GPUs may hang or crash: these are steps of a trial, in a
-process of its own, which writes each finding as it is made.
+The page has to appear whatever is broken. So the probes of the machine need no torch. Importing
+torch, starting a pool and looking for GPUs may hang or crash. So they are steps of a *trial* in a
+separate process, which writes each finding at once.
 
     trial, in a process ──► lines of a file: MARK, and a finding as JSON ──► `tried`
 """
@@ -34,29 +34,32 @@ __all__ = ["run"]
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH, NAME_WIDTH = 100, 12
-TRIAL_SECONDS = 120.0  # torch may be imported twice, from a slow disk; otherwise it takes some 5 s
-KILL_SECONDS = 5.0  # that a killed process may take to end: one that a driver holds does not
+TRIAL_SECONDS = 120.0  # about 5 s, more if torch is imported twice from a slow disk
+# The time that a killed process may take to end. A process that a driver holds does not end.
+KILL_SECONDS = 5.0
 SLOW_START = 15.0  # seconds
-LOOK_SECONDS = 0.4  # at what others take of the CPUs; the system counts in ticks of 10 ms
+# The time for measuring other programs' use of the CPUs. The system counts in ticks of 10 ms.
+LOOK_SECONDS = 0.4
 MOST_TAKEN = 0.25  # share of the usable CPUs that others may take
 LEAST_MEMORY = GIB  # a process with torch takes a third of it
 LEAST_ADDRESSES = 8 * GIB
-LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
-# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so
-# does the rest of a program
+LEAST_FILE_SIZE = 64 * MIB  # a slab of a pool's shared memory
+# A pool of one worker opens 11 descriptors, and each further worker 4. A tensor above 32 MiB opens
+# some too, and so does the rest of the program.
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
-POOL_THREADS = 8  # that a pool may want beside its workers
+POOL_THREADS = 8  # threads that a pool may need besides its workers
 NEEDED = {
     "mpgrad.workers": "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again",
     "torch": "pip install torch",
     "cloudpickle": "pip install cloudpickle",
     "psutil": "pip install psutil",
 }
-MARK = "mpgrad doctor: "  # of a finding, between whatever else the trial's process writes
+# marks a finding among the other output of the trial's process
+MARK = "mpgrad doctor: "
 
 
 class Finding(NamedTuple):
-    """A line of the page; with what is amiss, if anything is, and the remedy."""
+    """A line of the page. If something is wrong, it has the problem and the remedy."""
 
     name: str
     value: str
@@ -69,7 +72,7 @@ Probe = Callable[[], Iterator[Finding]]
 
 
 def run() -> int:
-    """The exit status."""
+    """Print the page and return the exit status."""
     if sys.stderr.isatty():
         print("mpgrad doctor: trying a pool, some seconds ...", file=sys.stderr)
     findings = list(found_by(PROBES))
@@ -80,8 +83,10 @@ def run() -> int:
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where
-    no pool can work."""
+    """Return the verdict and a line for each finding.
+
+    Findings with a problem are marked "!", or "X" if no pool can work.
+    """
     verdict = "A pool works here."
     if any(finding.fatal for finding in findings):
         verdict = "NO POOL CAN WORK HERE. Look at what is marked X."
@@ -98,8 +103,10 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
-    """What the probes find, up to one without which no pool can work. One that raises is a finding,
-    and others go on."""
+    """Yield what the probes find, up to a finding without which no pool can work.
+
+    A probe that raises is a finding itself, and the other probes go on.
+    """
     for probe in probes:
         try:
             for finding in probe():
@@ -276,8 +283,10 @@ def import_torch() -> Iterator[Finding]:
 
 
 def start_pool() -> Iterator[Finding]:
-    """A pool of one worker: whether it starts, gives right results and gradients, and how long that
-    takes."""
+    """Find out whether a pool of one worker starts and gives right results and gradients.
+
+    The finding also says how long that takes.
+    """
     import torch
 
     from mpgrad.pool import Pool
@@ -329,7 +338,7 @@ def look_for_gpus() -> Iterator[Finding]:
     yield Finding("GPUs", f"{accelerator.type}: {', '.join(names)}")
 
 
-# the steps, and what is found where one raises, hangs or dies
+# the steps, and the finding if a step raises, hangs or dies
 FAILURES = {
     import_torch: Finding(
         "torch",
@@ -357,7 +366,7 @@ NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above
 
 
 def trial() -> None:
-    """Write what would be said if the step that begins failed, and what it finds."""
+    """Run the steps. Before each step, write the finding that holds if it fails."""
     for step, failure in FAILURES.items():
         tell("begins", failure)
         for finding in found_by([step]):
@@ -371,15 +380,17 @@ def tell(kind: str, finding: Finding) -> None:
 
 
 def tried(command: Sequence[str], limit: float) -> list[Finding]:
-    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed,
-    and its workers end."""
+    """Return what a trial finds within `limit` seconds.
+
+    The `command` starts the trial. If it hangs, it is killed, and its workers end.
+    """
     failure, findings = NO_PYTHON, list[Finding]()
     with contextlib.ExitStack() as stack:
         try:
             output = stack.enter_context(tempfile.TemporaryFile())
         except OSError as error:
             return [failure._replace(problem=f"no temporary file can be made ({error})")]
-        # no pipe: what the trial has started may outlive it, and hold that open
+        # A file, because a process that the trial started may outlive it and hold a pipe open.
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -393,7 +404,7 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
-        # not `read`: what outlives the trial writes where this file is at
+        # `pread`, because such a process writes at the position of this file.
         told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(
             errors="replace"
         )
@@ -413,7 +424,7 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words; none if it ended well."""
+    """Say in words how a process ended; "" if it ended well."""
     if status < 0:
         return f"died ({signal.Signals(-status).name})"
     return f"ended with exit status {status}" if status else ""

@@ -1,25 +1,25 @@
-"""What a process has of the one that started it. Both sides.
+"""A process takes over its environment and its rights from the process that started it. Both sides.
 
-The environment of the caller's process, which its workers follow: variables, directory, arguments,
-paths, time zone.
+The environment is the variables, directory, arguments, module paths and time zone. Workers follow
+the caller's environment.
 
-A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a
-worker would find what was there when its pool began. So each operation carries what the caller has
-changed since then, and each backward does.
+A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
+there when its pool began. So each operation and each backward carries the caller's changes since
+then.
 
     caller   EnvironmentChanges: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
-Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the
-    caller compares and the worker does nothing.
+Guarantees: a worker keeps what mpgrad or an initializer has set in it. While nothing changes, the
+    caller only compares and the worker does nothing.
 Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
-nothing.
+    nothing.
 
-What it inherits: who it is, what it may, and where it stands. (Linux only.) Whoever starts a worker
-would have it be what a child would be at that moment. A fork server passes on what it was given
-when it began, which may be another user, other limits or another root. So it is compared with what
-its user is now. A fork takes over what a process can change of itself; where more differs, or it
-may not, another fork server is needed. A program that root starts has all rights again, whatever
-root had given up: so each fork compares itself with what the caller is.
+On Linux a process also inherits its user, its rights, its limits and its namespaces. A worker
+should have what a child of the caller would get at that moment. But a fork server passes on what it
+was given when it began, which may be another user, other limits or another root. So its state is
+compared with the caller's present state. A fork changes itself as far as a process can. If more
+differs, or if the fork lacks the right, a new fork server is needed. A program that root starts has
+all rights again, even those that root had given up. So each fork compares itself with the caller.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ class Environment(NamedTuple):
     """The environment of a process at one moment."""
 
     variables: Mapping[str, str]
-    directory: str | None  # None: it was deleted
+    directory: str | None  # None if it was deleted
     arguments: list[str]
-    paths: list[str]  # of modules
-    zone: tuple[Any, ...]  # what `time.tzset` has made of the variable TZ
+    paths: list[str]  # where Python looks for modules
+    zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
 
     def changes(self, begin: Environment) -> dict[str, Any]:
-        """The fields that differ; of the variables only those that do, None for one that was
-        deleted."""
+        """Return the fields that differ from `begin`.
+
+        Of the variables it returns only those that differ, with None for a deleted one.
+        """
         changes = {
             name: value for name, value in self._asdict().items() if value != getattr(begin, name)
         }
@@ -85,7 +87,7 @@ class Environment(NamedTuple):
         return changes
 
     def changed(self, changes: dict[str, Any]) -> Environment:
-        """With these changes."""
+        """Return this environment with the changes applied."""
         variables = {**self.variables, **changes.get("variables", {})}.items()
         return self._replace(**changes)._replace(
             variables={name: value for name, value in variables if value is not None}
@@ -93,8 +95,9 @@ class Environment(NamedTuple):
 
 
 def in_use() -> tuple[Any, ...]:
-    """The fields as the process has them now: objects that others may change. `os.environ` stores
-    its variables in a dictionary, which C compares in a microsecond.
+    """Return the fields as the process has them now, in objects that others may change.
+
+    `os.environ` stores its variables in a dictionary, which C compares in a microsecond.
     """
     variables = getattr(os.environ, "_data", os.environ)
     return variables, working_directory(), sys.argv, sys.path, zone_in_use()
@@ -120,18 +123,21 @@ def current_environment() -> Environment:
 
 
 class EnvironmentChanges:
-    """What the caller has changed since a pool began. Any thread may ask."""
+    """Tells what the caller has changed since a pool began. Any thread may ask."""
 
     def __init__(self) -> None:
         self.begin = current_environment()
-        # the fields at the last look, and what had changed
+        # the fields as they were last seen, and their changes as a pickle
         self._seen: tuple[tuple[Any, ...], bytes] = (), b""
 
     def changes(self) -> bytes:
-        """A pickle, the same object until something changes; no bytes where all is as at the
-        beginning."""
+        """Return a pickle of the changes, or no bytes if nothing differs from the beginning.
+
+        The same object is returned until something changes.
+        """
         now = in_use()
-        seen, pickled = self._seen  # read once: another thread may put others there
+        # This is read once, because another thread may store a new pair.
+        seen, pickled = self._seen
         if seen != now:
             seen = copied(now)
             changes = environment_of(seen).changes(self.begin)
@@ -141,18 +147,20 @@ class EnvironmentChanges:
 
 
 class EnvironmentFollower:
-    """Has a worker's environment follow the caller's."""
+    """Makes a worker's environment follow the caller's."""
 
     def __init__(self) -> None:
-        self._begin: Environment | None = None  # the caller's, when the pool began
-        self._taken: Environment  # ours, after we took over
-        self._own: Environment  # ours, after the initializer
+        self._begin: Environment | None = None  # the caller's environment when the pool began
+        self._taken: Environment  # this process's, after it took over
+        self._own: Environment  # this process's, after the initializer
         self._followed = b""
-        self._target: Environment  # the caller's, as it was followed
+        self._target: Environment  # the caller's, as this process followed it last
 
     def take_over(self, begin: Environment) -> None:
-        """Be like the caller when its pool began; the caller may have changed things before this
-        process started."""
+        """Set the environment that the caller had when its pool began.
+
+        The caller may have changed things before this process started.
+        """
         self._begin = self._target = begin
         self._followed = b""
         for name in os.environ.keys() - begin.variables.keys() - set(THREAD_VARIABLES):
@@ -161,7 +169,7 @@ class EnvironmentFollower:
             set_variable(name, value)
         sys.argv[:], sys.path[:] = begin.arguments, begin.paths
         if begin.directory is not None:
-            # gone meanwhile; the initializer may know a better one
+            # The directory may be gone by now. The initializer may know a better one.
             with contextlib.suppress(OSError):
                 os.chdir(begin.directory)
         if zone_in_use() != begin.zone:
@@ -169,13 +177,16 @@ class EnvironmentFollower:
         self._taken = current_environment()
 
     def settle(self) -> None:
-        """The initializer has run: what it, or we, have set does not follow the caller."""
+        """Note that the initializer has run. What it or mpgrad has set no longer follows the
+        caller."""
         if self._begin is not None:
             self._own = current_environment()
 
     def follow(self, changes: bytes | None) -> None:
-        """Be like the caller at that time. None: this process is no worker, or not on the caller's
-        machine."""
+        """Set the environment that the caller had when it sent `changes`.
+
+        `changes` is None if this process is not a worker, or not on the caller's machine.
+        """
         if changes is None or self._begin is None or changes == self._followed:
             return
         begin, own, taken, before = self._begin, self._own, self._taken, self._target
@@ -195,7 +206,7 @@ class EnvironmentFollower:
 
     @contextmanager
     def within(self, changes: bytes | None) -> Iterator[None]:
-        """Follow others for a while."""
+        """Follow other changes during the body."""
         before = self._followed
         self.follow(changes)
         try:
@@ -212,8 +223,10 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def go_to(directory: str | None) -> None:
-    """The caller may still be in a directory that was deleted: nothing is found there, and it has
-    no name."""
+    """Change to the directory, or to one that has no name if the caller's was deleted.
+
+    The caller may still be in such a directory, where nothing can be found.
+    """
     try:
         os.chdir(directory or "")
     except OSError:
@@ -225,7 +238,7 @@ def go_to(directory: str | None) -> None:
 FOLLOWER = EnvironmentFollower()
 
 
-# --- where this process stands: with the caller, or as a worker of one
+# --- the side of this process: the caller's, or a worker's
 
 
 class ProcessSide:
@@ -238,13 +251,14 @@ PLACE = ProcessSide()
 def working_directory() -> str | None:
     try:
         return os.getcwd()
-    except OSError:  # it was deleted, and a worker can do without one as well as we can
+    # The directory was deleted, and a worker can do without one as well as the caller.
+    except OSError:
         return None
 
 
 def preparation() -> dict[str, Any]:
-    """What multiprocessing tells its children of itself, as in
-    `multiprocessing.spawn.get_preparation_data`."""
+    """Return what multiprocessing tells its children, as
+    `multiprocessing.spawn.get_preparation_data` does."""
     logger = logging.getLogger("multiprocessing")
     return {
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -259,7 +273,7 @@ def preparation() -> dict[str, Any]:
 
 
 LIBC = ctypes.CDLL(None)
-THREAD = f"{PROC}/thread-self"  # of the thread that asks: a new process is its copy
+THREAD = f"{PROC}/thread-self"  # a new process is a copy of the thread that starts it
 CREDENTIALS = (
     "Uid",
     "Gid",
@@ -286,10 +300,11 @@ MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
 PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
-ASKS = 0xFFFFFFFF  # for the personality
-KEEPS_CAPABILITIES = 1 << 4  # of the secure bits, the one that no program passes on
-# variables that have been read when torch is loaded: by the loader, the C library, Python, and the
-# libraries that compute
+ASKS = 0xFFFFFFFF  # asks for the personality and does not set it
+# the one secure bit that no program passes on
+KEEPS_CAPABILITIES = 1 << 4
+# Variables that are read when torch is loaded, by the loader, the C library, Python or the
+# libraries that compute.
 READ_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG|LC_|PYTHON|TORCH|PYTORCH_|ATEN_|CUDA|CUBLAS|CUDNN|NVIDIA_|HIP_|ROC|HSA_|ZE_|XPU|SYCL"
     "|OMP_|GOMP_|KMP_|LIBOMP|MKL|OPENBLAS_|GOTO|BLIS_|VECLIB_|NUMEXPR_|NPY_|NUMPY|DNNL_|ONEDNN_"
@@ -297,10 +312,10 @@ READ_EARLY = re.compile(
 
 
 def take_over(wanted: dict[str, Any]) -> None:
-    """Have this process, a fork, stand as `wanted`, where it does not.
+    """Change this process, a fork, to the state `wanted`, if it differs.
 
     Raises:
-        RuntimeError: it cannot, and may be something in between now.
+        RuntimeError: it cannot. The process may now be in a state between the two.
     """
     refused = None
     now = inherited().standing
@@ -318,7 +333,7 @@ def take_over(wanted: dict[str, Any]) -> None:
         if "SigBlk" in differ:
             blocked = {each + 1 for each in bits(mask(wanted["SigBlk"]))}
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked & signal.valid_signals())
-        # the user and the capabilities last, as they are the right to change the others
+        # The user and the capabilities come last, because they are the right to change the others.
         if "CapBnd" in differ:
             for each in bits(mask(now["CapBnd"]) & ~mask(wanted["CapBnd"])):
                 LIBC.prctl(PR_CAPBSET_DROP, each, 0, 0, 0)
@@ -350,11 +365,12 @@ def take_over(wanted: dict[str, Any]) -> None:
 
 class InheritedState(NamedTuple):
     standing: dict[str, Any]
-    # variables of the environment; workers follow the others by themselves
+    # variables that are read early; workers follow the others by themselves
     read_early: dict[str, str]
 
     def changes(self, now: InheritedState) -> dict[str, Any] | None:
-        """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""
+        """Return what a fork of this process must `take_over` to be like `now`; None if it
+        cannot."""
         if self.read_early != now.read_early or not self._may_become(now.standing):
             return None
         return {key: now.standing[key] for key in TAKEN_OVER}
@@ -382,11 +398,12 @@ class InheritedState(NamedTuple):
 
 
 def inherited(variables: Mapping[str, str] | None = None) -> InheritedState:
-    """What a process that this thread starts now would be; `variables`: those that it is given
-    besides.
+    """Return the state that a process started by this thread would have now.
+
+    `variables` are the environment variables that it is given besides.
 
     Raises:
-        OSError: no descriptor is free to look with.
+        OSError: no descriptor is free for reading the state.
     """
     root = os.stat("/")
     standing: dict[str, Any] = credentials_and("thread-self", STATUS)
@@ -408,7 +425,7 @@ def inherited(variables: Mapping[str, str] | None = None) -> InheritedState:
 
 
 def credentials(pid: int) -> dict[str, str]:
-    """Who a process is, and what it may; nothing if it is gone, or hidden from us."""
+    """Return the user, groups and rights of a process; nothing if it is gone or hidden from us."""
     return credentials_and(str(pid), CREDENTIALS)
 
 
@@ -420,12 +437,12 @@ def credentials_and(process: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def ids(line: str) -> list[int]:
-    """Real, effective and saved."""
+    """Return the real, effective and saved id."""
     return [int(each) for each in line.split()[:3]]
 
 
 def mask(line: str) -> int:
-    return int(line or "0", 16)  # where there is no /proc nobody knows
+    return int(line or "0", 16)  # without /proc nobody knows
 
 
 def bits(number: int) -> list[int]:
@@ -437,14 +454,14 @@ def height(limit: int) -> float:
 
 
 def namespace(name: str) -> str:
-    # an older kernel, or another user now
+    # The kernel may be older, or the process may have another user now.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         return os.readlink(f"{THREAD}/ns/{name}")
     return ""
 
 
 def content(file: str) -> str:
-    """What it says; nothing if it is not there, or not for us."""
+    """Return the text of the file; "" if it does not exist or may not be read."""
     try:
         with open(file, "rb", buffering=0) as opened:
             return opened.read().decode(errors="replace")

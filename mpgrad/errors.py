@@ -1,8 +1,9 @@
-"""Errors by blame: what the caller did, what the outside did, what we did.
+"""Errors, named by who has to act: the caller, something outside the program, or mpgrad itself.
 
-multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong
-arguments stay `TypeError` and `ValueError`, and an exception of the user's function keeps its own
-type. An argument that we do not have gets an error that names ours (`suggests`).
+multiprocessing raises several unrelated types. Here the class of an error says who has to act.
+Wrong arguments still raise `TypeError` and `ValueError`, and an exception of the user's function
+keeps its type. If an argument does not exist, the error names the one that may be meant
+(`suggests`).
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ T = TypeVar("T")
 log = logging.getLogger("mpgrad")
 
 
-ONE_CALL = "call"  # the noun of one that was asked for by itself, and has no number
+# the noun for a call that was submitted alone and so has no number
+ONE_CALL = "call"
 
 
 class CallNames(NamedTuple):
     """How errors name the calls of an operation."""
 
-    function: str = ""  # as Python calls it; "" for one of mpgrad's own
-    # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+    # the function's Python name; "" for one of mpgrad's own functions
+    function: str = ""
+    # what the caller would name a call: an item, a block of items, or `ONE_CALL`
     noun: str = "item"
 
     def words(self, index: int | range | None) -> str:
-        """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""
+        """Return words such as "item 3 of simulate", "items 0 to 7 of simulate" or "a call of
+        simulate"."""
         has_name = self.function and not self.function.endswith("<lambda>")
         of = f" of {self.function}" if has_name else ""
         if index is None or self.noun == ONE_CALL:
@@ -73,7 +77,7 @@ class CallNames(NamedTuple):
         return f"{self.noun} {index}{of}"
 
     def number(self, index: int | range | None) -> int | None:
-        """Of the item, where errors can name a single one."""
+        """Return the number of the item, if an error can name a single one."""
         return index if isinstance(index, int) and self.noun != ONE_CALL else None
 
 
@@ -81,7 +85,7 @@ class PoolClosedError(ValueError):
     """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or
     `Pool.terminate`.
 
-    A `ValueError`, because `multiprocessing.Pool` raises that for the same mistake.
+    It is a `ValueError`, because `multiprocessing.Pool` raises one for the same mistake.
 
     Example:
         >>> import mpgrad
@@ -97,23 +101,22 @@ class PoolClosedError(ValueError):
 
 
 class WorkerDiedError(BrokenProcessPool):
-    """A worker process went away while it had something of ours: a running call, or a graph that
-    backward needs.
+    """A worker process ended while it was running a call or kept a graph that a backward needs.
 
-    A `BrokenProcessPool`, because `concurrent.futures` raises that; but only what is lost fails
-    here, not the pool.
+    It is a `BrokenProcessPool`, because `concurrent.futures` raises one. Here the pool goes on
+    working, and only the calls and backwards that were lost fail.
 
     Attributes:
-        item: index of the item within its map; None for a submitted call, or where no single item
+        item: index of the item within its map; None for a submitted call, or if no single item
             can be named.
         phase: what the worker was doing: "forward", "backward", "loading the function" (its modules
             and captures) or "start".
-        call: what it was at in words, such as "item 3 of simulate", or "".
-        worker: its number.
-        exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is
+        call: what the worker was running, in words such as "item 3 of simulate"; or "".
+        worker: the number of the worker.
+        exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None if it is
             not known.
-        detail: what else the message says: how often the call was tried, the likely cause; or "".
-        stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS,
+        detail: the rest of the message (number of tries, likely cause), or "".
+        stack: the worker's Python stack, if a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS,
             SIGILL), else "".
 
     Example:
@@ -156,12 +159,12 @@ class CallTimeoutError(TimeoutError):
     """A call ran longer than its timeout, and was killed with its worker.
 
     Attributes:
-        item: index of the item within its map; None for a submitted call, or where no single item
+        item: index of the item within its map; None for a submitted call, or if no single item
             can be named.
         phase: "forward", "backward" or "loading the function" (its modules and captures).
-        call: which one it was in words, such as "item 3 of simulate".
+        call: the name of the call, such as "item 3 of simulate".
         seconds: the timeout.
-        stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).
+        stack: the worker's Python stack, or "" if it could not write one (a stopped process).
 
     Example:
         >>> import time, mpgrad
@@ -200,8 +203,8 @@ class CallTimeoutError(TimeoutError):
 
 
 class AncestorFailedError(RuntimeError):
-    """A call did not run, because one that was to give it an argument failed or was cancelled: see
-    the `__cause__`.
+    """A call did not run, because another call that should give it an argument failed or was
+    cancelled. The `__cause__` says which error that was.
 
     Example:
         >>> import mpgrad
@@ -216,7 +219,7 @@ class AncestorFailedError(RuntimeError):
 
 
 class SharedMemoryError(MemoryError):
-    """The outside has no room for a tensor in shared memory; nothing was changed.
+    """The system has no room for a tensor in shared memory. Nothing was changed.
 
     Example:
         >>> import torch, mpgrad
@@ -232,12 +235,12 @@ class SharedMemoryError(MemoryError):
 
 
 class UnsupportedTorchError(RuntimeError):
-    """PyTorch as installed does not do what mpgrad relies on: gradients would be wrong, so nothing
-    runs.
+    """The installed PyTorch lacks a behaviour that mpgrad relies on. Gradients would be wrong, so
+    nothing runs.
 
     Attributes:
-        version: that of PyTorch.
-        behaviours: what it should do and does not, in words.
+        version: the version of PyTorch.
+        behaviours: what PyTorch should do but does not do, in words.
         tried: minor versions of PyTorch that mpgrad has been tried with.
 
     Example:
@@ -265,7 +268,7 @@ class UnsupportedTorchError(RuntimeError):
 
 
 class InternalError(RuntimeError):
-    """mpgrad itself went wrong. Please report it, with the traceback.
+    """mpgrad itself has a bug. Please report it, with the traceback.
 
     Example:
         >>> import traceback, mpgrad
@@ -281,13 +284,12 @@ class InternalError(RuntimeError):
 
 
 class LostGradientError(RuntimeError):
-    """A backward would come to a tensor that only a worker has, where nobody would find its
+    """A backward would reach a tensor that only a worker has, where nobody would find its
     gradient."""
 
 
 class RemoteError(RuntimeError):
-    """Stands for an exception of a task that cannot be pickled; the message names its type and
-    text.
+    """Replaces a task's exception that cannot be pickled. The message has its type and text.
 
     Example:
         >>> import mpgrad
@@ -305,11 +307,11 @@ class RemoteError(RuntimeError):
 
 
 class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
-    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception
-    raised in the parent.
+    """The traceback of an exception in a worker, as text. It is the `__cause__` of the exception
+    that is raised in the parent.
 
-    A `RemoteTraceback` of `multiprocessing.pool` and of `concurrent.futures.process`, which stand
-    in the same place.
+    It derives from the `RemoteTraceback` classes of `multiprocessing.pool` and
+    `concurrent.futures.process`, which are used in the same way.
 
     Attributes:
         text: the traceback.
@@ -335,14 +337,14 @@ class UncarriedResultError(
     pickle.PicklingError,
     TypeError,
 ):
-    """A result cannot be carried to the caller.
+    """A result cannot be sent to the caller.
 
-    A `MaybeEncodingError`, as `multiprocessing.Pool` raises, and what pickle raises, as
-    `concurrent.futures` does.
+    It is a `MaybeEncodingError`, which `multiprocessing.Pool` raises, and a pickle error, which
+    `concurrent.futures` raises.
 
     Attributes:
-        exc: the `repr` of what was raised.
-        value: that of the result.
+        exc: the `repr` of the exception that was raised.
+        value: the `repr` of the result.
     """
 
     def __init__(self, message: str, exc: str, value: str) -> None:
@@ -355,8 +357,8 @@ class UncarriedResultError(
 
 
 def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
-    """The error of a call (for example "item 3 of simulate") that was to get the result of one that
-    raised `error`."""
+    """Return the error of a call (for example "item 3 of simulate") whose argument comes from a
+    call that raised `error`."""
     described = error_in_words(error)
     failed = AncestorFailedError(
         f"{call} did not run, because a call that it needs failed ({described})"
@@ -366,7 +368,10 @@ def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """As the verb of a sentence: "was killed by SIGKILL"; a negative code is a signal's."""
+    """Return the exit as the verb of a sentence, such as "was killed by SIGKILL".
+
+    A negative code is the number of a signal.
+    """
     if exit_code is None:
         return "died"
     if exit_code < 0:
@@ -377,27 +382,29 @@ def describe_exit(exit_code: int | None) -> str:
     return f"exited with status {exit_code}"
 
 
-# --- of any exception: its class may be a frozen dataclass, or have properties that raise
+# --- fields of any exception: its class may be a frozen dataclass or have properties that raise
 
 
 def kind_name(error: BaseException) -> str:
-    """The name of its class, which a metaclass may hide."""
+    """Return the name of the exception's class, which a metaclass may hide."""
     return str(vars(type)["__qualname__"].__get__(type(error)))
 
 
 def read(error: BaseException, name: str) -> Any:
-    """Python's own field of an exception, such as `__cause__`."""
+    """Return one of Python's own fields of an exception, such as `__cause__`."""
     return vars(BaseException)[name].__get__(error)
 
 
 def write(error: BaseException, name: str, value: Any) -> None:
-    """Set Python's own field of an exception, such as `__cause__`."""
+    """Set one of Python's own fields of an exception, such as `__cause__`."""
     vars(BaseException)[name].__set__(error, value)
 
 
 def error_in_words(error: BaseException) -> str:
-    """As the last line of a traceback; its class alone where it has no text, or its text cannot be
-    had."""
+    """Return the last line of the exception's traceback.
+
+    It is the class alone if the exception has no text, or if asking for the text fails.
+    """
     try:
         text = str(error)
     except BaseException as reason:
@@ -406,18 +413,20 @@ def error_in_words(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The text; without what the exception's own code does not tell of it."""
+    """Return the traceback as text. Parts that the exception's own code fails to give are left
+    out."""
     entries = read(error, "__traceback__")
     try:
         return "".join(traceback.format_exception(type(error), error, entries))
-    except BaseException as reason:  # of one of its properties, say, which may raise anything
+    # a property of the exception may raise anything
+    except BaseException as reason:
         frames = "".join(traceback.format_tb(entries))
         unread = f"(the rest of its traceback cannot be read: {error_in_words(reason)})"
         return f"Traceback (most recent call last):\n{frames}{unread}\n{error_in_words(error)}\n"
 
 
 class Block(contextlib.AbstractContextManager[T]):
-    """What `contextmanager` makes of a generator."""
+    """The context manager that `contextmanager` makes from a generator."""
 
     def __init__(self, steps: Iterator[T]) -> None:
         self._steps: Any = steps  # a generator
@@ -438,17 +447,19 @@ class Block(contextlib.AbstractContextManager[T]):
         try:
             self._steps.throw(error)
         except BaseException as raised:
-            # Python makes a RuntimeError of a StopIteration that leaves a generator
+            # Python turns a StopIteration that leaves a generator into a RuntimeError.
             if raised is not error and read(raised, "__cause__") is not error:
                 raise
             BaseException.with_traceback(error, entries)
 
 
 def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
-    """As `contextlib`'s, which sets attributes of an exception that leaves the block: a frozen
-    dataclass refuses that.
+    """Make a context manager, as `contextlib.contextmanager` does, but also for frozen exceptions.
 
-    Assumes: the block ends with what was raised in it.
+    `contextlib`'s sets attributes of an exception that leaves the block, which a frozen dataclass
+    refuses.
+
+    Assumes: an exception that is raised in the block also leaves the generator.
     """
 
     @functools.wraps(function)
@@ -459,7 +470,7 @@ def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As `error.add_note(note)`, which Python has only from 3.11 on."""
+    """Do what `error.add_note(note)` does, which Python has only since 3.11."""
     notes = read(error, "__dict__").setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
@@ -470,10 +481,10 @@ def note_stack(error: BaseException, stack: str) -> None:
         add_note(error, f"the worker's Python stack:\n{stack}")
 
 
-# --- arguments that other libraries call otherwise
+# --- arguments that have other names in other libraries
 
-# what numbers of workers are called in joblib, concurrent.futures, torch, multiprocess libraries;
-# and other arguments
+# The names of the number of workers, and of other arguments, in joblib, concurrent.futures, torch
+# and multiprocess libraries.
 WORKERS = (
     "processes",
     "max_workers",
@@ -500,7 +511,7 @@ ELSEWHERE = {
 
 def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises:
-    TypeError: a name that is given is not known; says which known one may be meant.
+    TypeError: a given name is not known. The message says which known name may be meant.
     """
     known = list(known)
     for name in given:
@@ -517,10 +528,10 @@ def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> 
 
 
 def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a method refuse unknown keyword arguments; those that it passes on are the `options`."""
+    """Make a method refuse unknown keyword arguments, except the `options`, which it passes on."""
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        _, *parameters = inspect.signature(function).parameters.values()  # but for self
+        _, *parameters = inspect.signature(function).parameters.values()  # except self
         known = [*(each.name for each in parameters if each.kind is not each.VAR_KEYWORD), *options]
 
         @functools.wraps(function)

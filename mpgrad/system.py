@@ -1,18 +1,24 @@
-"""What systems differ in, asked in one place: elsewhere nobody, but for the doctor, which describes
-systems, asks for a system's name, or whether it has some function. Both sides; needs no torch.
+"""Differences between systems are handled here. Both sides; needs no torch.
 
-Linux has anonymous memory files, private mappings of them, processes that die with their parent,
-and so a fork server to fork workers from. Whatever else has Unix sockets, macOS first of all, takes
-the portable branches. So does Linux where it is older than 5.3, where a sandbox refuses a call that
-it needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
-branches are tested.
+No other module asks for a system's name, or whether the system has some function. The exception is
+the doctor, which describes systems.
 
-Also what a process has of the system: descriptors that are kept as numbers (`OwnedDescriptor`);
-memory within the limits of Linux's control groups, versions 1 and 2, which containers and batch
-systems set; how often the kernel has killed for want of memory; amounts of memory as people write
-them; how many CPUs this process may really use: `os.cpu_count` counts what the machine has, while
-schedulers and containers give less, by affinity or by quota; and how many CPUs other programs take,
-so that figures of a busy machine can be told from those that may be relied on.
+Linux has anonymous memory files, private mappings of them, and processes that die with their
+parent. So it can have a fork server that forks workers. Other systems with Unix sockets, such as
+macOS, take the portable branches. Linux takes them too if it is older than 5.3, or if a sandbox
+refuses a call that the other branches need. `MPGRAD_PORTABLE=1` in the
+environment selects them for tests, in workers too.
+
+The module also describes a process's resources:
+
+  * descriptors that are kept as numbers (`OwnedDescriptor`);
+  * memory within the limits of Linux's control groups, versions 1 and 2, which containers and batch
+    systems set;
+  * how often the kernel has killed a process because memory ran out;
+  * amounts of memory as people write them;
+  * the CPUs that this process may really use: `os.cpu_count` counts those of the machine, while
+    schedulers and containers give less, by affinity or by quota;
+  * the CPUs that other programs take, which show whether timings can be relied on.
 """
 
 from __future__ import annotations
@@ -62,10 +68,10 @@ __all__ = [
     "usable_cpus",
 ]
 
-# how a call fails that an older kernel, or a sandbox, does not have
+# the errors of a call that an older kernel or a sandbox does not offer
 REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
-# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker;
-# macOS has no such flag
+# A flag for sending. A program that lets SIGPIPE end it, which is the default, must not end with a
+# worker. macOS has no such flag.
 NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
@@ -86,7 +92,7 @@ def has_calls_of_linux() -> bool:
     try:
         os.close(os.memfd_create("mpgrad", os.MFD_CLOEXEC))
         os.close(os.pidfd_open(os.getpid()))
-    except AttributeError:  # not in the system that this Python was built for
+    except AttributeError:  # the system that this Python was built for lacks it
         return False
     except OSError as error:
         return error.errno not in REFUSED
@@ -98,18 +104,17 @@ PORTABLE: bool = (
     or sys.platform != "linux"
     or not has_calls_of_linux()
 )
-CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of descriptors that are received
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
+CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # for received descriptors
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux describes itself
 if PORTABLE:
-    import _posixshmem  # as multiprocessing.shared_memory does
+    import _posixshmem  # multiprocessing.shared_memory uses it too
 
 
 def anonymous_memory() -> int:
-    """The descriptor of a file in memory that has no name, and as yet no size.
+    """Return the descriptor of a memory file that has no name and, at first, no size.
 
-    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process
-    is killed meanwhile, the name stays, and on macOS the memory with it, until the next start of
-    the machine.
+    torch itself leaves a name at least until it has mapped the memory. If the process is killed in
+    that time, the name stays. On macOS the memory stays too, until the machine restarts.
     """
     if not PORTABLE:
         try:
@@ -128,8 +133,8 @@ def anonymous_memory() -> int:
                 name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600
             )
         except FileExistsError:
-            # another thread's, which is about to remove it, or a dead process's that had this
-            # number
+            # The name belongs to another thread, which will soon remove it, or to a dead process
+            # that had this number.
             remove_name(os.getpid())
         else:
             remove_name(os.getpid())
@@ -137,20 +142,22 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    # macOS allows 31 characters; what another user has left cannot be removed
+    # macOS allows 31 characters. The user is in the name because nobody can remove another user's.
     return f"/mpgrad-{os.getuid()}-{pid}"
 
 
 def remove_name(pid: int) -> None:
-    """What a process had not come to if it was killed between two lines of `anonymous_memory`."""
+    """Remove the name that a process left if it was killed in the middle of `anonymous_memory`."""
     if PORTABLE:
         with contextlib.suppress(FileNotFoundError):
             _posixshmem.shm_unlink(name_of(pid))
 
 
 def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its
-    flags out.)"""
+    """Receive a message and its descriptors, which programs do not inherit.
+
+    `socket.recv_fds` does not pass its flags on.
+    """
     found = array.array("i")
     data, ancillary, _, _ = end.recvmsg(
         nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC
@@ -163,14 +170,14 @@ def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[byt
 
 
 def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
-    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in
-    the middle of a copy.
+    """Take pages of a memory file from the system now.
 
-    Where the call itself is denied, by a container's profile for example, pages come when they are
-    first written, as on macOS.
+    So a lack of memory is an error here, and not a SIGBUS in the middle of a copy. If the call
+    itself is denied (by a container's profile, for example), pages are taken when they are first
+    written, as on macOS.
 
     Raises:
-        OSError: there are none; or a limit forbids it.
+        OSError: no pages are free, or a limit forbids it.
     """
     if PORTABLE:
         return
@@ -182,20 +189,22 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Bytes that programs can still have without swapping, if nothing but the machine limits them
-    (see `system`)."""
+    """Return the bytes that programs can still have without swapping, if only the machine limits
+    them."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(
                 1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")
             )
-    import psutil  # here and below: 6 ms and 4 MiB, which no worker should take
+    # Imported only where needed: it takes 6 ms and 4 MiB, which no worker should spend.
+    import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process; 0 where it has ended, or where no descriptor is free to look."""
+    """Return the resident memory of a process; 0 if it has ended or no descriptor is free to
+    look."""
     try:
         import psutil
 
@@ -211,10 +220,10 @@ def resident_bytes(pid: int) -> int:
 
 
 class OwnedDescriptor:
-    """The number of a descriptor, and what it stands for.
+    """The number of a descriptor, together with the identity of the open file.
 
-    The user's code may close all that are open (as daemons do), and open files of its own, which
-    get the same numbers: a write to a number that was kept would be a write into one of these.
+    The user's code may close all open descriptors (as daemons do) and open its own files. These get
+    the same numbers, so a write to a kept number could reach one of them.
     """
 
     __slots__ = ("_device", "_inode", "_number")
@@ -229,16 +238,17 @@ class OwnedDescriptor:
             found = os.fstat(self._number)
             return found.st_ino == self._inode and found.st_dev == self._device
         except OSError as error:
-            if error.errno != errno.EBADF:  # a signal's handler may have raised a TimeoutError
+            # A signal's handler may have raised a TimeoutError, which is an OSError.
+            if error.errno != errno.EBADF:
                 raise
             return False
 
     @property
     def number(self) -> int:
-        """To be used at once.
+        """Return the number, which must be used at once.
 
         Raises:
-            OSError: it was closed.
+            OSError: the descriptor was closed.
         """
         if not self.is_ours:
             raise self.lost
@@ -253,7 +263,7 @@ class OwnedDescriptor:
         return OSError(errno.EBADF, why)
 
     def close(self) -> None:
-        """Only if it is still what it was."""
+        """Close it, but only if it is still the same open file."""
         if self.is_ours:
             os.close(self._number)
 
@@ -262,17 +272,18 @@ class OwnedDescriptor:
 
 
 MEMBERSHIP = PROC / "self/cgroup"
-# of a group's limit: for what is taken without asking. At the limit the kernel kills, and says
-# nothing before
+# The share of a group's limit that is kept free for memory that is taken without asking. At the
+# limit the kernel kills without a warning.
 SPARED = 0.05
-# seconds, at most, for which the groups that limit memory are those that were found, which takes
-# 0.7 ms
+# Seconds for which the list of limiting groups is reused. Finding them takes 0.7 ms.
 KNOWN_FOR = 0.5
 
 
 def own_cgroups(controller: str) -> list[Path]:
-    """Where limits of `controller` for this process may be; nowhere on other systems, and where
-    that cannot be read."""
+    """Return the folders that may hold limits of `controller` for this process.
+
+    There are none on other systems, or if they cannot be read.
+    """
     try:
         return [] if PORTABLE else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
     except (OSError, ValueError):
@@ -280,7 +291,7 @@ def own_cgroups(controller: str) -> list[Path]:
 
 
 def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """Of this process's cgroup and of all above it."""
+    """Yield the folders of this process's cgroup and of all above it."""
     for line in membership.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -297,23 +308,25 @@ def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Pa
 
 
 def limiting(folders: Sequence[Path]) -> list[Path]:
-    """Those that set a limit of memory that this machine could exceed."""
+    """Return the folders that set a limit of memory that this machine could exceed."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return [folder for folder in folders if memory_limit(folder) < there]
 
 
 @functools.lru_cache(maxsize=1)
 def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
-    """Of this process's groups. Looked for once in each moment, since groups and their limits may
-    change."""
+    """Return the limiting folders of this process's groups.
+
+    They are looked up once for each `moment`, since groups and their limits may change.
+    """
     return limiting(own_cgroups("memory"))
 
 
 def free_memory() -> int:
-    """Bytes that this process can still have: of the machine's, and within the limits of all groups
-    that it is in.
+    """Return the bytes that this process can still have, of the machine's and within its groups'
+    limits.
 
-    What other processes of the groups take meanwhile, they take from the same.
+    Other processes of the groups take from the same memory.
     """
     folders = limiting_now(CGROUPS, MEMBERSHIP, int(time.monotonic() / KNOWN_FOR))
     rooms = [int((1 - SPARED) * memory_limit(folder)) - memory_used(folder) for folder in folders]
@@ -321,7 +334,8 @@ def free_memory() -> int:
 
 
 def memory_limit(folder: Path) -> float:
-    """In bytes: `memory.max` in version 2, `memory.limit_in_bytes` in version 1."""
+    """Return the limit in bytes: `memory.max` (version 2) or `memory.limit_in_bytes` (version
+    1)."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         words = read_words(folder / name)
         if words and words[0] != "max":
@@ -330,7 +344,8 @@ def memory_limit(folder: Path) -> float:
 
 
 def memory_used(folder: Path) -> int:
-    """In bytes, without the file cache that the kernel drops when memory is wanted."""
+    """Return the bytes in use, without the file cache, which the kernel drops when memory is
+    needed."""
     words = (
         read_words(folder / "memory.current")
         or read_words(folder / "memory.usage_in_bytes")
@@ -348,11 +363,11 @@ def memory_used(folder: Path) -> int:
 def read_words(file: Path) -> list[str]:
     try:
         return file.read_text().split()
-    except OSError:  # this cgroup does not set it, or a container does not show it
+    except OSError:  # not set by this cgroup, or hidden by a container
         return []
 
 
-# --- amounts of memory, and deaths for want of it
+# --- amounts of memory, and deaths for lack of it
 
 
 UNITS = {"": 1, "B": 1}
@@ -361,11 +376,11 @@ UNITS |= {f"{letter}iB": 1024 ** (1 + k) for k, letter in enumerate("KMGT")}
 
 
 def bytes_of(name: str, amount: int | str) -> int:
-    """A number of bytes, or a text like "2 GiB" or "500 MB".
+    """Convert an amount, a number of bytes or a text like "2 GiB" or "500 MB", to bytes.
 
     Raises:
-        ValueError: not positive, or a unit that does not exist; names `name`.
-        TypeError: neither a number nor a text.
+        ValueError: the amount is not positive, or has an unknown unit. The message names `name`.
+        TypeError: the amount is neither a number nor a text.
     """
     if isinstance(amount, bool) or not isinstance(amount, int | str):
         raise TypeError(
@@ -382,8 +397,10 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 
 def kills_for_memory() -> int:
-    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0
-    where it does not say."""
+    """Return how many processes the kernel has killed on this machine because memory ran out.
+
+    It is 0 if the kernel does not say.
+    """
     if PORTABLE:
         return 0
     with contextlib.suppress(OSError):
@@ -397,7 +414,7 @@ def kills_for_memory() -> int:
 # --- CPUs
 
 
-THREAD_VARIABLES = (  # of libraries that compute, which read them when they are loaded
+THREAD_VARIABLES = (  # numerical libraries read them when they are loaded
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -408,31 +425,35 @@ THREAD_VARIABLES = (  # of libraries that compute, which read them when they are
 
 
 def thread_variables(threads: int | None) -> dict[str, str]:
-    """What has these libraries use as many threads; None: as many as the variables say that are
-    there."""
+    """Return the variables that make these libraries use `threads` threads.
+
+    With None, the libraries use as many as the existing variables say.
+    """
     return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 def usable_cpus() -> int:
-    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less
-    time than that."""
+    """Return the number of CPUs that this process may use, at least 1.
+
+    These are the CPUs of its affinity mask, or fewer if a cgroup grants less time.
+    """
     if PORTABLE:
         return os.cpu_count() or 1
     return max(1, math.ceil(min(len(own_cpus()), cgroup_quota(own_cgroups("cpu")))))
 
 
 def own_cpus() -> list[int]:
-    """The numbers of those that this process may run on."""
+    """Return the numbers of the CPUs that this process may run on."""
     return list(range(os.cpu_count() or 1)) if PORTABLE else sorted(os.sched_getaffinity(0))
 
 
 def cgroup_quota(folders: Sequence[Path]) -> float:
-    """CPU seconds per second that all these cgroups allow; infinity where nothing limits them."""
+    """Return the CPU seconds per second that all these cgroups allow; infinity without a limit."""
     return min(map(quota_of, folders), default=math.inf)
 
 
 def quota_of(folder: Path) -> float:
-    """The limit that one cgroup sets: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1."""
+    """Return the limit of one cgroup: `cpu.max` (version 2) or `cpu.cfs_quota_us` (version 1)."""
     both = read_words(folder / "cpu.max")
     if len(both) == 2 and both[0] != "max":
         return int(both[0]) / int(both[1])
@@ -449,27 +470,31 @@ def quota_of(folder: Path) -> float:
 
 
 class OthersClock:
-    """Looks at the CPUs that this process may run on, from when it is made. Its descendants are no
-    others."""
+    """Measures how busy other programs keep this process's CPUs, from when it is made.
+
+    The descendants of this process do not count as others.
+    """
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
 
     def cpus(self) -> float:
-        """How many of them others kept busy up to now. The system counts in ticks of 10 ms: after
-        some tenths of a second."""
+        """Return how many CPUs others have kept busy until now.
+
+        The system counts in ticks of 10 ms, so ask after some tenths of a second.
+        """
         own = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own_seconds().items())
         return max(0.0, (busy_seconds() - self._busy - own) / (time.monotonic() - self._start))
 
 
 def busy_seconds() -> float:
-    """Of the CPUs that this process may run on, since the machine started."""
+    """Return the busy time of the CPUs that this process may run on, since the machine started."""
     import psutil
 
     times, ours = psutil.cpu_times(percpu=True), own_cpus()
     if ours and max(ours) < len(times):
         times = [times[number] for number in ours]
-    # of a guest, time is counted as the user's, too; what the host takes from us counts as busy
+    # A guest's time is also counted as the user's. Time that the host takes from us counts as busy.
     still = "idle", "iowait", "guest", "guest_nice"
     return sum(
         float(getattr(each, name)) for each in times for name in each._fields if name not in still
@@ -477,8 +502,10 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> dict[int, float]:
-    """CPU time of this process and its descendants, each with that of its children that have
-    ended."""
+    """Return the CPU time of this process and of its descendants.
+
+    Each includes the time of its children that have ended.
+    """
     import psutil
 
     found, this = {}, psutil.Process()

@@ -1,14 +1,13 @@
-"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad
-between them.
+"""Tracebacks show the code of the caller and of the tasks, without mpgrad's frames between them.
 
-A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own
-frames on both sides: they say nothing about the mistake. So they are left out, also of the text
-that comes from a worker. Where mpgrad itself raises something unexpected they stay, and
-`MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
+A serial loop's traceback leads from the caller's line to the line that failed. A pool adds its own
+frames on both sides, which say nothing about the mistake. So this module removes them, even from
+the text that comes from a worker. If mpgrad itself raises something unexpected, its frames stay.
+`MPGRAD_FULL_TRACEBACK=1` in the environment always shows them.
 
     worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
     caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
-Guarantees: costs nothing where nothing fails.
+Guarantees: it costs nothing unless something fails.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
-# no mistake of mpgrad's; an interrupt comes wherever somebody waits
+# These errors are not mistakes of mpgrad's. An interrupt may arrive wherever somebody waits.
 OUTCOMES = (
     AncestorFailedError,
     CallTimeoutError,
@@ -64,7 +63,8 @@ OUTCOMES = (
     WorkerDiedError,
 )
 OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
-# as the traceback module writes a frame, also within an exception group; and as faulthandler does
+# The traceback module writes a frame like this, even within an exception group, and so does
+# faulthandler.
 FRAME = re.compile(
     r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)'
 )
@@ -73,13 +73,14 @@ STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 @functools.cache
 def hidden_folders() -> tuple[str, ...]:
-    """Of mpgrad, and of what `torch.compile` puts around its functions."""
+    """Return the folders of mpgrad, and of the code that `torch.compile` puts around its
+    functions."""
     return OWN_FOLDER, os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
 
 
 @functools.cache
 def library_folders() -> tuple[str, ...]:
-    """Of what mpgrad itself calls."""
+    """Return the folders of the libraries that mpgrad itself calls."""
     return tuple(os.path.join(folder, "") for folder in (*torch.__path__, *cloudpickle.__path__))
 
 
@@ -88,15 +89,19 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within
-    Python's own folder."""
+    """Whether the file belongs neither to mpgrad nor to a library that mpgrad calls.
+
+    Other packages are installed within Python's own folder.
+    """
     in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
     return not (in_python or file.startswith((OWN_FOLDER, *library_folders(), "<frozen ")))
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:
-    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that
-    is C code, which raised."""
+    """Whether this innermost frame, which is mpgrad's, calls the task or its graph.
+
+    If so, the task is C code, and that code raised the exception.
+    """
     return (os.path.basename(frame["file"]), frame["function"]) in CALLS_OF_TASKS
 
 
@@ -104,15 +109,17 @@ def wants_all() -> bool:
     return os.environ.get("MPGRAD_FULL_TRACEBACK", "") not in ("", "0")
 
 
-# --- here
+# --- exceptions in this process
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a
-    bare `raise` has to follow.
+    """Remove mpgrad's frames from an exception. A bare `raise` has to follow.
 
-    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the
-    frame of who calls this stays.
+    This is done if a call gave the exception, if it comes from the caller's code, or if it is an
+    interrupt.
+
+    Python 3.10 re-raises what it has caught and ignores `__traceback__`. So there the frame that
+    calls this function stays.
     """
     entries = list(entries_of(read(error, "__traceback__")))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
@@ -139,7 +146,7 @@ def entries_of(entry: types.TracebackType | None) -> Iterator[types.TracebackTyp
 
 
 def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """A public function, whose exceptions show the caller's frames only."""
+    """Make a public function whose exceptions show only the caller's frames."""
 
     @functools.wraps(function)
     def outermost(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -156,8 +163,10 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def shown(text: str) -> str:
-    """A worker's traceback without mpgrad's frames, and with those lines of source that only the
-    caller has (notebooks)."""
+    """Return a worker's traceback without mpgrad's frames.
+
+    It adds lines of source that only the caller has, such as those of notebooks.
+    """
     if not wants_all():
         text = "\n".join(without_own(text.split("\n")))
     lines = text.split("\n")
@@ -173,14 +182,17 @@ def shown(text: str) -> str:
 
 
 def is_source(line: str, frame: re.Match[str]) -> bool:
-    """Whether `line` belongs to the frame in front of it: source, or marks below it."""
+    """Whether `line` belongs to the frame before it, as its source or as marks below the source."""
     return line.startswith(f"{frame['indent']}    ")
 
 
 def without_own(lines: list[str]) -> Iterator[str]:
-    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad
-    itself has raised."""
-    # of the traceback that we are in, with their lines
+    """Yield the lines of each traceback without mpgrad's frames.
+
+    A traceback that ends in one of mpgrad's frames keeps them all, because mpgrad itself has
+    raised.
+    """
+    # the frames of the present traceback, with their lines
     frames: list[tuple[re.Match[str], list[str]]] = []
     latest: re.Match[str] | None = None
     for line in lines:
@@ -207,8 +219,10 @@ def lines_of(frames: list[tuple[re.Match[str], list[str]]]) -> Iterator[str]:
 
 
 def shown_stack(text: str) -> str:
-    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a
-    task, or all."""
+    """Return the stacks that faulthandler wrote for a worker's threads, innermost frames first.
+
+    It returns the stacks of threads that were in a task; if there are none, those of all threads.
+    """
     threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
     found: list[str] = []
     for title, *lines in threads:
@@ -216,7 +230,8 @@ def shown_stack(text: str) -> str:
         own = [is_own(frame["file"]) for frame in frames]
         kept = frames
         if any(own) and not own[0] and not wants_all():
-            inside = len(own) - own[::-1].index(True)  # what is further out has started the process
+            # frames further out have started the process
+            inside = len(own) - own[::-1].index(True)
             kept = [
                 frame
                 for frame, ours in zip(frames[:inside], own, strict=False)
@@ -227,7 +242,8 @@ def shown_stack(text: str) -> str:
 
 
 def is_import(frame: re.Match[str]) -> bool:
-    """Python's own tracebacks leave these out too."""
+    """Whether the frame belongs to the import machinery, which Python's tracebacks leave out
+    too."""
     return frame["file"].startswith("<frozen importlib.")
 
 
@@ -240,7 +256,10 @@ def with_source(frame: re.Match[str], indent: str = "") -> list[str]:
 
 
 def outside() -> tuple[types.FrameType, int]:
-    """The caller's innermost frame, and how many frames up from who asks that is, who is 1."""
+    """Return the caller's innermost frame, and its `stacklevel` seen from the function that asks.
+
+    That function itself has level 1.
+    """
     here = inspect.currentframe()
     assert here is not None and here.f_back is not None
     frame, level = here.f_back, 1
@@ -250,6 +269,6 @@ def outside() -> tuple[types.FrameType, int]:
 
 
 def warn(message: str) -> None:
-    """`warnings.warn` from the caller's line."""
+    """Call `warnings.warn` as if from the caller's line."""
     _, level = outside()
     warnings.warn(message, stacklevel=level)

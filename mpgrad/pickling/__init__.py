@@ -1,15 +1,17 @@
-"""Functions, items and exceptions as bytes and tensors, and back. Both sides: one pickles, the
-other loads.
+"""Functions, items and exceptions are turned into bytes and tensors, and back. Both sides: one
+pickles, the other loads.
 
-Imports `wire` and what is below it. Nothing here knows of calls, graphs or workers.
+The package imports `wire` and the packages that `wire` imports. It knows nothing of calls, graphs
+or workers.
 
-    structure    any object as bytes, with its tensors taken out
-    state        what a function uses of the user's own modules as one pickle, whether it is still
-                 true, and pickles with it
-    modules      what code uses of these modules; they are put together again where they arrive
-    classes      classes by value; those of the script are one class on both sides; types of ctypes
-    reducers     kinds of objects that pickle refuses: PyTorch's modules, caches of functools
-    compiled     what torch.compile made
-    streams      generators of random numbers that a function captures
-    exceptions   a task's exception with its traceback; the path to what cannot be carried
+    structure    pickles any object, with its tensors taken out
+    state        pickles the parts of the user's modules that a function uses, once, and checks
+                 whether the pickle is still true
+    modules      finds the parts of these modules that code uses, and rebuilds them in the worker
+    classes      pickles classes by value, so that both sides have the same class; types of ctypes
+    reducers     pickles objects that pickle refuses, such as PyTorch's modules, caches of functools
+    compiled     pickles functions and modules that torch.compile made
+    streams      pickles generators of random numbers that a function captures
+    exceptions   pickles a task's exception with its traceback; finds the part that pickle refuses
+    unchanged    finds out that a function has not changed since it was pickled or loaded
 """

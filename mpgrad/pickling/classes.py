@@ -1,16 +1,17 @@
-"""Classes that travel by value: those of a script, or made in a function, which no worker can
-import; and types of ctypes.
+"""Classes are sent by value if no worker can import them. Types of ctypes are sent too.
 
-cloudpickle carries such a class, and knows it again when it comes back: there is one of it in each
-process. But then it writes to it what came, which is right in a worker, whose classes are to be as
-the caller's are now, and not in the caller, whose classes are the user's own. And it makes a class
-with `__slots__` again without them, so that its instances have a `__dict__` which the caller's
-cannot take back. Here the caller's stay as they are, and slots are slots on both sides.
+Such classes are defined in a script or in a function. cloudpickle sends them by value, and
+recognises a class that comes back, so each process has it once. But cloudpickle then writes the
+received attributes into that class. This is right in a worker, whose classes should be as the
+caller's are now. It is wrong in the caller, where the classes are the user's own. cloudpickle also
+rebuilds a class with `__slots__` without them. Instances then have a `__dict__`, which the caller's
+instances cannot take back. Here the caller's classes stay as they are, and both sides keep the
+slots.
 
-Types of ctypes have metaclasses without names in `ctypes`, so cloudpickle can carry none of them.
-Pointers, arrays and prototypes are made again from what they were made of. Structures of the user's
-modules are those that the worker imports, as open libraries and files are. A script's are refused,
-as is the type that a library has for its functions.
+The metaclasses of ctypes types have no names in `ctypes`, so cloudpickle cannot send these types.
+Pointers, arrays and prototypes are rebuilt from what they were made of. The worker imports
+structures of the user's modules, and uses its own open libraries and files. A script's structures
+are refused, and so is the type that a library uses for its functions.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ __all__ = [
     "reduce_c_type",
 ]
 
-# of our classes, for tasks in this process
+# copies of the caller's classes, for tasks in this process
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
-# all that they consist of could be carried: but whoever waits for a copy, or gives it something,
-# waits in vain
+OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so they may come back
+# Their parts could be pickled. But somebody who waits for a copy, or passes it something, would
+# wait in vain.
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
@@ -86,8 +87,10 @@ def loads(pickled: bytes) -> Any:
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Classes by value as cloudpickle has them, with their slots; those that came from the other
-    side by their name there."""
+    """Pickles classes by value as cloudpickle does, and keeps their slots.
+
+    A class that came from the other side is pickled by its name there.
+    """
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type) and value in COPIES:
@@ -97,7 +100,7 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             and value in TRACKER_ID_OF
             and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
         ):
-            # the caller has it under its number
+            # The caller has it, under its number.
             return with_slots(value, dynamic_class_reduce(value))
         if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
             return reduced
@@ -117,8 +120,10 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def other_name(value: type) -> str | None:
-    """Under which a library has a class that says that its name is another one, such as an
-    enumeration of pybind11's."""
+    """Return the name under which a library has a class that gives a different name.
+
+    Enumerations of pybind11 are such classes.
+    """
     module = sys.modules.get(value.__module__)
     if module is None or module.__name__ in ("__main__", "builtins") or is_own(module.__name__):
         return None
@@ -126,14 +131,16 @@ def other_name(value: type) -> str | None:
 
 
 def dynamic(value: type) -> Any:
-    """By value, also where it could be imported."""
+    """Reduce a class by value, even if it could be imported."""
     OURS.add(value)
     return with_slots(value, dynamic_class_reduce(value))
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The slots belong to the arguments with which the class is made: later it is too late. The
-    name, too."""
+    """Add the slots, and the name, to the arguments that the class is made with.
+
+    After the class is made it would be too late.
+    """
     if reduced[0] is make_class:
         make, (*first, given, tracker_id, extra), *rest = reduced
         reduced = (
@@ -145,7 +152,7 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if reduced[0] is not make_class or slots is None:
         return reduced
     _, arguments, (state, more), *rest = reduced
-    if typing.NamedTuple in arguments[2]:  # of its bases: that sees to slots by itself
+    if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
         return reduced
     state = {name: member for name, member in state.items() if not is_slot(value, name, member)}
     return make_slotted, (slots, *arguments), (state, more), *rest
@@ -159,11 +166,11 @@ def make_slotted(
     given: Any,
     *others: Any,
 ) -> type:
-    """A class with `__slots__`, which cloudpickle would leave out."""
+    """Make a class with `__slots__`, which cloudpickle would leave out."""
     made: type
     try:
         made = make_class(kind, name, bases, {**given, "__slots__": slots}, *others)
-    except TypeError:  # its metaclass adds some of them
+    except TypeError:  # the metaclass adds some of them
         made = make_class(kind, name, bases, given, *others)
     return made
 
@@ -171,13 +178,13 @@ def make_slotted(
 def made_like_own(
     module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]
 ) -> type:
-    """The class; where the worker has imported it too, and it is of the same kind, that one takes
-    the role.
+    """Make the class, or take the worker's import of it if that is of the same kind.
 
-    So what the import did with it holds: registered with a library, the base of another class.
+    So the effects of the import still hold: the class may be registered with a library, or be the
+    base of another class.
     """
     found: Any = sys.modules.get(module)
-    with contextlib.suppress(ImportError):  # then there is none
+    with contextlib.suppress(ImportError):  # then the worker has no such class
         found = own_import(module)
     found = at_path(found, path)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
@@ -209,7 +216,8 @@ def slots_in(value: type) -> list[str] | None:
 
 
 def is_slot(owner: type, name: str, member: object) -> bool:
-    """Under its own name: further ones are attributes like all others."""
+    """Whether the member is a slot under its own name. Under further names it is a plain
+    attribute."""
     return isinstance(member, types.MemberDescriptorType) and (
         member.__objclass__,
         member.__name__,
@@ -217,7 +225,8 @@ def is_slot(owner: type, name: str, member: object) -> bool:
 
 
 def leave_ours(made: type, state: Any) -> None:
-    """Put the state into a class that was made here; not into one that was here before."""
+    """Set the state of a class that was made here, and leave a class that existed before
+    unchanged."""
     if made not in OURS:
         set_class(made, state)
 
@@ -228,13 +237,16 @@ def class_of_ours(tracker_id: str) -> type:
 
 
 class ClassUnpickler(pickle.Unpickler):
-    """What `ClassPickler` gave."""
+    """Loads what `ClassPickler` wrote."""
 
     set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
 
     def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
-        """`copies`: classes by value are to be others than the caller's, which are here: these, by
-        tracker id."""
+        """Make an unpickler.
+
+        If `copies` is given, classes by value become copies, because the caller's own exist in this
+        process. `copies` holds them by tracker id.
+        """
         super().__init__(*arguments, **more)
         self._copies = copies
 
@@ -250,18 +262,19 @@ class ClassUnpickler(pickle.Unpickler):
 
 
 def set_copy(made: type, state: Any) -> None:
-    """`leave_ours`, but copies get the state."""
+    """Set the state as `leave_ours` does, but always for copies."""
     (set_class if made in COPIES else leave_ours)(made, state)
 
 
 def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
-    """A class that `make` makes, apart from the one of this process with the same tracker id."""
+    """Make a class with `make`, apart from this process's class with the same tracker id."""
     if make is made_like_own:
         *_, make, arguments = arguments
         return make(*arguments)
     *others, tracker_id, extra = arguments
     if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException | enum.Enum):
-        # the caller's filters and handlers know it; its members are what they are
+        # The caller's filters and handlers know an exception by its class. An enumeration's members
+        # must stay the same objects.
         return class_of_ours(tracker_id)
     if tracker_id not in copies:
         copies[tracker_id] = made = make(*others, None, extra)
@@ -270,7 +283,10 @@ def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) 
 
 
 def follow(made: type, state: Any) -> None:
-    """What it has not in the caller any more, or what a task has put there, goes."""
+    """Set the state of a class, and delete attributes that the caller's class lacks.
+
+    Such an attribute was deleted in the caller, or set by a task.
+    """
     if not issubclass(made, enum.Enum):
         gone = vars(made).keys() - state[0].keys()
         for name in gone:
@@ -283,7 +299,7 @@ MAKERS = make_class, make_slotted, make_enum, made_like_own
 
 
 def follow_the_caller() -> None:
-    """This process is a worker's."""
+    """Make the classes of this process, a worker, follow the caller's."""
     ClassUnpickler.set_class = staticmethod(follow)
 
 
@@ -292,12 +308,12 @@ def follow_the_caller() -> None:
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 NATIVE, SWAPPED = ("__ctype_le__", "__ctype_be__")[:: 1 if sys.byteorder == "little" else -1]
-USES_ERRNO = 8  # as in `ctypes`
+USES_ERRNO = 8  # the value that `ctypes` uses
 OF_PYTHON = "PYFUNCTYPE.<locals>.CFunctionType"
 
 
 def reduce_c_type(value: type) -> Reduced | None:
-    """None for other types, and for those of libraries.
+    """Return how to rebuild a type of ctypes; None for other types and for those of libraries.
 
     Raises:
         TypeError: nobody can make it again: a script derived it, or it is the type of an open
@@ -310,7 +326,7 @@ def reduce_c_type(value: type) -> Reduced | None:
         return attribute_here, (value.__module__, value.__qualname__)
     for make, arguments in origins(value):
         with contextlib.suppress(TypeError):
-            # ctypes makes each of the others once
+            # ctypes makes each of the other types only once.
             if make(*arguments) is value or value.__qualname__ == OF_PYTHON:
                 return make, arguments
     if importable_as(value) is not None:
@@ -322,7 +338,7 @@ def reduce_c_type(value: type) -> Reduced | None:
 
 
 def origins(value: Any) -> Iterator[Reduced]:
-    """By what it may have been made."""
+    """Yield the calls that may have made the type."""
     if (other := getattr(value, NATIVE, value)) is not value:
         yield getattr, (other, SWAPPED)
     of, length = getattr(value, "_type_", None), getattr(value, "_length_", None)

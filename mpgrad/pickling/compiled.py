@@ -1,18 +1,16 @@
-"""Functions and modules that torch.compile made: compiled again in the worker, once and not for
-each operation.
+"""A worker compiles the functions and modules that torch.compile made once, not for each operation.
 
-What PyTorch compiles it keeps with a function's code object, and its guards look into the
-dictionary of globals that it was compiled with. But each operation loads its function anew, around
-tensors of its own. So where a compiled function is among what is loaded, equal code objects become
-one object, and functions of one module share one dictionary of globals, as in the caller, from
-operation to operation.
+PyTorch stores compiled code with a function's code object. Its guards look into the dictionary of
+globals that the function was compiled with. But each operation loads its function anew, around its
+own tensors. So if a compiled function is loaded, equal code objects become one object. Functions of
+one module then share one dictionary of globals in all operations, as in the caller.
 
     caller  compiled ──► (original, options)
     worker  load: code and globals as before, values noted ──► GlobalsSnapshot
             call, backward: `with placement` puts the values in their places
 Guarantees: a call and its backward see the globals of their own operation, whatever was loaded
-since.
-Assumes: a thread runs one function at a time, or one within another.
+    since.
+Assumes: a thread runs one function at a time, or one inside another.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Namespace = dict[str, Any]
 MOST_CODES = 4096
 MOST_CLASSES = 256
 MOST_CONTEXTS = 256
-# in the pickle of what has a compiled function in it; elsewhere it does no harm
+# This text is in each pickle that has a compiled function. Elsewhere it does no harm.
 MARK = __name__.encode()
 MARKS = (
     "_torchdynamo_",
@@ -55,18 +53,19 @@ MARKS = (
 
 
 class CompilerNamespaces(threading.local):
-    """What a thread's compiled functions have in common, from operation to operation."""
+    """The objects that a thread's compiled functions share from operation to operation."""
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
-        # what torch.compiler.disable made, by code, globals and options
+        # results of torch.compiler.disable, by code, globals and options
         self.disabled: dict[tuple[Any, ...], Any] = {}
-        # what was compiled for one that has gone is thrown away
+        # These classes are kept, because PyTorch drops the code compiled for a class that is gone.
         self.classes: dict[type, None] = {}
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
-        # by options: what was compiled under another one counts as not compiled
+        # By options. PyTorch takes code compiled under another context for not compiled.
         self.contexts: dict[bytes, Any] = {}
-        self.placed: GlobalsSnapshot | None = None  # whose values are in the namespaces
+        # the snapshot whose values are in the namespaces
+        self.placed: GlobalsSnapshot | None = None
         self.running: GlobalsSnapshot | None = None
 
 
@@ -78,7 +77,7 @@ class GlobalsSnapshot:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
-        # globals as they came and that stay, by id of the former
+        # the globals that came and the lasting globals, by id of the former
         self._met: dict[int, tuple[Namespace, Namespace]] = {}
         self._before: list[GlobalsSnapshot | None] = []
 
@@ -99,8 +98,10 @@ class GlobalsSnapshot:
                 namespace.update(values)
 
     def _take_over(self) -> None:
-        """Of the one before nothing stays: a name of its own could hide a builtin, and nobody would
-        ever remove it."""
+        """Remove everything of the snapshot before.
+
+        A name that only it has could hide a builtin, and nobody would ever remove it.
+        """
         if ROOMS.placed is not None:
             ROOMS.placed._withdraw()
         ROOMS.placed = self
@@ -111,7 +112,7 @@ class GlobalsSnapshot:
                 namespace.pop(name, None)
 
     def load(self, unpickle: Callable[[], Any]) -> Any:
-        """Run `unpickle`, which gets functions from `make_function` and `set_state`."""
+        """Run `unpickle`, which gets its functions from `make_function` and `set_state`."""
         self._take_over()
         try:
             return unpickle()
@@ -121,7 +122,10 @@ class GlobalsSnapshot:
                 ROOMS.running.place()
 
     def forget(self) -> None:
-        """Let go of the values. Where others are in place, whoever put them there has done so."""
+        """Let go of the values.
+
+        If another snapshot is in place, its owner has already removed them.
+        """
         if ROOMS.placed is self:
             ROOMS.placed = None
             self._withdraw()
@@ -129,7 +133,7 @@ class GlobalsSnapshot:
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
     ) -> types.FunctionType:
-        """A function over the globals that stay."""
+        """Make a function over the lasting globals."""
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
             ROOMS.disabled.clear()
@@ -138,7 +142,8 @@ class GlobalsSnapshot:
         )
 
     def _namespace(self, came: Namespace) -> Namespace:
-        """The dictionary that stays, and holds now what `came`, the globals of some module."""
+        """Return the lasting dictionary for `came`, the globals of some module, filled with their
+        values."""
         _, namespace = self._met.get(id(came), (came, None))
         if namespace is None:
             module = came.get("__name__"), came.get("__file__")
@@ -149,8 +154,8 @@ class GlobalsSnapshot:
             namespace = ROOMS.namespaces.setdefault(
                 (*module, number), {"__builtins__": __builtins__}
             )
-            # without its name: the compiler would look for its globals in a module that the worker
-            # imports by that
+            # Leave the module's name out. By this name the compiler would look for globals in the
+            # worker's own import.
             namespace.update({name: value for name, value in came.items() if name != "__name__"})
             self._met[id(came)] = came, namespace
         return namespace
@@ -158,18 +163,19 @@ class GlobalsSnapshot:
     def set_state(
         self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any
     ) -> None:
-        """Set it by `set_function`; notes what has to be put in place when the function runs."""
+        """Set the state with `set_function`, and note the values to put in place when the function
+        runs."""
         namespace, values = self._values.setdefault(
             id(function.__globals__), (function.__globals__, {})
         )
         values.update(state[1]["__globals__"])
-        # of which classes that are made in it are said to be
+        # Classes that the function makes take their `__module__` from this name.
         if "__name__" in uses_in(function.__code__).names:
             values["__name__"] = namespace["__name__"] = state[1].get("__module__")
         set_function(function, state)
 
     def put(self, came: Namespace, names: Namespace) -> None:
-        """Further globals, of a module that came from the caller."""
+        """Add further globals, of a module that came from the caller."""
         namespace = self._namespace(came)
         self._values.setdefault(id(namespace), (namespace, {}))[1].update(names)
         namespace.update(names)
@@ -181,18 +187,18 @@ class GlobalsSnapshot:
         set_class(made, state)
 
 
-# --- what stands in a pickle for what the compiler made
+# --- how a pickle represents what the compiler made
 
 
 def check_compiler() -> None:
-    # and its probes: 10 ms, which workers need not wait for
+    # Imported late: with its probes it takes 10 ms, which workers need not spend.
     from mpgrad.torch_state import behaviours
 
     behaviours.check_compiler()
 
 
 def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
-    """How a function or module that the compiler made travels; None for any other."""
+    """Reduce a function or module that the compiler made; None for any other."""
     is_module = isinstance(value, torch.nn.Module)
     if not (is_optimized(value) if is_module else made_by_compiler(value)):
         return None
@@ -210,8 +216,11 @@ def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
 
 
 def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those of a function, less what functools.wraps has copied to it from a compiled one: for that
-    it would be taken."""
+    """Return a function's attributes without those that functools.wraps copied from a compiled
+    function.
+
+    With these marks the function would be taken for a compiled one.
+    """
     return (
         {name: value for name, value in attributes.items() if not name.startswith(MARKS)}
         if attributes
@@ -220,8 +229,10 @@ def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
-    """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state
-    has nothing of that."""
+    """Extend `reduced` for a module that got a compiled call from `module.compile()`.
+
+    The module's state does not contain the compiled call.
+    """
     check_compiler()
     create, arguments, state, *_ = reduced
     setter = reduced[5] if len(reduced) > 5 else None
@@ -232,7 +243,7 @@ def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ..
 def set_and_compile(
     module: Any, given: tuple[Any, Callable[[Any, Any], None] | None, bytes]
 ) -> None:
-    """The state of a module on which `compile()` was called."""
+    """Set the state of a module on which `compile()` was called."""
     state, setter, options = given
     if setter is not None:
         setter(module, state)
@@ -242,15 +253,17 @@ def set_and_compile(
 
 
 def compiled_again(original: Any, options: bytes) -> Any:
-    """`torch.compile(original, **options)`, under the context that had the same options before, if
-    there was one."""
+    """Return `torch.compile(original, **options)`.
+
+    It uses the earlier context with the same options, if there is one.
+    """
     context = ROOMS.contexts.get(options)
     if context is not None:
         return context(original)
     compiled = torch.compile(original, **classes.loads(options))
     if len(ROOMS.contexts) > MOST_CONTEXTS:
         ROOMS.contexts.clear()
-    # there is none where the environment says not to compile
+    # There is no context if the environment says not to compile.
     if (context := compiler_context(compiled)) is not None:
         ROOMS.contexts[options] = context
     return compiled
@@ -259,7 +272,7 @@ def compiled_again(original: Any, options: bytes) -> Any:
 def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> Any:
     """Disable the compiler for a function, as `torch.compiler.disable` does.
 
-    A plain function, which is no more than code and globals, gets the same object as before. The
+    A plain function, which consists of code and globals only, gets the same object as before. The
     pickler says whether it is plain, because a recursive function gets its defaults only after this
     call.
     """
@@ -267,6 +280,6 @@ def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> An
     if not is_plain:
         return disable(original, **options)
     key = original.__code__, id(original.__globals__), *options.values()
-    if key not in ROOMS.disabled:  # guards ask for the very same object
+    if key not in ROOMS.disabled:  # guards compare the identity of this object
         ROOMS.disabled[key] = disable(original, **options)
     return ROOMS.disabled[key]

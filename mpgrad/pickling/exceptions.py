@@ -1,12 +1,11 @@
-"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot
-be pickled.
+"""A task's exception is sent to the caller, and an error names the part that pickle refuses.
 
-pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is
-searched once more after the failure: of what an object is made of, one part fails by itself, and of
-that one part of it, down to what has no such part.
+pickle says "cannot pickle '_io.TextIOWrapper' object", but not which object holds it. So the value
+is searched after the failure. Some part of it fails by itself, then some part of that part, and so
+on, down to an object of which no part fails.
 
-Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or
-    an object's own code fails when it is asked, the path ends early. The error stays the first one.
+Guarantees: the search costs nothing unless something fails. The path ends early after `SECONDS`, or
+    if an object's own code fails. The error that is raised stays the first one.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ log = logging.getLogger("mpgrad")
 
 
 def carried(error: BaseException) -> bytes:
-    """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
+    """Pickle a task's exception, or only its type and text if the exception cannot be pickled."""
     forms: Sequence[Callable[[], bytes]] = (
         lambda: classes.dumps(error, ExceptionPickler),
         lambda: classes.dumps(error, RebuildingPickler),
@@ -74,37 +73,42 @@ def carried(error: BaseException) -> bytes:
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
         except BaseException:
-            # its own code runs here, and may do anything; the next form has less of it
+            # The exception's own code runs here and may do anything. The next form runs less of it.
             continue
     raise InternalError("a RemoteError could not be pickled")
 
 
 class ExceptionPickler(classes.ClassPickler):
-    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take
-    gradients without a word."""
+    """Pickles exceptions, with tensors as values.
+
+    The call that raised has left no graph. A leaf would silently collect gradients.
+    """
 
     rebuilds_all = False
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return value.detach().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        kind = type(value)  # `isinstance` would believe what `__class__` says
+        kind = type(value)  # `isinstance` would believe `__class__`
         if issubclass(kind, BaseException) and (self.rebuilds_all or is_rebuilt(kind)):
             return reduce_exception(value)
         return super().reducer_override(value)
 
 
 class RebuildingPickler(ExceptionPickler):
-    """Where pickling an exception by its class's own code fails."""
+    """Pickles an exception whose class's own code fails to do so."""
 
     rebuilds_all = True
 
 
 def one_more(error: BaseException) -> BaseException:
-    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows
-    them to all others."""
+    """Copy an exception for one more thread that waits for it.
+
+    A raised exception keeps the frames that it came through, and would show them to all others.
+    """
     copied: BaseException | None = None
-    with contextlib.suppress(Exception):  # of its class's code, which may want other arguments
+    # The class's code runs here, and it may want other arguments.
+    with contextlib.suppress(Exception):
         if not is_rebuilt(type(error)):
             copied = copy.copy(error)
     if copied is None:
@@ -119,13 +123,15 @@ def one_more(error: BaseException) -> BaseException:
 def raised_again(
     pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = ""
 ) -> BaseException:
-    """The exception of a task as it is to be raised in the parent: its type, the remote traceback
-    as cause, a note."""
+    """Return a task's exception as it is raised in the parent.
+
+    It has its own type, the remote traceback as cause, and a note.
+    """
     try:
         error = classes.loads(pickled)
     except BaseException as reason:
-        # its class cannot be imported here, and the text is worth more than the class
-        last = traceback.rstrip().rpartition("\n")[2]  # it names the class, unless there are notes
+        # Its class cannot be imported here. The text matters more than the class.
+        last = traceback.rstrip().rpartition("\n")[2]  # names the class, unless there are notes
         error = RemoteError(
             f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})"
         )
@@ -138,31 +144,31 @@ def raised_again(
             f"an exception that is none when it is loaded here ({type(error).__qualname__})"
         )
     elif issubclass(type(error), SystemExit):
-        # the program ends with it, without a word of where it was raised
+        # The program ends with this exception and does not say where it was raised.
         log.warning("a task called sys.exit: %s", note)
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
     return error  # type: ignore[no-any-return]
 
 
-# --- the path to what cannot be carried, and the remedy
+# --- the path to the part that pickle refuses, and the remedy
 
 
 SECONDS = 5.0
 
 
 def not_carried(error: Exception, subject: str, value: object, may_wait: bool = False) -> NoReturn:
-    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled:
-    same type, named subject.
+    """Raise `error`, with which pickling `value` failed, with the same type and the named
+    `subject`.
 
-    What an object's own code raised stays the object that it is, and the subject is a note.
-    `may_wait`: futures may be in it.
+    The `subject` is a text such as "item 3". An error that an object's own code raised stays the
+    same object, and the subject becomes a note. `may_wait` says that the value may contain futures.
     """
     if isinstance(error, UnsupportedTorchError):
         raise error
     if type(error) in (TypeError, pickle.PicklingError):
         raise type(error)(why_not(error, subject, value, may_wait)) from error
-    # the loop that takes items from their source would take it for its end
+    # The loop that reads items from their source would take a StopIteration for the end.
     if isinstance(error, StopIteration):
         raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
     add_note(error, why_not(error, subject, value, may_wait, ""))
@@ -172,7 +178,7 @@ def not_carried(error: Exception, subject: str, value: object, may_wait: bool = 
 def why_not(
     error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None
 ) -> str:
-    """By which path the culprit is reached, and what to do. `words`: the error's."""
+    """Say by which path the culprit is reached and what to do. `words` are the error's words."""
     words = str(error) if words is None else words
     path, culprit = find(value, functools.partial(fails, may_wait))
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
@@ -186,7 +192,7 @@ def why_not(
 def item_not_carried(
     error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> NoReturn:
-    """Raise what `not_carried` says of an item."""
+    """Raise the error of `not_carried` for an item."""
     named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
     value = args[0] if len(args) == 1 and not kwargs else named
     not_carried(error, f"item {index}", value, may_wait=True)
@@ -202,7 +208,7 @@ def fails(may_wait: bool, value: object) -> bool:
 
 
 class CulpritPath(NamedTuple):
-    path: str  # from the value that was to be carried; "" where it is that itself
+    path: str  # from the value that was to be sent; "" if the value itself is the culprit
     culprit: object
 
 
@@ -212,14 +218,17 @@ class NamedPart(NamedTuple):
 
 
 def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
-    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries
-    one."""
+    """Return the innermost part of `value` that cannot be pickled, although all of its own parts
+    can.
+
+    `fails` tries one part.
+    """
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
         tried = () if remedy_for(value) else parts(value)
         inner = None
-        # of the user's objects, and another one is about to be raised
+        # Errors of the user's objects are ignored, because another error is about to be raised.
         with contextlib.suppress(Exception):
             inner = next(
                 (part for part in tried if is_culprit(part.value, seen, fails, deadline)), None
@@ -237,18 +246,18 @@ def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
 def is_culprit(
     part: object, seen: set[int], fails: Callable[[object], bool], deadline: float
 ) -> bool:
-    """Whether it is worth looking into: not seen yet, in time, and it fails too."""
+    """Whether to look into `part`: it is new, there is time left, and it fails too."""
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
-shown = SHORT.repr  # also of what fails to show itself
+shown = SHORT.repr  # works even if the object's own `repr` fails
 
 
 def parts(value: object) -> Iterator[NamedPart]:
-    """What pickle would carry along with `value`, by the names that somebody would write who looks
-    for it."""
+    """Yield the parts that pickle would include with `value`, each under the name a user would
+    write."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
     elif isinstance(value, torch.Tensor):
@@ -294,11 +303,11 @@ def parts(value: object) -> Iterator[NamedPart]:
 
 
 def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
-    """All that its pickle has of it, by name."""
+    """Yield all parts of a function's pickle, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield NamedPart(f"closure: {name}", cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is not filled yet
             continue
     for name in sorted(uses_in(function.__code__).names & function.__globals__.keys()):
         yield NamedPart(f"global: {name}", function.__globals__[name])
@@ -311,12 +320,13 @@ def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
 
 
 def parts_of_state(value: object) -> Iterator[NamedPart]:
-    """What it would have itself made again from: its attributes, unless it says otherwise."""
+    """Yield the parts that the object is rebuilt from, which are its attributes unless it has its
+    own way."""
     try:
         reduced = value.__reduce_ex__(5)
-    except Exception:  # it refuses: then it is the one
+    except Exception:  # the object refuses, so it is the culprit
         return
-    if isinstance(reduced, str):  # it goes by name
+    if isinstance(reduced, str):  # pickled by name
         return
     own = type(value)
     yield from (
@@ -333,13 +343,15 @@ def parts_of_state(value: object) -> Iterator[NamedPart]:
 
 
 def remedy_for(culprit: object) -> str:
-    """What to do about something that means nothing outside of the caller's process; "" where no
-    more is known of it."""
+    """Say what to do about an object that has no meaning outside the caller's process.
+
+    It returns "" if nothing more is known about the object.
+    """
     names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
     return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
 
 
-# by name: most of these modules are never imported
+# By name, because most of these modules are never imported.
 ONCE = "or once a worker, with Pool(initializer=...)"
 ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of what holds it"
 PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")

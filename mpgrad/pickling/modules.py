@@ -1,23 +1,22 @@
-"""The user's own modules: what code uses of them, and how they are put together again where they
-arrive.
+"""The user's own modules are sent in part: the parts that code uses, rebuilt in the worker.
 
-A worker could import them, but would have them as they are on disk: without what the caller has set
-or reloaded since. So what a function uses of them travels by value (`state` makes the pickle). Here
-it is read from the code what that is; and, in a worker or in the caller for a call that runs there,
-it is put into modules again, which only the functions that came along see, as their globals or when
-they `import` them: each operation has the modules as they were when it began. What did not travel
-is the worker's own import's.
+A worker could import these modules, but it would get them as they are on disk, without the caller's
+later changes and reloads. So the parts that a function uses are sent by value (`state` makes the
+pickle). This module reads from the code which parts these are. In a worker, or in the caller for a
+call that runs there, it puts them into modules again. Only the functions that were sent see these
+modules, as their globals or when they `import` them. So each operation has the modules as they were
+when it began. Names that were not sent come from the worker's own import.
 
-Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
-can read from it. So it gets those that its strings mention, then all names of its script that can
-be carried and are not large. For the others stand objects that raise an error, which says why,
-whatever is done with them (`UncarriedName`): without them, `globals().get("w", 0)` would go on with
-0.
+Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Nobody can
+read from the code which names these are. So a function gets the names that its strings mention,
+then all other names of its script that can be pickled and are not large. An `UncarriedName` takes
+the place of each other name. Any use of it raises an error that says why the name is missing.
+Without it, `globals().get("w", 0)` would go on with 0.
 
-Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
-    import name`); one that is used in any other way, such as given to a function, travels with all
-    that is in it. A module of the user's own has all its names (`mpgrad.pickling.state`); lookups
-    at run time are seen to for scripts, and for code that was made by `exec`.
+Assumes: code looks into a module by names that are written in the code (`module.name`, `from
+    module import name`). A module that is used in another way, for example passed to a function, is
+    sent with everything in it. A user's module has all its names (`mpgrad.pickling.state`). Lookups
+    at run time are handled for scripts and for code that `exec` made.
 """
 
 from __future__ import annotations
@@ -96,20 +95,20 @@ __all__ = [
     "uses_of",
 ]
 
-# --- what code uses by name: asked by whoever pickles it
+# --- the names that code uses, which the pickling side asks for
 
 
-LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
-# packages whose code does as we know, and keeps nothing of the user's
+LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # even if they are not installed
+# packages whose code is known, and stores nothing of the user's
 KNOWN = LIBRARIES | sys.stdlib_module_names
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
 def is_own(name: str | None) -> bool:
-    """Whether the module is the user's own: imported from a file of theirs, or made by them, and
-    not the main script.
+    """Whether the module is the user's own, but not the main script.
 
-    An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
+    Such a module was imported from the user's file, or made by the user. An editable install
+    counts, and so does a module that was passed to `cloudpickle.register_pickle_by_value`.
     """
     if name is None or name == "__main__" or name not in sys.modules:
         return False
@@ -118,8 +117,10 @@ def is_own(name: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def stands_outside_libraries(name: str) -> bool:
-    """Whether it was neither installed nor belongs to Python, by its file; an extension module
-    cannot be carried."""
+    """Whether the module's file is neither installed nor Python's.
+
+    An extension module does not count, because it cannot be pickled.
+    """
     root = name.partition(".")[0]
     files = [
         file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])
@@ -128,7 +129,7 @@ def stands_outside_libraries(name: str) -> bool:
         return False
     if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
         return False
-    if not files:  # made by hand, unless it belongs to the interpreter
+    if not files:  # made by hand, or part of the interpreter
         return getattr(sys.modules[name], "__spec__", None) is None
     return not any(
         file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file
@@ -152,12 +153,12 @@ def installed() -> tuple[str, ...]:
 
 
 def is_of_libraries(module: object) -> bool:
-    """Whether a module of this name is Python's, PyTorch's or ours."""
+    """Whether a module of this name is Python's, PyTorch's or mpgrad's."""
     return isinstance(module, str) and module.partition(".")[0] in KNOWN
 
 
 def module_of(function: types.FunctionType) -> str | None:
-    """The module of the user's own whose globals are the function's."""
+    """Return the user's module whose globals are the function's."""
     name = function.__globals__.get("__name__")
     if not isinstance(name, str) or not is_own(name):
         return None
@@ -165,7 +166,7 @@ def module_of(function: types.FunctionType) -> str | None:
 
 
 def name_of(value: Any) -> WantedName | None:
-    """Under which name a function or class stands in a module of the user's own."""
+    """Return the name under which a user's module has a function or class."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
         return None
@@ -175,7 +176,7 @@ def name_of(value: Any) -> WantedName | None:
 
 
 def at_path(found: Any, path: str) -> Any:
-    """What a module has under a dotted path; None where it has nothing."""
+    """Return what a module has under a dotted path; None if it has nothing there."""
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
@@ -185,21 +186,21 @@ class WantedName(NamedTuple):
     """A name in a module of the user's own."""
 
     module: str
-    name: str | None  # None: all that is in it
+    name: str | None  # None for everything in it
 
 
 class NameUses(NamedTuple):
-    """What the code of a function, and of those defined in it, does with names."""
+    """How the code of a function, and of functions defined in it, uses names."""
 
     names: frozenset[str]
-    loose: frozenset[str]  # names of which not only attributes are used
-    # modules, the dots before them, and whether under another name
+    loose: frozenset[str]  # names that are used for more than their attributes
+    # the module, the number of dots before it, and whether it gets another name
     imports: frozenset[tuple[str, int, bool]]
 
 
 @functools.lru_cache(maxsize=4096)
 def uses_in(code: types.CodeType) -> NameUses:
-    """Read from the bytecode."""
+    """Read the uses of names from the bytecode."""
     loose, imports = set[str](), set[tuple[str, int, bool]]()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps[:-1]):
@@ -211,7 +212,7 @@ def uses_in(code: types.CodeType) -> NameUses:
         elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
             loose.add(step.argval)
         elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
-            # two at a time, from Python 3.13 on
+            # Python 3.13 and later may load two names at a time.
             loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             loose |= {name for name in loaded if isinstance(name, str)}
     inner = [
@@ -225,12 +226,14 @@ def uses_in(code: types.CodeType) -> NameUses:
 
 
 def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[WantedName]:
-    """What it uses as attributes of modules of the user's own; `given` are the values of its
-    globals."""
+    """Yield what the function uses as attributes of the user's modules.
+
+    `given` are the values of its globals.
+    """
     uses = uses_in(function.__code__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
-    found: dict[str, bool] = {}  # module -> whether all of it
+    found: dict[str, bool] = {}  # whether all of the module is used, by module
     for name, value in itertools.chain(given.items(), closure.items()):
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
@@ -272,16 +275,17 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
 def contents_of(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
+    # The cell is not filled yet, as in a recursive function while it is defined.
+    except ValueError:
         return []
 
 
 # --- names that are found at run time
 
 
-# in the state of a function that looks up names: which did not come along, and why
+# A key in the state of a function that looks up names: the names that were not sent, and why.
 UNCARRIED = "_mpgrad_uncarried"
-UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
+UNASKED_BYTES = 1 << 20  # for all names together that no string mentions
 BUILTINS = {"eval", "exec", "globals", "__import__"}
 ATTRIBUTES = {
     "__globals__",
@@ -292,7 +296,7 @@ ATTRIBUTES = {
     "resolve_name",
 }
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
-# of whose attributes only these lead to names
+# Modules of which only these attributes lead to names.
 LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}
 WORDS = re.compile(r"[^\W\d]\w*")
 
@@ -302,7 +306,7 @@ WORDS = re.compile(r"[^\W\d]\w*")
 
 @functools.lru_cache(maxsize=4096)
 def ways_in(code: types.CodeType) -> frozenset[str]:
-    """By which the code, or that of functions defined in it, may look up any name."""
+    """Return the ways by which the code, or code of functions in it, may look up any name."""
     found = ATTRIBUTES & spelled_in(code)
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -319,13 +323,15 @@ def ways_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def spelled_in(code: types.CodeType) -> set[str]:
-    """Names of attributes, also as strings for `getattr`."""
+    """Return names of attributes, including those in strings for `getattr`."""
     return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
 
 
 def looks_up(function: types.FunctionType) -> bool:
-    """Whether it finds names at run time: by a builtin, and not by a method or a function of the
-    script that is called so."""
+    """Whether the function finds names at run time by a builtin.
+
+    A method, or a function of the script, may have the name of such a builtin and does not count.
+    """
     ways = ways_in(function.__code__)
     if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
         return True
@@ -333,7 +339,7 @@ def looks_up(function: types.FunctionType) -> bool:
 
 
 def values_near(function: types.FunctionType) -> Iterator[Any]:
-    """What it has by a name of its own."""
+    """Yield the values that the function has under its own names."""
     names = function.__globals__
     yield from [names[each] for each in uses_in(function.__code__).names if each in names]
     yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -350,7 +356,10 @@ def leads_to_names(value: Any, code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def mentioned_in(code: types.CodeType) -> frozenset[str]:
-    """Words of its strings, and names of attributes, which may be those of `__main__`."""
+    """Return the words of the code's strings, and its names of attributes.
+
+    The attributes may be those of `__main__`.
+    """
     found = set(code.co_names)
     waiting = list(code.co_consts)
     while waiting:
@@ -365,26 +374,30 @@ def mentioned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def stands_alone(namespace: Mapping[str, Any]) -> bool:
-    """Whether the script has it, or `exec` made it: those of other modules are the worker's own,
-    too."""
+    """Whether the namespace is the script's, or `exec` made it.
+
+    Workers have the namespaces of other modules too.
+    """
     module = sys.modules.get(str(namespace.get("__name__")))
     return module is None or module is sys.modules["__main__"] or vars(module) is not namespace
 
 
 class Lookups:
-    """The names of one namespace, for the functions in a pickle that may look them up."""
+    """The names of one namespace, for those functions of a pickle that may look them up."""
 
     def __init__(self, contents: Mapping[str, Any], size: Callable[[Any, int | None], int]) -> None:
-        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit,
-        or what pickle says."""
+        """`size(value, limit)` returns the bytes of a value by itself.
+
+        It raises OverflowError above the limit, or the error of pickle.
+        """
         self._contents = contents
         self._size = size
         self._left = UNASKED_BYTES
         self._carried: set[str] = set()
-        self.uncarried: dict[str, str] = {}  # and why
+        self.uncarried: dict[str, str] = {}  # name -> why it is not sent
 
     def names(self, mentioned: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
-        """What a function gets beside what it is `given`."""
+        """Return the names that a function gets besides those it is `given`."""
         contents = dict(self._contents)
         for name in contents.keys() - self._carried - given.keys():
             if name in mentioned:
@@ -421,13 +434,14 @@ class Lookups:
             self.uncarried.pop(name, None)
 
 
-# --- and in the worker
+# --- in the worker
 
 
 class UncarriedName:
-    """Stands for a name that a function finds at run time, and whose value did not come along.
+    """Replaces a value that a function finds by name at run time, but that was not sent.
 
-    Whoever uses it is told why. Only `is` and `type` take it for an object of its own.
+    Any use of it raises an error that says why. Only `is` and `type` treat it as an ordinary
+    object.
     """
 
     def __init__(self, words: str) -> None:
@@ -438,7 +452,7 @@ def refuse(value: Any, *given: Any, **named: Any) -> NoReturn:
     raise TypeError(object.__getattribute__(value, "_words"))
 
 
-# what Python, its types and its operators ask of a value; but it shows itself
+# The methods that Python, its types and its operators call on a value. Its `repr` still works.
 BINARY = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
     *("and", "or", "xor", "lshift", "rshift"),
@@ -455,7 +469,7 @@ del asked
 
 
 class MainModule(types.ModuleType):
-    """The caller's `__main__`: what functions have as their globals, as a module."""
+    """The caller's `__main__`: a module over the globals of the functions."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         super().__init__("__main__")
@@ -473,8 +487,8 @@ class MainModule(types.ModuleType):
         object.__getattribute__(self, "_contents")[name] = value
 
 
-# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the
-# same
+# There is one for each dictionary, as long as somebody holds it. So `import __main__` and
+# `sys.modules` give the same module.
 MAINS: weakref.WeakValueDictionary[int, MainModule] = weakref.WeakValueDictionary()
 
 
@@ -483,7 +497,7 @@ def main_of(contents: dict[str, Any]) -> MainModule:
 
 
 class SysModule(types.ModuleType):
-    """`sys`, whose `modules` have the caller's `__main__`."""
+    """`sys`, with the caller's `__main__` in its `modules`."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         super().__init__("sys")
@@ -501,7 +515,7 @@ class SysModule(types.ModuleType):
 
 
 class SysReference:
-    """Stands for one in the caller."""
+    """Represents, in the caller, the `SysModule` that a worker will make."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self._contents = contents
@@ -522,7 +536,7 @@ class Modules(collections.UserDict[str, types.ModuleType]):
 
 
 def fill_main(main: MainModule, state: tuple[dict[str, Any], dict[str, str]]) -> None:
-    """Give it the names that came along, and say of the others why they did not."""
+    """Add the names that were sent, and note why the others were not."""
     names, uncarried = state
     vars(main).update(names)
     add_uncarried(vars(main), vars(main), uncarried)
@@ -531,8 +545,7 @@ def fill_main(main: MainModule, state: tuple[dict[str, Any], dict[str, str]]) ->
 def add_uncarried(
     given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]
 ) -> None:
-    """Add what stands for names that came neither by themselves nor with a function that uses
-    them."""
+    """Add an `UncarriedName` for each name that was sent neither by itself nor with a function."""
     for name, reason in uncarried.items():
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
@@ -545,49 +558,49 @@ def add_uncarried(
 # --- modules that came from the caller
 
 
-CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
-ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
-FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
-# classes that travel, too
+CARRIED = "_mpgrad_carried"  # in the globals of a module from the caller
+ABOUT_ITSELF = "__package__", "__path__", "__file__"  # used by a module's imports
+FAILED: dict[str, ImportError] = {}  # imports of this process that are not tried again
+# Classes that are sent, with what the import in this process gave them.
 AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-# --- on their way
+# --- in a pickle
 
 
 class GlobalsReference(NamedTuple):
-    """Stands in a pickle for the globals of a module."""
+    """Represents the globals of a module in a pickle."""
 
     module: str
 
 
 class NamesReference:
-    """Stands in a pickle, as NAMES_HERE, for the modules that it is loaded with."""
+    """Represents, as NAMES_HERE, the modules that a pickle is loaded with."""
 
 
 NAMES_HERE = ""
 
 
 class OwnValueReference(NamedTuple):
-    """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
+    """Represents a value that cannot be pickled. The worker's own value takes its place."""
 
     module: str
-    name: str  # of an attribute of a class: a path
+    name: str  # a path, for an attribute of a class
     type_name: str
 
 
-Mark = str | GlobalsReference | OwnValueReference  # a string: a module
+Mark = str | GlobalsReference | OwnValueReference  # a string is the name of a module
 
 
-# --- and where they arrive
+# --- in the process that loads the pickle
 
 
 class Namespaces:
-    """The modules of one state, see `mpgrad.pickling.state`."""
+    """The modules of one state (see `mpgrad.pickling.state`)."""
 
     def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
-        # what the process has of the classes that travel by value, where it is the caller's
+        # the copies of classes that are sent by value, if this process is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
-        self.placement = placement  # where there are functions that the compiler made
+        self.placement = placement  # if the compiler made some functions
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look names up
         self.main: dict[str, Any] | None = None
@@ -599,8 +612,10 @@ class Namespaces:
         return {**vars(builtins), "__import__": self._import}
 
     def begin_again(self, script: Mapping[str, Any]) -> None:
-        """As when a function was loaded, with this `script`: items may have brought more since, and
-        builtins have changed."""
+        """Go back to the names that a function was loaded with, and to this `script`.
+
+        Items may have brought more names since, and builtins may have changed.
+        """
         self.script = dict(script)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)
@@ -613,7 +628,7 @@ class Namespaces:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> types.ModuleType:
-        """What the `import` of a function finds."""
+        """Find what a function's `import` asks for."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else SysModule(self.main)
         full = (
@@ -629,8 +644,10 @@ class Namespaces:
         return __import__(name, globals, locals, fromlist or (), level)
 
     def __enter__(self) -> None:
-        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees
-        them too."""
+        """Begin a call that sees these modules.
+
+        In a worker's process, code that looks into `sys.modules` sees them too.
+        """
         PLACED.enter(self)
         if self.placement is not None:
             self.placement.__enter__()
@@ -641,7 +658,7 @@ class Namespaces:
         PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
-        """What `pickle` would look for in `sys.modules`."""
+        """Find what `pickle` would look for in `sys.modules`."""
         found = self.modules.get(module) or imported(module)
         return operator.attrgetter(path)(found)
 
@@ -663,14 +680,17 @@ class Namespaces:
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:
-    """Find it as `Namespaces.find` does: a pickle names functions, and no methods."""
+    """Find a name as `Namespaces.find` does.
+
+    It is a function because pickle can name functions but not methods.
+    """
     return names.find(module, path)
 
 
 def make_function(
     names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any
 ) -> types.FunctionType:
-    """cloudpickle would give it the builtins of this process."""
+    """Make a function with the builtins of its modules; cloudpickle would use this process's."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
     own_globals["__builtins__"] = names.builtins
@@ -678,8 +698,10 @@ def make_function(
 
 
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
-    """As cloudpickle does, but with the builtins that it has; what an initializer has set here
-    stays."""
+    """Set a function's state as cloudpickle does, but keep its builtins.
+
+    Values that an initializer has set here stay.
+    """
     *own_state, names = state
     uncarried = state[1].pop(UNCARRIED, None)
     if state[1]["__module__"] == "__main__":
@@ -699,18 +721,20 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         return
     kept, given = made.__globals__["__builtins__"], state[1]["__globals__"]
     function_setstate(made, own_state)
-    made.__globals__["__builtins__"] = kept  # functions that this one makes get them
+    made.__globals__["__builtins__"] = kept  # inherited by functions that this one makes
     if INITIALIZED:
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
 
 
-# pickle takes these for what stands under their names
+# Pickle looks objects of these types up under their names.
 BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
-    """A function on its way back to the caller, who has it; None for one that is not of a module
-    that came from there."""
+    """Reduce a function on its way back to the caller, who has it.
+
+    It returns None for a function whose module did not come from there.
+    """
     module = value.__globals__.get(CARRIED)
     if module is None or at_path(module, value.__qualname__) is not value:
         return None
@@ -722,9 +746,11 @@ def named(module: str, path: str) -> Any:
 
 
 class CarriedModule(types.ModuleType):
-    """What travelled of a module; what did not is looked for in the worker's own import."""
+    """A module with the names that were sent. Other names are looked up in the worker's own
+    import."""
 
-    # of the class: Python 3.15 warns of globals that have them without a loader
+    # These are set on the class, because Python 3.15 warns of globals that have them without a
+    # loader.
     __spec__ = __loader__ = None
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
@@ -746,7 +772,7 @@ class CarriedModule(types.ModuleType):
 
 
 def left_here(mark: OwnValueReference) -> Any:
-    """The worker's own value, in the place of one that could not be carried."""
+    """Return the worker's own value, in the place of one that could not be pickled."""
     path = f"{mark.module}.{mark.name}"
     try:
         value = getattr(own_import(mark.module), mark.name)
@@ -756,7 +782,7 @@ def left_here(mark: OwnValueReference) -> Any:
             "it is needed"
         )
         raise TypeError(message) from error
-    # None: it is to be made when it is needed
+    # None means that the value is made when it is needed.
     if value is not None and type(value).__qualname__ != mark.type_name:
         raise TypeError(
             f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the "
@@ -767,8 +793,10 @@ def left_here(mark: OwnValueReference) -> Any:
 
 
 def left_in_class(mark: OwnValueReference) -> Any:
-    """The attribute that a class has as the worker imported it: the caller may have set another one
-    since."""
+    """Return the attribute that the worker's import gave a class.
+
+    The caller may have set another one since.
+    """
     path, _, name = mark.name.rpartition(".")
     try:
         kind = attribute_here(mark.module, path)
@@ -778,8 +806,10 @@ def left_in_class(mark: OwnValueReference) -> Any:
 
 
 class AbsentAttribute:
-    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it
-    is told."""
+    """Represents an attribute that was not sent and that the worker lacks.
+
+    Reading it raises an error that says why.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         self._words = (
@@ -791,34 +821,35 @@ class AbsentAttribute:
         raise TypeError(f"{self._words}; make it where its module defines the class")
 
 
-# --- what `sys.modules` has while a call runs
+# --- `sys.modules` while a call runs
 
 
 class ModuleOverlay:
-    """What pickle and the like find in this process's modules while a call runs: what its functions
-    find.
+    """Lets pickle and similar code find, while a call runs, the modules that its functions find.
 
-    Whatever looks into `sys.modules` would see what this process has imported, and pickle refuses
-    what is not the same object under its name there. So a module that this process has imported
-    holds for a while what travelled. One that it cannot import is the carried one, and the main
-    module gives what it is asked for of the script. Calls of one operation follow each other: all
-    stays until another operation's begin, or the imports are wanted.
+    Code that looks into `sys.modules` would see what this process has imported. Pickle refuses an
+    object if the module has a different one under its name. So an imported module holds for a while
+    the names that were sent. A module that this process cannot import is replaced with the carried
+    one. The main module answers with the names of the script.
 
-    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules
-    are the caller's.
+    Calls of one operation follow each other. So everything stays until a call of another operation
+    begins, or until the imports themselves are wanted.
+
+    Assumes: one thread runs calls. Engines in the caller's process place nothing, because its
+        modules are the caller's.
     """
 
     def __init__(self) -> None:
-        self._running: list[Namespaces] = []  # one within another
+        self._running: list[Namespaces] = []  # nested calls
         self._current: Namespaces | None = None
-        # of each module what it holds by itself
+        # for each module, the names that it holds by itself
         self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._added: list[str] = []
-        # that runs the calls of a worker's process; a task may have a pool of threads
+        # The thread that runs the calls of a worker's process. A task may have its own threads.
         self._thread = 0
 
     def begin(self) -> None:
-        """This process, and this thread of it, is a worker's."""
+        """Note that this process, and this thread of it, belong to a worker."""
         self._thread = threading.get_ident()
         vars(sys.modules["__main__"])["__getattr__"] = self.in_script
 
@@ -834,8 +865,10 @@ class ModuleOverlay:
                 self._place(self._running[-1])
 
     def take_back(self, names: Namespaces | None = None) -> None:
-        """Have the modules as this process has imported them; `names`: only where these are
-        placed."""
+        """Restore the modules as this process has imported them.
+
+        With `names`, do so only if these are placed.
+        """
         if names is not None and names is not self._current:
             return
         for contents, values in self._replaced:
@@ -861,13 +894,14 @@ class ModuleOverlay:
                 self._place(before)
 
     def hides(self, module: str, name: str) -> bool:
-        """Whether what stands there came with a call."""
+        """Whether the value under this name came with a call."""
         contents = vars(sys.modules[module]) if module in sys.modules else {}
         own = next((values for each, values in self._replaced if each is contents), {})
         return module in self._added or (name in own and own[name] is not contents.get(name))
 
     def in_script(self, name: str) -> Any:
-        """`__getattr__` of the module `__main__`: what a call's functions have in the caller's."""
+        """Answer as `__getattr__` of the module `__main__`, from the globals of the call's
+        functions."""
         current = self._current
         if current is not None and name in current.script:
             return current.script[name]
@@ -876,7 +910,7 @@ class ModuleOverlay:
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind
-        # programs of multiprocessing that a task starts run it once more
+        # Programs of multiprocessing that a task starts run this file once more.
         if name == "__file__" and current is not None:
             files = {
                 each.__code__.co_filename
@@ -922,9 +956,11 @@ INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
 
 
 def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Globals that it sets in a worker process stay as they are there: it was for that, most of the
-    time, that it was given."""
-    if not PLACE.in_worker:  # they are the caller's
+    """Run the initializer. The globals that it sets in a worker process stay as they are there.
+
+    Most initializers are given for this purpose.
+    """
+    if not PLACE.in_worker:  # the globals are the caller's
         initializer(*arguments)
         return
     inner = initializer
@@ -934,7 +970,7 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
         uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ()
     ):
         if not level:
-            with contextlib.suppress(ImportError):  # the initializer will find out
+            with contextlib.suppress(ImportError):  # the initializer will get this error itself
                 imported(name)
     places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
     if isinstance(inner, types.FunctionType):
@@ -954,7 +990,7 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
 
 
 def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Which objects each of the values holds."""
+    """Find out which objects each of the values holds."""
     return {name: list(map(id, held_in(value))) for name, value in contents.items()}
 
 
@@ -977,37 +1013,43 @@ def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 def imported(name: str) -> types.ModuleType:
-    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the
-    module at a worker's fork."""
+    """Import a module as an import statement does.
+
+    importlib's way, in Python 3.10, would wait for a thread that was importing the module when the
+    worker was forked.
+    """
     if pickle_finds(name) or name not in sys.modules:
         __import__(name)
     return sys.modules[name]
 
 
 def pickle_finds(module: str) -> bool:
-    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no
-    parent, or `x.py`."""
+    """Whether `import` finds a module that exists.
+
+    It does not find one that is named `plug.d.e` and has no parent, or `x.py`.
+    """
     return module.partition(".")[0] in sys.modules and module != ""
 
 
 def own_import(name: str) -> types.ModuleType:
-    """The module as this process imports it.
+    """Return the module as this process imports it.
 
     Raises:
-        ImportError: it cannot.
+        ImportError: it cannot be imported.
     """
     from mpgrad.torch_state.private import (
-        # late: it imports errors, which are carried like classes, which import us
+        # This is imported late, because it imports errors, which are pickled like classes, which
+        # import us.
         outside_transforms,
     )
 
     if name in FAILED:
         raise FAILED[name]
-    # perhaps it is being imported, by whoever waits for us
+    # Perhaps another thread is importing it and waits for this one.
     if name in sys.modules and not PLACE.in_worker:
         return sys.modules[name]
     try:
-        # a task may be running
+        # A task may be running under other modes.
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
             return imported(name)
     except Exception as error:
@@ -1022,9 +1064,11 @@ def attribute_here(module: str, path: str) -> Any:
 
 
 def own_imports(names: Iterable[str]) -> None:
-    """For what modules do when they are imported, such as to register something; functions that
-    need none of it go without."""
+    """Import modules for the effects of their import, such as registering something.
+
+    A function that needs none of a failing module runs without it.
+    """
     for name in names:
-        # the error is kept, and raised as soon as something of the import is wanted
+        # The error is kept, and raised as soon as something of the import is wanted.
         with contextlib.suppress(ImportError):
             own_import(name)

@@ -1,16 +1,16 @@
-"""How single kinds of objects travel that pickle and cloudpickle refuse, or carry as something
-else. Both sides.
+"""Reducers pickle objects that pickle and cloudpickle refuse, or would turn into something else.
+Both sides.
 
-A forked process has a copy of whatever its parent had, so a script may keep anything in its globals
-and objects. What has a meaning in another process is made again there: caches, dispatch tables,
-weak references, scripted and parametrized modules, and modules of PyTorch's, which travel without
-their dictionaries for hooks where these are empty. An exception is made without its class's code,
-which may want other arguments than pickle has. A lock, which guards something within a process, is
-another one there, which nobody holds. A file or a socket has no second self:
+A forked process has a copy of everything that its parent had. So a script may keep anything in its
+globals and objects. Objects that make sense in another process are rebuilt there: caches, dispatch
+tables, weak references, and scripted and parametrized modules. PyTorch's modules are sent without
+their dictionaries for hooks if these are empty. An exception is rebuilt without its class's code,
+which may want arguments that pickle does not have. A lock guards something within one process, so
+the other process gets a new lock, which nobody holds. A file or a socket cannot be rebuilt.
 `mpgrad.pickling.exceptions` says where it is and what to do.
 
-Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is,
-    as it is in the caller, where others hold it.
+Guarantees: the object of a weak reference stays alive in the worker for as long as the reference
+    does, as in the caller, where others hold it.
 """
 
 from __future__ import annotations
@@ -91,22 +91,28 @@ def itself(value: Any) -> Any:
 
 
 def with_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """The tensor itself, as one of the class. (An alias of it would be no leaf.)"""
+    """Return the tensor itself, changed to the class. An alias would not be a leaf."""
     tensor.__class__ = kind
     return tensor
 
 
 def named_attributes(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """What is in its `__dict__`; by name what libraries compare by `is`. None where nothing is."""
+    """Return the tensor's `__dict__`, or None if it is empty.
+
+    Values that libraries compare by `is` are replaced with their names.
+    """
     return {name: by_name(each) for name, each in tensor.__dict__.items()} or None
 
 
 def by_name(value: Any) -> Any:
-    """The value, or what becomes it again where the module of its class, a library's, has it."""
+    """Return the value, or a reference to it if it is found in the module of its class.
+
+    The module must be a library's.
+    """
     home = type(value).__module__
     if home in ("builtins", "__main__") or home not in sys.modules or is_own(home):
         return value
-    if isinstance(value, torch.Tensor | Module):  # gradients may come to it
+    if isinstance(value, torch.Tensor | Module):  # it may get gradients
         return value
     for name, held in list(vars(sys.modules[home]).items()):
         if held is value:
@@ -115,7 +121,7 @@ def by_name(value: Any) -> Any:
 
 
 class LibraryReference:
-    """Stands for what a library has under a name."""
+    """Represents an object that a library has under a name."""
 
     def __init__(self, module: str, name: str) -> None:
         self._path = module, name
@@ -128,8 +134,10 @@ class LibraryReference:
 
 
 def reduce_code(value: types.CodeType) -> Reduced:
-    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from
-    3.1.3 on."""
+    """Reduce code with the name of its file, for tracebacks.
+
+    cloudpickle 3.1.3 and later gives the same name to all code.
+    """
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](value)
     return make, tuple(
         value.co_filename if isinstance(part, str) and part == NO_FILE else part for part in parts
@@ -137,10 +145,10 @@ def reduce_code(value: types.CodeType) -> Reduced:
 
 
 def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What cloudpickle sets at a function that it has made again: its attributes, and the rest.
+    """Return the state that cloudpickle sets on a rebuilt function: its attributes, and the rest.
 
-    cloudpickle's own looks through all modules of the process for those that the function may need,
-    which takes as long as a whole operation; and for names not into the bodies of classes.
+    cloudpickle's own version searches all modules of the process for those that the function may
+    need, which takes as long as a whole operation. It also misses names in the bodies of classes.
     """
     code, given = function.__code__, globals_used(function)
     values = (
@@ -163,20 +171,21 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
 
 
 def annotations_of(function: types.FunctionType) -> dict[str, Any]:
-    """As text where they cannot be made, as of a name that only type checkers import.
+    """Return the annotations, as text if they cannot be evaluated.
 
-    Since Python 3.14 the function's own code makes them, when they are asked for.
+    Names that only type checkers import cannot be evaluated. Since Python 3.14 the function's own
+    code makes the annotations when they are asked for.
     """
     try:
         return function.__annotations__
-    except Exception:  # what that code raises
+    except Exception:  # any error of that code
         library: Any = importlib.import_module("annotationlib")
         texts: dict[str, Any] = library.get_annotations(function, format=library.Format.STRING)
         return texts
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
-    """Those that its code has by their names, as they are now."""
+    """Return the globals that the function's code uses by name, as they are now."""
     code, known = function.__code__, function.__globals__
     return {
         name: known[name]
@@ -186,8 +195,10 @@ def globals_used(function: types.FunctionType) -> dict[str, Any]:
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """What is below the packages among `values` and has names that `code` uses: they are to be
-    imported with the function."""
+    """Return the submodules of packages in `values` that have names which `code` uses.
+
+    They are to be imported with the function.
+    """
     names = uses_in(code).names
     packages = [
         value
@@ -205,7 +216,7 @@ def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.M
 
 @functools.lru_cache(maxsize=4096)
 def names_in_classes(code: types.CodeType) -> frozenset[str]:
-    """What the bodies of classes that are defined within `code` look up by name."""
+    """Return the names that the bodies of classes within `code` look up."""
     found: set[str] = set()
     for inner in (each for each in code.co_consts if isinstance(each, types.CodeType)):
         found |= names_in_classes(inner)
@@ -218,8 +229,10 @@ LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def reduce_cached(value: Any) -> Any:
-    """By its name, where a worker can import it. (cloudpickle asks that of functions and classes
-    only.)"""
+    """Reduce a cached function by its name, if a worker can import it.
+
+    cloudpickle tries this only for functions and classes.
+    """
     if importable_as(value) is not None:
         return value.__qualname__
     return reduce_by_value(value)
@@ -229,8 +242,10 @@ def reduce_cached(value: Any) -> Any:
 
 
 def reduce_memoryview(value: memoryview) -> Reduced:
-    """A view of all that an object has, with that object, whose memory it shares there too; any
-    other one with a copy."""
+    """Reduce a view of an object's whole memory with the object itself, so both still share it.
+
+    Any other view is reduced with a copy.
+    """
     try:
         seen = value.obj
     except ValueError:
@@ -249,7 +264,7 @@ def reduce_memoryview(value: memoryview) -> Reduced:
 
 
 def is_pickled_whole(seen: object) -> bool:
-    """Whether its pickle has all that a view of it may see."""
+    """Whether the object's pickle contains everything that a view of it may see."""
     return type(seen) in (
         bytes,
         bytearray,
@@ -266,7 +281,7 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
     view: Any = memoryview(seen)
     if (view.format, view.shape) != (form, shape):
         flat = view.cast("B")
-        # an empty one takes no shape
+        # An empty view accepts no shape.
         view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)
     return view.toreadonly() if is_readonly else view
 
@@ -275,11 +290,10 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
 
 
 def is_rebuilt(kind: type[BaseException]) -> bool:
-    """Whether its class would not get back what it has: pickle calls it with `args`, of which its
-    `__init__` may know nothing.
+    """Whether pickle would not give an exception of this class its contents back.
 
-    Pickle leaves out what is in slots. A class that says how it is pickled is left to that, if that
-    is sound.
+    Pickle calls the class with `args`, which its `__init__` may not accept. Pickle also leaves out
+    slots. A class that defines its own way of pickling keeps that way if it is sound.
     """
     if not has_sound_pickle(kind):
         return True
@@ -291,8 +305,7 @@ def is_rebuilt(kind: type[BaseException]) -> bool:
 
 
 def are_pythons(kind: type, *names: str) -> bool:
-    """Whether the class has the methods of these names from Python's own classes, which are written
-    in C."""
+    """Whether the class has these methods from Python's own classes, which are written in C."""
     return all(isinstance(getattr(kind, name), IN_C) for name in names)
 
 
@@ -300,37 +313,40 @@ IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFun
 
 
 def has_sound_pickle(kind: type[BaseException]) -> bool:
-    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the
-    `__dict__`, asks no `__getstate__`.
+    """Whether the class's `__setstate__` gets what its `__getstate__` gave.
 
-    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as
-    `__notes__`, for a field's value.
+    `BaseException` passes the `__dict__` to `__setstate__` and does not call `__getstate__`. A
+    frozen dataclass with slots has both methods. It would take a name in the `__dict__`, such as
+    `__notes__`, for the value of a field.
     """
     gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
     return not gives_state or kind.__reduce__ is not BaseException.__reduce__
 
 
 def reduce_exception(error: Any) -> Reduced:
-    """Its pickle, without its class's code."""
+    """Reduce an exception without its class's code."""
     state = read(error, "__dict__"), list(fields_of(error))
     return rebuilt, (type(error), read(error, "args")), state, None, None, fill_exception
 
 
 def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """What it has in slots, and in the fields of Python's own exceptions, such as `errno`."""
+    """Yield the values in slots, and in fields of Python's own exceptions, such as `errno`."""
     for kind in type(error).__mro__:
         for name, member in vars(kind).items() if kind is not BaseException else ():
-            # Python does not pickle an AttributeError's `obj` either: it may be anything
+            # Python does not pickle the `obj` of an AttributeError either, because it may be
+            # anything.
             if isinstance(member, types.MemberDescriptorType) and member is not AttributeError.obj:
-                with contextlib.suppress(AttributeError):  # nothing is in it
+                with contextlib.suppress(AttributeError):  # the slot is empty
                     value = member.__get__(error)
                     if value is not None or "__slots__" in vars(kind):
                         yield kind, name, value
 
 
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception again, made by Python's own class: its class's `__new__` and `__init__` may want
-    other arguments."""
+    """Rebuild an exception through Python's own class.
+
+    The `__new__` and `__init__` of its class may want other arguments.
+    """
     new = next(
         each
         for owner in kind.__mro__
@@ -344,27 +360,28 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 def fill_exception(
     error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]
 ) -> None:
-    """Put into it what it had. It may be frozen."""
+    """Put the contents back into an exception, which may be frozen."""
     attributes, fields = state
     read(error, "__dict__").update(attributes)
     for owner, name, value in fields:
-        with contextlib.suppress(AttributeError):  # a group was made with those that cannot be set
+        # A group was made with the fields that cannot be set.
+        with contextlib.suppress(AttributeError):
             vars(owner)[name].__set__(error, value)
 
 
-# --- what guards something within a process
+# --- objects that guard something within a process
 
 
 def reduce_condition(value: threading.Condition) -> Reduced:
-    # which others may hold, too
+    # The lock may be shared with other objects.
     return threading.Condition, (value._lock,)  # type: ignore[attr-defined]
 
 
 def reduce_local(value: threading.local) -> Any:
-    """A new one, made as this one was; what threads keep in it stays theirs."""
+    """Reduce it to a new one that is made in the same way. The threads' values stay here."""
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
-    # with which each thread has it made; then what threads keep in it
+    # the arguments that make it in each thread, then the values that threads keep in it
     _, args, names, *_ = *gc.get_referents(value), {}
     kwargs = names if all(isinstance(name, str) for name in names) else {}
     return functools.partial(type(value), *args, **kwargs), ()
@@ -374,7 +391,8 @@ def reduce_context_variable(value: contextvars.ContextVar[Any]) -> Any:
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
     try:
-        return context_variable_again, (value.name, value.get())  # in this context, or the default
+        # The value is that in this context, or the default.
+        return context_variable_again, (value.name, value.get())
     except LookupError:
         return context_variable_again, (value.name,)
 
@@ -384,8 +402,10 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 
 def reduce_attribute(value: object) -> Reduced | None:
-    """How what belongs to an imported module is found there, by the functions of that module too;
-    None for the script's."""
+    """Reduce an object by its place in an imported module, if it belongs to one.
+
+    The functions of that module find it there too. It returns None for the script's objects.
+    """
     known, modules = NOWHERE.get(id(value), (None, 0))
     if known is not None and known() is value and modules == len(sys.modules):
         return None
@@ -398,7 +418,7 @@ def reduce_attribute(value: object) -> Reduced | None:
 
 
 def name_in_a_module(value: object) -> tuple[str, str] | None:
-    """Where it can be imported from."""
+    """Return the module and name from which it can be imported."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
             for attribute, held in list(vars(module).items()):
@@ -408,15 +428,15 @@ def name_in_a_module(value: object) -> tuple[str, str] | None:
 
 
 def weakly(value: Any) -> Callable[[], Any]:
-    """A reference to what may not be kept, if that can be."""
+    """Return a reference that does not keep the value alive, if that is possible."""
     try:
         return weakref.ref(value)
-    except TypeError:  # of a context variable, say
+    except TypeError:  # a context variable, for example
         return lambda: value
 
 
 MOST_NOWHERE = 64
-# by id, with so many modules; to search them all takes milliseconds
+# By id, with the number of modules at that time. Searching all modules takes milliseconds.
 NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}
 
 
@@ -432,8 +452,10 @@ def reference_again(kind: Any, target: Any) -> Any:
 
 
 def let_go(target: Any, reference: Any) -> None:
-    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else
-    may hold it."""
+    """Keep the object of a weak reference alive in a worker, as the reference's callback.
+
+    Nobody else may hold the object there.
+    """
 
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
@@ -442,19 +464,21 @@ def reduce_reference(value: weakref.ref[Any]) -> Reduced:
 
 
 def dead_reference(kind: Any) -> Any:
-    """One whose object is gone."""
+    """Return a reference whose object is gone."""
     return kind(DeadReferent().method if kind is weakref.WeakMethod else DeadReferent())
 
 
 class DeadReferent:
-    """Nobody holds one."""
+    """The class of an object that nobody holds."""
 
     def method(self) -> None: ...
 
 
 class Referent(NamedTuple):
-    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes
-    a proxy for that, too."""
+    """Represents a weak proxy in a pickle. The worker gets the object itself, which looks the same.
+
+    Pickle also takes a proxy for its object.
+    """
 
     value: Any
     is_alive: bool = True
@@ -467,7 +491,7 @@ PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
 def referent(proxy: Any) -> Referent:
-    """What a weak proxy stands for."""
+    """Return the representation of a weak proxy's object."""
     try:
         return Referent(proxy.__repr__.__self__)
     except ReferenceError:
@@ -475,8 +499,9 @@ def referent(proxy: Any) -> Referent:
 
 
 def reduce_weak(value: Any) -> Reduced:
-    """A WeakKeyDictionary, WeakValueDictionary or WeakSet; what it leads to hangs on it."""
-    if type(value) not in WEAK:  # its own attributes and methods are not known
+    """Reduce a WeakKeyDictionary, WeakValueDictionary or WeakSet, which keeps its contents
+    alive."""
+    if type(value) not in WEAK:  # its attributes and methods are unknown
         base = next(each.__name__ for each in WEAK if isinstance(value, each))
         raise TypeError(
             f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a "
@@ -492,7 +517,10 @@ def fill_weak(made: Any, contents: list[Any]) -> None:
 
 
 def reduce_subclass(value: object) -> Any:
-    """As its base, where scripts make subclasses that say nothing of it; None for anything else."""
+    """Reduce an object of a script's subclass as its base is reduced; None for anything else.
+
+    This is done if the subclass says nothing of pickling.
+    """
     kinds = type(value).__mro__
     if INHERITED.isdisjoint(kinds) or kinds[0] in ClassPickler.dispatch_table:
         return None
@@ -506,7 +534,7 @@ def reduce_subclass(value: object) -> Any:
     return REDUCERS[base](value) if base in INHERITED else None
 
 
-# --- what else is PyTorch's
+# --- other objects of PyTorch's
 
 
 def reduce_method(value: types.MethodType) -> Any:
@@ -521,8 +549,8 @@ def reduce_method(value: types.MethodType) -> Any:
 
 
 def reduce_descriptor(value: Any) -> Reduced:
-    """A property, class method or static method of a subclass, such as those of
-    `torch.distributions`."""
+    """Reduce a subclass of property, classmethod or staticmethod, such as `torch.distributions`
+    has."""
     kind = type(value)
     base = next(each for each in kind.__mro__ if each in DESCRIPTORS)
     _, arguments = OWN_MAP[base](value)
@@ -530,20 +558,23 @@ def reduce_descriptor(value: Any) -> Reduced:
 
 
 def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
-    """Made empty, then filled: from Python 3.14 on its `__new__` wants the function, which pickle
-    does not give."""
+    """Reduce it to an empty one that is then filled.
+
+    Since Python 3.14 its `__new__` wants the function, which pickle does not pass.
+    """
     return object.__new__, (functools.partialmethod,), vars(value)
 
 
 def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
-    """The `__init__` of a subclass may want other arguments."""
+    """Rebuild a descriptor without the `__init__` of its subclass, which may want other
+    arguments."""
     made = base.__new__(kind, *arguments)
     base.__init__(made, *arguments)
     return made
 
 
 def whole(base: Any) -> Callable[[Any], Reduced | None]:
-    """For a class of PyTorch's whose `__getstate__` leaves out what can be carried."""
+    """Make a reducer for a class of PyTorch's whose `__getstate__` leaves out too much."""
 
     def reduce(value: Any) -> Reduced | None:
         is_usual = type(value).__getstate__ is base.__getstate__
@@ -557,11 +588,12 @@ def reduce_storage(value: torch.UntypedStorage) -> Reduced:
 
 
 def storage_again(values: torch.Tensor) -> torch.UntypedStorage:
-    return values.clone().untyped_storage()  # of its own: the tensor may be a part of shared memory
+    # This is a copy, because the tensor may be a part of shared memory.
+    return values.clone().untyped_storage()
 
 
 def reduce_handle(value: RemovableHandle) -> Reduced:
-    """Of a hook. Its class cannot make one again whose module is gone."""
+    """Reduce the handle of a hook. Its class cannot rebuild a handle whose module is gone."""
     state = value.__getstate__()  # type: ignore[no-untyped-call]
     if any(each is None for each in itertools.chain(state[:1], *state[2:])):
         state = None, value.id
@@ -569,7 +601,7 @@ def reduce_handle(value: RemovableHandle) -> Reduced:
 
 
 def reduce_generator(value: torch.Generator) -> Any:
-    # of the default generator the worker's own is meant, which has the seed of the item
+    # The default generator becomes the worker's own, which has the seed of the item.
     return (
         (getattr, (torch, "default_generator"))
         if value is torch.default_generator
@@ -582,7 +614,7 @@ def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
 
 
 def reduce_operator(value: object) -> Reduced:
-    """Of torch.ops: a namespace, an operator or an overload of one, each by its name there."""
+    """Reduce a namespace, an operator or an overload of torch.ops by its name there."""
     path = getattr(value, "__name__", "") if isinstance(value, types.ModuleType) else str(value)
     return operator_again, (path.removeprefix("torch.ops."),)
 
@@ -604,8 +636,11 @@ REGISTER = (
 
 
 def reduce_imported(value: types.ModuleType) -> Any:
-    """A module, of any class, by its name; also one like torch._C._functions: an attribute of
-    another, not imported."""
+    """Reduce a module, of any class, by its name.
+
+    This includes modules such as torch._C._functions, which is not imported but an attribute of
+    another module.
+    """
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
         return getattr, (sys.modules[parent], name)
@@ -618,15 +653,19 @@ def reduce_imported(value: types.ModuleType) -> Any:
 
 
 def is_found(module: types.ModuleType) -> bool:
-    """Whether this is the module of that name, or was before it was imported again: one made by
-    hand may share its name."""
+    """Whether this is the module of that name, or was until it was imported again.
+
+    A module that was made by hand may share the name.
+    """
     there, file = sys.modules.get(module.__name__, module), getattr(module, "__file__", None)
     return there is module or (file is not None and file == getattr(there, "__file__", None))
 
 
 def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; others without what is empty.
-    None for any other."""
+    """Reduce PyTorch's modules that refuse to be pickled, and others without empty parts.
+
+    It returns None for any other module.
+    """
     if isinstance(value, torch.jit.ScriptModule):
         tensors = {
             **dict(value.named_parameters(remove_duplicate=False)),
@@ -637,7 +676,7 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         return script_again, (hollow.save_to_buffer(), tensors)
     if (reduced := reduce_compiled(value)) is not None:
         return reduced
-    # its class was made for it, and refuses; what that was made from does not
+    # Its class was made for it and refuses to be pickled. The original class does not.
     if is_parametrized(value):
         reduced = (
             object.__new__,
@@ -651,7 +690,7 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         reduced = without_empty_hooks(value.__reduce_ex__(5))
     elif all(getattr(type(value), name) is getattr(Module, name) for name in PLAIN[:2]):
         create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
-        # that of a quantized one has nothing of what all have
+        # The state of a quantized module lacks what all others have.
         is_of_all = isinstance(state, dict) and "_modules" in state
         reduced = create if is_of_all else bare_module, arguments, state, *rest
     elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
@@ -672,8 +711,10 @@ UNEXPORTED = (
 
 
 def is_exported(graph: torch.fx.GraphModule) -> bool:
-    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a
-    graph, does not know which."""
+    """Whether the graph's tracer cannot be made without a module.
+
+    PyTorch makes a tracer while it loads a graph, and does not know which module to pass.
+    """
     tracer = vars(graph).get("_tracer_cls")
     try:
         inspect.signature(tracer or object).bind()
@@ -687,22 +728,24 @@ PLAIN = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
 
 
 def is_plain(kind: type[Module]) -> bool:
-    """Pickled as PyTorch has it for all modules."""
+    """Whether the class is pickled as PyTorch does it for all modules."""
     return all(getattr(kind, name, None) is getattr(Module, name, None) for name in PLAIN)
 
 
 def without_empty_hooks(reduced: Any) -> tuple[Any, ...]:
-    """As `reduced`, but for a module's dictionaries that have no hook: nine of ten objects that it
-    consists of."""
+    """Return `reduced` without a module's empty dictionaries for hooks.
+
+    These are nine of ten objects that a module consists of.
+    """
     create, arguments, state, *_ = reduced
     if type(state) is not dict:
-        return tuple(reduced)  # it has slots
+        return tuple(reduced)  # the module has slots
     left = {name: None if name in HOOKS and not each else each for name, each in state.items()}
     return create, arguments, left, None, None, set_with_hooks
 
 
 def set_with_hooks(module: Module, state: dict[str, Any]) -> None:
-    """The state of a module, with dictionaries for the hooks that it does not have."""
+    """Set the state of a module, and add the dictionaries for hooks that the state lacks."""
     made = {
         name: OrderedDict[Any, Any]() if each is None and name in HOOKS else each
         for name, each in state.items()
@@ -722,17 +765,19 @@ def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.Scr
     return module
 
 
-# TorchScript that this process has loaded. What is loaded runs slowly twice before it is optimised;
-# copies have that in common.
+# TorchScript that this process has loaded. Loaded code runs slowly twice before it is optimised,
+# and its copies share this.
 load_once = functools.lru_cache(maxsize=128)(load_script)
 MOST_SCRIPT_BYTES = 1 << 20
-# where an archive has them: a frozen module's, or what was traced with
+# An archive has its constants here: those of a frozen module, or of a traced one.
 TENSOR_CONSTANTS = b"/constants/"
 
 
 def loaded_script(code: bytes) -> torch.jit.ScriptModule:
-    """A module of its own, but for the tensors that are constants of the code: where there are
-    some, it is loaded anew."""
+    """Return a new copy of the module. If the code has constant tensors, it is loaded anew.
+
+    Copies would share these tensors.
+    """
     if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
         return load_script(code)
     return copy.deepcopy(load_once(code))
@@ -741,7 +786,7 @@ def loaded_script(code: bytes) -> torch.jit.ScriptModule:
 def share_loaded_scripts() -> None:
     """Make `torch.jit.load`, in a worker process, load what was saved in memory only once.
 
-    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, thus in each map.
+    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, and so in each map.
     """
 
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -750,11 +795,11 @@ def share_loaded_scripts() -> None:
         return load_archive(f, *args, **kwargs)
 
     torch.jit.load = functools.update_wrapper(load, load_archive)
-    load.__module__ = "torch.jit"  # where pickle finds this one
+    load.__module__ = "torch.jit"  # where pickle finds this function
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Into the places that paths of attributes name."""
+    """Put the tensors where their paths of attributes say."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for path, tensor in tensors.items():
         owner, _, name = path.rpartition(".")
@@ -762,7 +807,7 @@ def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]
 
 
 class ScriptedFunction:
-    """TorchScript saves a function as the method of a module, and forgets its defaults."""
+    """A scripted function. TorchScript saves it as a module's method, without its defaults."""
 
     def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
         self._code, self._names, self._defaults = code, names, defaults
@@ -789,8 +834,7 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
 # --- all of them
 
 
-# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its
-# class and name
+# None since torch 2.15, where `apply` is builtin. Pickle then carries it by its class and name.
 FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS: dict[type, Callable[[Any], Any]] = {
@@ -811,42 +855,44 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,
-    # whoever holds one in the caller does not give it back here
+    # Those who hold one in the caller do not release it here.
     threading.BoundedSemaphore: lambda value: (threading.BoundedSemaphore, (value._initial_value,)),
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
     memoryview: reduce_memoryview,
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
-    Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them
-    Transform: whole(Transform),  # of inverses
+    # These leave out hooks, and what single optimizers and schedulers keep in them.
+    Optimizer: whole(Optimizer),
+    # These leave out inverses.
+    Transform: whole(Transform),
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
 }
 INHERITED = {*WEAK, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
-# no deeper: every object is looked up here
+# The chain is kept short, because every object is looked up here.
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 
-MOST_LOOKED_AT = 10_000  # objects of one cache: a millisecond
+MOST_LOOKED_AT = 10_000  # objects of one cache, which takes a millisecond
 NO_TENSORS = {type(None), bool, int, float, complex, str, bytes, types.CodeType}
 ABSENT = object()
 
 
 class CacheEntry(NamedTuple):
-    """Of a cache of `functools`."""
+    """An entry of a cache of `functools`."""
 
     key: Any
     result: Any
 
 
 def entries(cached: Any) -> list[CacheEntry]:
-    """What is in the cache; what was used last comes last, where the cache is bounded."""
-    inside = gc.get_referents(cached)  # all at once, whatever other threads do
+    """Return the entries of the cache. In a bounded cache the most recently used comes last."""
+    inside = gc.get_referents(cached)  # read at once, whatever other threads do
     if cached.cache_parameters()["maxsize"] is None:
-        # the other one has the attributes
+        # The other dictionary has the attributes.
         cache = next(each for each in inside if type(each) is dict)
         return [CacheEntry(*pair) for pair in list(cache.items())]
     found = []  # its type, then a key, its result and the type of the link between the two for each
@@ -858,8 +904,8 @@ def entries(cached: Any) -> list[CacheEntry]:
 
 
 def marks() -> tuple[Any, Any]:
-    """What stands in a key between arguments and keywords; and the type of the links in a bounded
-    cache."""
+    """Return the mark between arguments and keywords in a key, and the type of a bounded cache's
+    links."""
     cached = functools.lru_cache(maxsize=1)(lambda **names: None)
     cached(name=None)
     _, key, _, link, *_ = gc.get_referents(cached)
@@ -870,13 +916,13 @@ KEYWORDS, LINK = marks()
 
 
 def arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of the call."""
+    """Return the arguments of the call."""
     if type(key) is not tuple:
         return (key,), {}
     count = next((place for place, each in enumerate(key) if each is KEYWORDS), None)
     if count is None:
         return key[: len(key) // 2] if typed else key, {}
-    rest = key[count + 1 :]  # names and values by turns, then the types of all
+    rest = key[count + 1 :]  # names and values alternate, then come all types
     named = rest[: (len(rest) - count) // 3 * 2] if typed else rest
     return key[:count], dict(zip(named[::2], named[1::2], strict=True))
 
@@ -892,13 +938,15 @@ def entries_with_tensors(cached: Any) -> list[CacheEntry]:
 
 
 def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
-    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked
-    at; near ones first."""
+    """Whether a tensor, module or random number generator is in `value`.
+
+    The search looks at near objects first, and stops after some number of objects.
+    """
     waiting, seen = [value], {id(value)}
     for each in waiting:
         if next(looked_at, None) is None:
             return False
-        kind = type(each)  # no isinstance: a weak proxy would answer for what it stands for
+        kind = type(each)  # no isinstance: a weak proxy would answer for its object
         if issubclass(kind, torch.Tensor | torch.nn.Module) or is_generator(each):
             return True
         if kind is types.FunctionType:
@@ -922,13 +970,13 @@ def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
 
 
 def identities(cached: Any) -> list[Any]:
-    """What tells that a worker would get something else than before."""
+    """Return values that differ if a worker would get something different from before."""
     own = attributes_of_cache(cached)
     return [*own, *own.values(), *(part for each in entries_with_tensors(cached) for part in each)]
 
 
 def attributes_of_cache(cached: Any) -> dict[str, Any]:
-    """Those that it was given, beside what it has from the function and `functools`."""
+    """Return the attributes that were set on the cached function, besides its usual ones."""
     function = cached.__wrapped__
     copied = getattr(function, "__dict__", {})
     own = {
@@ -943,7 +991,7 @@ def attributes_of_cache(cached: Any) -> dict[str, Any]:
     }
 
 
-# --- there and back
+# --- pickling a cache, and rebuilding it
 
 
 def reduce_by_value(cached: Any) -> tuple[Any, ...]:
@@ -963,8 +1011,11 @@ def reduce_by_value(cached: Any) -> tuple[Any, ...]:
 
 
 class CacheFiller(functools.partial[Any]):
-    """What a cached function calls: first to be given what is known already, then the function,
-    with no frame in between."""
+    """The function that a cached function calls.
+
+    While the cache is filled, it returns known results. Then it calls the real function with no
+    frame in between.
+    """
 
     def turn_to(self, function: Any, *first: Any) -> None:
         set_state: Any = super().__setstate__  # type: ignore[misc]  # typeshed leaves it out
@@ -979,7 +1030,7 @@ def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
 def fill(
     cached: Any, state: tuple[dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], Any]]]
 ) -> None:
-    """Put the entries in by calling it with a function that gives their results."""
+    """Fill the cache by calling it with a function that returns the known results."""
     own, kept = state
     vars(cached).update(own)
     stand_in = next(each for each in gc.get_referents(cached) if type(each) is CacheFiller)

@@ -1,19 +1,20 @@
-"""What the caller's functions use of the user's own modules, as one pickle, made again only when
-something changed.
+"""The parts of the user's modules that functions use are one pickle, the *state*. It is made again
+only when something changed.
 
     the function's pickle        names what it wants: simmod.f
     the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses;
                                  and what these use, and so on
-cloudpickle would pickle all of it with each function and each item. Here functions and items go by
-name, and an operation has one state beside its function, which workers keep. While nothing has been
-written (`ContentRecord`), nothing is pickled or sent.
+
+cloudpickle would pickle all of this with each function and each item. Here functions and items are
+pickled by name. An operation has one state besides its function, and workers keep it. While nothing
+has been changed (`ContentRecord`), nothing is pickled or sent.
 
 The pickler notes each object that it meets in a `ContentRecord`, which says later whether the
-pickle is still true. What the caller may write to is compared by what it holds, or by the bytes
-that it gives; a large pickle by the identity of its object.
+pickle is still true. An object that the caller may change is compared by its contents or by its
+pickle. If the pickle is large, only the object's identity is compared.
 
-Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever
-and whenever they run.
+Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
+    and whenever they run.
 """
 
 from __future__ import annotations
@@ -83,14 +84,15 @@ __all__ = [
     "loads_with_state",
 ]
 
-LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
+# bytes of a pickle; an object with a larger pickle is compared by its identity
+LARGE_BYTES = 64 << 10
 CONTAINERS = {
     collections.OrderedDict,
     collections.defaultdict,
     collections.Counter,
     collections.deque,
 }
-OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
+OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out compiled parts
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 STEADY = (
     *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
@@ -110,36 +112,38 @@ STEADY = (
     *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
-)  # never written to; or they show what they hold as they are pickled
+)  # immutable, or their contents are noted while they are pickled
 
 ABSENT = object()
 OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
+MOST_OBJECTS = 1000  # checked in one large value before each operation
 
 Content = Sequence[Any]
-# kept alive, so that no other object gets its address
+# The objects are kept alive, so that no other object gets their address.
 Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]
-MOST_STATES = 128  # kept for the next operation
+MOST_STATES = 128  # kept for later operations
 T = TypeVar("T")
-HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
-WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle begins otherwise
+# The number of the state, its number of tensors, and its number of bytes; the state follows.
+HEADER = struct.Struct("<QQQ")
+# The first byte of what `dumps_whole` gives if there is a state. A pickle begins differently.
+WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
 
 
-# --- whether what was pickled is still what it was
+# --- whether objects are unchanged since they were pickled
 
 
 class ContentRecord:
-    """What was met while a pickle was made, with what it held: whether that is still so, in
-    microseconds.
+    """Records the objects that were met while a pickle was made, and what they held.
 
-    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in
-    it that may be written to is noted here, with the objects that it then held; it is unchanged as
-    long as it holds the same ones. What does not show what it holds (numpy arrays, objects of other
-    libraries) is pickled again and compared. Of tensors only attributes are: their values travel
-    with each operation, whatever they are.
+    It says within microseconds whether they still hold the same. Python does not report changes of
+    modules, classes and lists. So each object in a pickle that may be changed is noted here, with
+    the objects that it then held. It is unchanged as long as it holds the same ones. Objects that
+    do not show what they hold (numpy arrays, objects of other libraries) are pickled again and
+    compared. Of tensors only the attributes are compared. The tensors' values are sent with each
+    operation.
     """
 
     def __init__(self) -> None:
@@ -147,7 +151,7 @@ class ContentRecord:
         self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
 
     def is_unchanged(self) -> bool:
-        """Whether each object that was noted holds what it held then."""
+        """Whether each noted object still holds what it held then."""
         for held_by, value, before in self._contents:
             now = held_by(value)
             if len(now) != len(before) or (now and not all(map(operator.is_, now, before))):
@@ -158,7 +162,7 @@ class ContentRecord:
         self._contents.append((held_by, value, held_by(value)))
 
     def names(self, contents: dict[str, Any], names: Iterable[str]) -> None:
-        """Note what a module has under these names."""
+        """Note the values that a module has under these names."""
         self.content(values_of, (contents, tuple(names)))
 
     def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
@@ -168,8 +172,10 @@ class ContentRecord:
         return len(self._contents), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Containers, and where there are very many, objects; but neither classes, functions nor
-        modules."""
+        """Forget the containers noted since `mark` and, if there are very many objects, these too.
+
+        Classes, functions and modules stay noted.
+        """
         kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
         if len(kept) > MOST_OBJECTS:
             kept = [each for each in kept if each[0] in OF_CODE]
@@ -178,15 +184,15 @@ class ContentRecord:
 
 
 def is_same(now: Opaque, before: Opaque) -> bool:
-    """Whether two pickles of one object say the same."""
-    count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
+    """Whether two pickles of one object are equal."""
+    count = len(now[1]) - len(now[2])  # the rest are views of buffers that were made for the pickle
     tensors = len(now[1]) == len(before[1]) and all(
         map(operator.is_, now[1][:count], before[1][:count])
     )
     return tensors and now[0] == before[0] and now[2] == before[2]
 
 
-# --- what objects hold
+# --- the contents of objects
 
 
 def items_of(value: Any) -> Content:
@@ -199,23 +205,23 @@ def pairs_of(value: dict[Any, Any]) -> Content:
 
 def attributes_of(value: Any) -> Content:
     own = value.__dict__
-    return pairs_of(own) if own else ()  # of most tensors
+    return pairs_of(own) if own else ()  # empty for most tensors
 
 
 def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
-    """The values of some names in a dictionary."""
+    """Return the values of some names in a dictionary."""
     contents, chosen = names
     return [contents.get(name, ABSENT) for name in chosen]
 
 
 def contents_of_function(value: types.FunctionType) -> Content:
-    """Its code, defaults and closure, and its attributes."""
+    """Return the function's code, defaults, closure and attributes."""
     parts = OF_A_FUNCTION(value)
     return (*parts, *attributes_of(value)) if vars(value) else parts
 
 
 def contents_of_class(value: type) -> Content:
-    """Its bases, and what stands in its body."""
+    """Return the class's bases and the values in its body."""
     return (
         *value.__bases__,
         *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
@@ -223,15 +229,19 @@ def contents_of_class(value: type) -> Content:
 
 
 OF_CODE = contents_of_class, contents_of_function, values_of
-MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as it goes along
+MADE_BY_PYTHON = {
+    "__slotnames__",
+    "_abc_impl",
+    "__weakref__",
+    "__dict__",
+}  # Python adds these by itself
 
 
 # --- the pickle
 
 
 class StatePickler(CallerPickler):
-    """Functions and classes of the user's own modules by value, and what their code wants after
-    them."""
+    """Pickles functions and classes of the user's modules by value, then what their code uses."""
 
     def __init__(self, left: dict[WantedName, OwnValueReference]) -> None:
         self.buffer = io.BytesIO()
@@ -239,13 +249,17 @@ class StatePickler(CallerPickler):
         self.covered: set[WantedName] = set()
         self.watch = ContentRecord()
         self._left = left
-        # that may run while the state is loaded, and use globals then
+        # Functions that may run while the state is loaded, and use globals then.
         self._hastened: dict[int, types.FunctionType] = {}
-        # what reducers made for the pickle, which nobody can write to
+        # objects that reducers made for the pickle, which nobody can change
         self._made: dict[int, Any] = {}
 
     def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
-        """None; or what cannot be carried, by itself, so that all is in vain."""
+        """Pickle everything that is wanted.
+
+        Return None, or the first wanted name that cannot be pickled by itself. The pickle is then
+        useless.
+        """
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
         self.dump(sorted(own))
@@ -258,9 +272,10 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_some(self, wanted: Sequence[WantedName]) -> WantedName | None:
-        """None; or what cannot be carried, as of `dump_all`."""
+        """Pickle these names. The result is as for `dump_all`."""
         self.covered.update(wanted)
-        names: dict[str, dict[str, bool]] = {}  # by module: whether the name is wanted by itself
+        # For each module, whether a name is wanted by itself.
+        names: dict[str, dict[str, bool]] = {}
         for module, name in wanted:
             contents = vars(sys.modules[module])
             of_module = names.setdefault(module, dict.fromkeys(ABOUT_ITSELF, True))
@@ -282,8 +297,10 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_name(self, wanted: WantedName, value: Any, by_itself: bool) -> bool:
-        """Whether it could be carried; raises where it could not, and the worker's own will not
-        do."""
+        """Pickle a name and return whether this was possible.
+
+        It raises if it was impossible and the worker's own value cannot be used instead.
+        """
         mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
@@ -299,7 +316,7 @@ class StatePickler(CallerPickler):
             self.watch.forget_since(mark)
         return True
 
-    # --- what is noted of each object
+    # --- noting each object
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
@@ -308,7 +325,7 @@ class StatePickler(CallerPickler):
             return None
         if issubclass(kind, torch.Tensor):
             self.watch.content(attributes_of, value)
-        elif kind is bytearray:  # pickle asks of one nowhere else
+        elif kind is bytearray:  # pickle asks about a bytearray nowhere else
             self._note(value)
         return super().persistent_id(value)
 
@@ -340,7 +357,7 @@ class StatePickler(CallerPickler):
         if reduced is NotImplemented:
             return reduced
         self.watch.content(contents_of_function, value)
-        if reduced[0] is make_function:  # the compiler did not make it
+        if reduced[0] is make_function:  # not made by the compiler
             state = reduced[2][1]
             self.watch.names(value.__globals__, list(state["__globals__"]))
             self._note_made(reduced, state["__annotations__"])
@@ -376,7 +393,8 @@ class StatePickler(CallerPickler):
         return {name: self._left.get(WantedName(home, name), each) for name, each in given.items()}
 
     def _hasten(self, value: Any) -> None:
-        """A function, and those that it calls."""
+        """Note a function, and those that it calls, as one that may run while the state is
+        loaded."""
         function = getattr(value, "__func__", value)
         if (
             not isinstance(function, types.FunctionType)
@@ -389,14 +407,16 @@ class StatePickler(CallerPickler):
             self._hasten(function.__globals__.get(name))
 
     def _hasten_methods(self, kind: type) -> None:
-        """Those that Python calls by itself: when a subclass is made, an object is put into a set,
-        and so on."""
+        """Hasten the methods that Python calls by itself.
+
+        It calls them, for example, when a subclass is made or an object is put into a set.
+        """
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
 
     def _want_name(self, value: Any) -> None:
-        """It is to be found under its own name too."""
+        """Note that the value must also be found under its own name."""
         if (own := name_of(value)) is not None:
             self.wanted[own] = None
 
@@ -408,7 +428,7 @@ class StatePickler(CallerPickler):
                 self._note_made(*each)
 
     def _note(self, value: Any) -> None:
-        """Have the watch compare what the object holds or, where it does not show that, its
+        """Make the record compare what the object holds or, if the object does not show that, its
         pickle."""
         kind = type(value)
         if reduces_as_usual(kind):
@@ -433,7 +453,7 @@ class StatePickler(CallerPickler):
 
 
 def held_by(value: Any) -> Sequence[Any]:
-    """What a value holds, to compare it with later."""
+    """Return what a value holds, to compare it with later."""
     if isinstance(value, dict):
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
@@ -446,7 +466,7 @@ def held_by(value: Any) -> Sequence[Any]:
 
 
 def attributes_beside_state(generator: Any) -> Sequence[Any]:
-    """Of a generator of random numbers, whose state is none of the pickle's."""
+    """Return the attributes of a random number generator, whose state is not in the pickle."""
     return pairs_of(
         {name: value for name, value in vars(generator).items() if name != "gauss_next"}
     )
@@ -454,12 +474,12 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
 
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
-        # cloudpickle would send what is in it
+        # cloudpickle would send the contents of the file.
         raise TypeError(f"cannot pickle an open file ({value!r})")
 
 
 class FilelessPickler(CallerPickler):
-    """Sees whether something can be carried."""
+    """Finds out whether something can be pickled."""
 
     def reducer_override(self, value: object) -> Any:
         refuse_files(value)
@@ -467,8 +487,10 @@ class FilelessPickler(CallerPickler):
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
-    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be
-    carried, such as a file."""
+    """Return what a pickle contains for an attribute of a class.
+
+    If the attribute cannot be pickled, as a file cannot, the worker's own takes its place.
+    """
     if (
         name.startswith(("__", "_abc_"))
         or type(member) in PLAIN
@@ -485,13 +507,13 @@ def member_or_left(kind: type, name: str, member: Any) -> Any:
 
 
 def is_defined_there(wanted: WantedName) -> bool:
-    """Whether it would be imported, as pickle does."""
+    """Whether the name would be imported, as pickle does it."""
     value = vars(sys.modules[wanted.module]).get(wanted.name or "")
     return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
 
 
 def reduces_as_usual(kind: type) -> bool:
-    """Whether pickle takes an object's attributes, slots and items, and nothing else."""
+    """Whether pickle takes only an object's attributes, slots and items."""
     if any(
         "__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]
     ):
@@ -520,7 +542,7 @@ def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
 
 
 def pickled_alone(value: Any) -> Opaque:
-    """Its bytes, which tensors it has, and where its buffers lie."""
+    """Return the value's bytes, its tensors, and the addresses of its buffers."""
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(value)
     tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
@@ -531,11 +553,11 @@ def pickled_alone(value: Any) -> Opaque:
     )
 
 
-# --- what the modules hold, as it is now
+# --- snapshots of the modules
 
 
 class ModuleSnapshot:
-    """What the user's modules hold; of them, what some functions use."""
+    """What the user's modules held at one moment, as far as some functions use it."""
 
     _numbers = itertools.count(1)
 
@@ -550,7 +572,7 @@ class ModuleSnapshot:
         self.number = next(self._numbers)
         self.pickled = pickled
         self.mark = mark  # see `structure.RUNS_CODE`
-        self.tensors = tensors  # captures of whatever uses the state
+        self.tensors = tensors  # captures of everything that uses the state
         self._covered = covered
         self._watch = watch
 
@@ -562,8 +584,10 @@ class ModuleSnapshot:
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
-    """The values that were put here last. Two of these that see the same keys in the same order
-    keep the same ones."""
+    """The values that were put here last.
+
+    Two of these caches that see the same keys in the same order keep the same keys.
+    """
 
     def put(self, key: Hashable, value: T) -> None:
         self[key] = value
@@ -573,19 +597,21 @@ class RecentValues(collections.OrderedDict[Hashable, T]):
 
 
 class SnapshotCache:
-    """Those that were made last, for as long as they are true."""
+    """The snapshots that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        # what is pickled has methods of its own, which may come here again
+        # Pickled objects have methods of their own, which may come here again.
         self._lock = threading.RLock()
-        self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by what was wanted
-        # what cannot be carried, as it was met first since the module was loaded; ABSENT where
-        # something was met that can
+        self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by the wanted names
+        # Values that cannot be pickled, as they were first met since the module was loaded. ABSENT
+        # replaces a value that could be pickled.
         self._met: dict[WantedName, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[WantedName]) -> ModuleSnapshot | None:
-        """The state with all that is wanted, as it is now; the same one while nothing changes.
-        None: nothing is wanted."""
+        """Return the state with everything that is wanted, as it is now; None if nothing is wanted.
+
+        It is the same object while nothing changes.
+        """
         key = tuple(wanted)
         if not key:
             return None
@@ -619,12 +645,14 @@ class SnapshotCache:
         )
 
     def _left_of(self, wanted: WantedName) -> OwnValueReference:
-        """In the place of what cannot be carried: the worker's own. Raises TypeError where the
-        caller's was replaced."""
+        """Return the reference to the worker's own value, for one that cannot be pickled.
+
+        Raises TypeError if the caller's value was replaced.
+        """
         assert wanted.name is not None
         value = vars(sys.modules[wanted.module])[wanted.name]
         known = self._note_kind(wanted, value)
-        if known is not value and known is not None:  # None: what is made when it is needed
+        if known is not value and known is not None:  # None if it is made when it is needed
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was replaced by what cannot be carried "
                 f"({type(value).__name__}), and workers "
@@ -633,9 +661,9 @@ class SnapshotCache:
         return OwnValueReference(wanted.module, wanted.name, type(value).__qualname__)
 
     def _note_kind(self, wanted: WantedName, value: Any) -> Any:
-        """What it was when it was met first."""
+        """Return what the value was when it was first met."""
         module = sys.modules[wanted.module]
-        load = getattr(module, "__spec__", None) or module  # another object when it is reloaded
+        load = getattr(module, "__spec__", None) or module  # a reload makes a new object
         known = self._met.get(wanted)
         if known is None or known[0] is not load:
             known = self._met[wanted] = load, weakly(value), held_by(value)
@@ -652,21 +680,21 @@ class SnapshotCache:
 
 
 STATES = SnapshotCache()
-# states without tensors, in the process of a worker
+# the states without tensors that a worker's process has loaded
 LOADED: RecentValues[Namespaces] = RecentValues()
-LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
+LAST = [0]  # the number of the state loaded last; 0 if it is not kept
 
 
-# --- with a function, with arguments, and by itself
+# --- the state with a function, with arguments, and alone
 
 
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
 ) -> tuple[bytes, list[torch.Tensor], ModuleSnapshot | None]:
-    """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors
-    come after them.
+    """Pickle `function`. Returns the pickle, its tensors, and the state to load it with.
 
-    `first`: what some calls are given, perhaps of classes that the other calls will need too.
+    The tensors of the state come after those of the function. `first` holds the arguments of some
+    calls. They may have classes that the other calls will need too.
     """
     kept, fingerprint = kept_pickle(function)
     if kept is not None and fingerprint is not None:
@@ -686,7 +714,7 @@ def dumps_function(
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
-        # whoever packs the call will find it again, and name the item
+        # The error is ignored: it comes again when the call is packed, and then names the item.
         with contextlib.suppress(Exception):
             others.dump(first)
         wanted.update(others.wanted)
@@ -695,8 +723,10 @@ def dumps_function(
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
-    """Whether there are functions, classes, or objects of the user's own classes in `value`; not
-    looked at in every corner."""
+    """Whether `value` contains functions, classes, or objects of the user's classes.
+
+    The search does not look everywhere.
+    """
     kind = type(value)
     if kind in ELEMENTS:
         inside = list(itertools.islice(value.values() if kind is dict else value, MOST_LOOKED_AT))
@@ -709,10 +739,10 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: ModuleSnapshot | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps_whole` of what may have `DeferredValue` values in it, and the dependencies to those,
-    in the order in which pickle meets them.
+    """Pickle, as `dumps_whole` does, arguments that may contain `DeferredValue` values.
 
-    What the state `known` has is left to it.
+    It also returns the dependencies to these, in the order in which pickle meets them. Parts that
+    the state `known` has are left out.
     """
     dependencies: list[Any] = []
     return *dumps_whole(value, travel, known, dependencies), dependencies
@@ -724,8 +754,10 @@ def dumps_whole(
     known: ModuleSnapshot | None = None,
     dependencies: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both.
-    `loads_whole` reads them."""
+    """Pickle `value` with all that it uses of the user's modules.
+
+    Returns the bytes and the tensors of both. `loads_whole` reads them.
+    """
     pickler = CallerPickler(buffer := io.BytesIO(), dependencies, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
@@ -746,10 +778,10 @@ def loads_whole(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known
-    then.
+    """Load what `dumps_whole` or `dumps_arguments` gave.
 
-    `streams`: gets those of the generators that it captures.
+    `names` are the modules of the state that was known then. `streams` receives the streams of the
+    generators that the value captures.
     """
     if not pickled.startswith(WHOLE):
         return loads_with_state(pickled, tensors, 0, b"", 0, dependency_results, names, streams)[0]
@@ -778,10 +810,10 @@ def loads_with_state(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> tuple[Any, Namespaces, Streams]:
-    """A function, the modules that it sees, and the generators that it captures.
+    """Load a function, the modules that it sees, and the generators that it captures.
 
-    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names`
-    are the modules.
+    The last `tensors` of `captures` belong to the state `number`, if there is one. Without a state,
+    `names` are the modules.
     """
     own = len(captures) - tensors
     seen = names or Namespaces()
@@ -806,11 +838,14 @@ def loaded(
     placement: GlobalsSnapshot | None = None,
     streams: Streams | None = None,
 ) -> Namespaces:
-    """The modules as the state has them; those that were loaded before, where it has no tensors,
-    which are others each time."""
+    """Return the modules of a state.
+
+    Modules that were loaded before are reused if the state has no tensors, since tensors differ
+    each time.
+    """
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
-    # states share classes: the one that was loaded since has set their attributes
+    # States share classes, and the state loaded last has set their attributes.
     has_old_classes = number != LAST[0] and any(
         each.__name__.encode() in pickled for each in MAKERS
     )
@@ -819,7 +854,7 @@ def loaded(
         again = Namespaces(placement)
         stream = io.BytesIO(pickled)
         unpickler = TensorUnpickler(stream, tensors, (), again, streams)
-        with PLACED.taken_back():  # for what is this process's own
+        with PLACED.taken_back():  # for this process's own values
             own_imports(unpickler.load())
             while stream.tell() < len(pickled):
                 module, name, value = unpickler.load()
@@ -834,33 +869,35 @@ def loaded(
 # --- generators of random numbers that items hold
 
 
-# generators; numpy's have no weak references
+# Generators that several items share. numpy's have no weak references.
 SHARED: collections.deque[Any] = collections.deque(maxlen=64)
 
 
-Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
+Roots = dict[int, tuple[Any, Any]]  # the generator and its root, by the generator's id
 
 
 class MetGenerator(NamedTuple):
-    """A generator that an item had."""
+    """A generator that an item held."""
 
-    generator: Any  # held, so that no other one gets its id
+    generator: Any  # kept alive, so that no other object gets its id
     first: int
     is_shared: bool
 
 
 class ItemStreams:
-    """How the generators travel that the items of one operation hold. An item may be packed more
-    than once.
+    """Decides how the generators are sent that the items of one operation hold.
 
-    They travel as they are; but one that several items have gives each a stream of its own. Where
-    the items are not all there yet (an iterator's), the first one that has a generator gets it as
-    it is, the others a stream each; from then on it is known that several items have it.
+    A generator of one item is sent as it is. If several items hold a generator, each item gets its
+    own stream of it. The items of an iterator are not all known in advance. Then the first item
+    that holds a generator gets it as it is, and later items get a stream each. From then on the
+    generator counts as shared. An item may be packed more than once.
     """
 
     def __init__(self, items: Iterable[Any] | None, captures: Sequence[torch.Tensor] = ()) -> None:
-        """`items`: where they are all there. `captures`: of the function, before they are
-        `drawn`."""
+        """Start with the `items`, if all of them are known.
+
+        `captures` are the function's, before they are `drawn`.
+        """
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
         self._first = 0  # the number of the operation's first item
@@ -869,7 +906,7 @@ class ItemStreams:
         self._roots_of_code: Roots = {}
 
     def onwards(self, first: int) -> ItemStreams:
-        """For items that come later, in an operation of their own: these are numbered from `first`
+        """Return the streams for later items, which an operation of their own numbers from `first`
         on."""
         later = ItemStreams(self._items)
         later._first, later._met, later._roots = first, self._met, self._roots
@@ -894,8 +931,10 @@ class ItemStreams:
         return itself, (own,)
 
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of an item; generators that code captures which it brings, in a module of the
-        user's, are everybody's."""
+        """Return the tensors of an item, with roots replaced with drawn numbers.
+
+        An item may bring code of the user's module that captures generators. All items share these.
+        """
         roots = self._roots_of_code
         return [
             plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each
@@ -903,7 +942,7 @@ class ItemStreams:
         ]
 
     def _is_shared(self, generator: Any) -> bool:
-        """Whether the function has it, or several items."""
+        """Whether the function or several items hold the generator."""
         if any(each is generator for each in self._captured):
             return True
         if self._items is None:
@@ -912,7 +951,10 @@ class ItemStreams:
 
     @functools.cached_property
     def _holders(self) -> dict[int, tuple[Any, set[int]]]:
-        """Which items have which generators, by id; held, so that no other one gets the id."""
+        """Return which items hold which generators, by id.
+
+        The generators are kept alive, so that no other object gets their ids.
+        """
         found: dict[int, tuple[Any, set[int]]] = {}
 
         def note(item: int, kind: Kind, generator: Any) -> Any:
@@ -920,7 +962,7 @@ class ItemStreams:
             return NotImplemented
 
         for number, item in enumerate(self._items or ()):
-            # whoever packs an item that fails will find it again, and name the item
+            # The error is ignored: it comes again when the item is packed, and then names the item.
             with contextlib.suppress(Exception):
                 ProbePickler(
                     io.BytesIO(), dependencies=[], travel=functools.partial(note, number)
@@ -929,7 +971,7 @@ class ItemStreams:
 
 
 def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
-    """The generator's among these; drawn, if it has none there."""
+    """Return the generator's root among `roots`, and draw one if there is none."""
     if id(generator) not in roots:
         with outside_transforms():
             roots[id(generator)] = generator, kind.root(generator)

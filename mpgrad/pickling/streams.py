@@ -1,10 +1,11 @@
-"""Generators of random numbers that a function captures, on their way. (Those of items:
-`ItemStreams`.)
+"""Random number generators that a function captures are sent to workers.
 
-    [1] `captured`: a `Root` in the place of its state
-        ─► [2] `drawn`, for one operation, a capture like others
-        ─► [3] `kept`, in a worker: a `Stream`, which begins anew before each item
-A root is a tensor, so that the pickle of a function stays the same, and its cost known, while its
+`ItemStreams` does this for the generators that items hold.
+
+    [1] `captured`: a `Root` takes the place of the generator's state
+        ─► [2] `drawn`: for one operation, it becomes a capture like others
+        ─► [3] `kept`: in a worker, it becomes a `Stream`, which begins anew before each item
+A root is a tensor. So the pickle of a function stays the same, and its cost stays known, while its
 generators move on.
 """
 
@@ -35,14 +36,16 @@ __all__ = [
     "set_attributes",
 ]
 
-Travel = Callable[[Kind, Any], Any]  # how a generator is reduced; NotImplemented: as it is
+Travel = Callable[[Kind, Any], Any]  # reduces a generator; NotImplemented: with its state
 
 
 class Root(torch.Tensor):
-    """[1] Stands among a function's captures for what is still to be drawn from a generator of the
-    caller's."""
+    """[1] Represents, among a function's captures, the numbers still to be drawn from a generator.
 
-    __slots__ = ("generator", "kind")  # not attributes, which would travel
+    The generator is the caller's.
+    """
+
+    __slots__ = ("generator", "kind")  # attributes would be pickled
 
     kind: Kind
     generator: Any
@@ -62,22 +65,25 @@ class Stream:
             return pickle.loads(bytes(self._drawn.tolist()))
 
     def begin(self, item: int) -> None:
-        """Whatever it drew before, it goes on as the item's."""
+        """Start the item's numbers, whatever the generator drew before."""
         self._begin(self._generator, self._root, item)
 
 
 class Streams(list[Stream]):
-    """Those of a function, which come into being as it is loaded: in a pickle, an empty one stands
-    for these."""
+    """The streams of a function, which are made while the function is loaded.
+
+    In a pickle, an empty object represents them.
+    """
 
     def begin(self, item: int) -> None:
-        # what was made last may be held by what was made before, and be drawn from as that begins
+        # An object that was made later may be held by an earlier one. The earlier one may draw from
+        # it as it begins.
         for each in reversed(self):
             each.begin(item)
 
 
 def reduce_generator(value: Any, travel: Travel) -> Any:
-    """How a generator travels; None where as pickle has it, and for anything else."""
+    """Reduce a generator; None if pickle's own way is right, and for any other object."""
     if not is_generator(value):
         return None
     kind = kind_of(value)
@@ -101,18 +107,20 @@ def reduce_generator(value: Any, travel: Travel) -> Any:
 
 
 def generator_again(kind: Any, bits: Any) -> Any:
-    """One of numpy's, around what may be others' too."""
+    """Rebuild a generator of numpy's around `bits`, which other generators may share."""
     made = kind.__new__(kind)
     sys.modules["numpy.random"].Generator.__init__(made, bits)
     return made
 
 
 def set_attributes(made: Any, attributes: Any) -> None:
-    """Set an object's attributes in Python. (`__setstate__` of numpy's takes a dictionary for the
-    state of the bits.)"""
+    """Set an object's Python attributes.
+
+    `__setstate__` of numpy's generators would take a dictionary for the state of the bits.
+    """
     own = vars(made)
     for name, value in attributes.items():
-        own[sys.intern(name) if type(name) is str else name] = value  # as pickle does
+        own[sys.intern(name) if type(name) is str else name] = value  # pickle interns them too
 
 
 def as_it_is(kind: Kind, generator: Any) -> Any:
@@ -132,7 +140,10 @@ def captured(kind: Kind, generator: Any) -> Any:
 
 
 def drawn(captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[2] The captures with what the caller's generators give: no other operation gets the same."""
+    """[2] Return the captures, with roots replaced with what the caller's generators give.
+
+    No other operation gets the same numbers.
+    """
     return [
         plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures
     ]

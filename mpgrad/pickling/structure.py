@@ -1,19 +1,17 @@
-"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it
-reaches.
+"""Pickle without tensors turns any structure or function into bytes and a list of its tensors.
 
-cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by
-value and fails on those that need gradients. Here each tensor leaves its number in the bytes; what
-the tensors are, and who owns their memory, is decided elsewhere. The tensors that a *function*
-reaches in this way are its captures. Attributes that somebody set on a tensor are in the bytes, and
-so is a class of its own: what comes in its place is given both.
+cloudpickle pickles lambdas, closures and everything that a script defined. But it would pickle
+tensors by value, and it fails on those that need gradients. Here each tensor leaves its number in
+the bytes. Other modules decide how the tensors are sent and who owns their memory. The tensors that
+a *function* reaches in this way are its captures. The bytes also contain attributes that somebody
+set on a tensor, and the tensor's own class. The tensor that takes its place gets both.
 
-Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes:
-pickle asks for them in the order in which it met them, so they stand at the end of the list, the
-first one last. What pickle refuses, or carries as something else, goes as
-`mpgrad.pickling.reducers` has it.
+Large buffers of other libraries, mostly numpy arrays, are taken out too, as tensors of bytes.
+Pickle asks for them in the order in which it met them. So they are at the end of the list, with the
+first one last. `mpgrad.pickling.reducers` handles objects that pickle refuses or changes.
 
-A result that a call is still to give (`DeferredValue`) leaves a number below 0, and a dependency on
-what it will be.
+The result of an unfinished call (`DeferredValue`) leaves a number below 0, and a dependency on the
+future value.
 """
 
 from __future__ import annotations
@@ -116,22 +114,30 @@ __all__ = [
 
 
 class DeferredValue:
-    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it
-    is one.)"""
+    """A value that may not exist yet.
+
+    It is not an ABC, because every object that is pickled is asked whether it is one.
+    """
 
     def _dependency(self) -> object | None:
-        """What will lead to the value; None where it has been taken, so that it is here, and may
-        have been changed since."""
+        """Return the dependency that will lead to the value.
+
+        It is None if the value was taken before, so that it is here and may have been changed
+        since.
+        """
         raise NotImplementedError
 
     def _taken(self) -> Any:
-        """The value, where `_dependency` gave None."""
+        """Return the value. Call it only if `_dependency` gave None."""
         raise NotImplementedError
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them;
-    then its buffers."""
+    """Pickle `value`. Returns the bytes, and a list of its distinct tensors followed by its
+    buffers.
+
+    The tensors are in the order in which pickle meets them.
+    """
     buffer = io.BytesIO()
     pickler = TensorPickler(buffer)
     pickler.dump(value)
@@ -139,7 +145,10 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """As `dumps`; none of the tensors has a class of its own, but leaves, which others may know."""
+    """Pickle a result as `dumps` does, but replace tensors of other classes with plain aliases.
+
+    Leaves keep their classes, because others may know these leaves.
+    """
     pickled, tensors = dumps(value)
     for number, each in enumerate(tensors):
         if type(each) not in PLAIN and not is_leaf_with_grad(each):
@@ -154,17 +163,16 @@ def loads(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out, and the
-    results of dependencies in theirs.
+    """Rebuild the value, with `tensors` in the places of those that `dumps` took out.
 
-    `names`: the modules of the user's own that it refers to. `streams`: gets those of the
-    generators that it captures.
+    The results of dependencies are put in their places too. `names` are the user's modules that the
+    value refers to. `streams` receives the streams of the generators that the value captures.
     """
     return TensorUnpickler(io.BytesIO(pickled), tensors, dependency_results, names, streams).load()
 
 
 def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
-    """The result of a call (see `mpgrad.wire.messages.Structure`)."""
+    """Rebuild the result of a call (see `mpgrad.wire.messages.Structure`)."""
     if shape is None:
         return tensors[0]
     if isinstance(shape, tuple):
@@ -174,14 +182,16 @@ def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class TensorPickler(ClassPickler):
-    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was
-    taken out."""
+    """Pickles any object with numbers in the places of its tensors.
+
+    `tensors` and `buffers` hold what was taken out.
+    """
 
     def __init__(self, buffer: io.BytesIO, dependencies: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
-        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them,
-        # wait for the collector
+        # A method of ours here would make a cycle. Then the tensors, and the graphs behind them,
+        # would wait for the garbage collector.
         super().__init__(
             buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
         )
@@ -211,7 +221,10 @@ class TensorPickler(ClassPickler):
         return number
 
     def _number_of_dependency(self, value: DeferredValue) -> int | None:
-        """Below 0; None where the caller has the result already, and it is pickled as it is."""
+        """Return a number below 0, or None if the caller has the result already.
+
+        With None, the result is pickled as it is.
+        """
         if self.dependencies is None:
             raise TypeError(
                 "a future can be an argument of a call, but neither part of a function or result, "
@@ -228,7 +241,7 @@ class TensorPickler(ClassPickler):
 
     @property
     def mark(self) -> bytes:
-        """To stand behind the pickle."""
+        """Return the mark to write after the pickle."""
         return RUNS_CODE if self.runs_code else b""
 
     def reducer_override(self, value: object) -> Any:
@@ -273,13 +286,16 @@ class TensorPickler(ClassPickler):
 
 
 class BareTensor(NamedTuple):
-    """A tensor without the class and the attributes that it has in Python."""
+    """A tensor without its Python class and attributes."""
 
     tensor: torch.Tensor
 
 
 def reduce_tensor(value: torch.Tensor) -> Any:
-    """With attributes or a class of its own, whatever that says of pickling: a leaf stays one."""
+    """Reduce a tensor with its attributes and its own class, whatever the class says of pickling.
+
+    So a leaf stays a leaf.
+    """
     kind = type(value)
     if kind in PLAIN:
         return itself, (BareTensor(value),), value.__dict__, None, None, set_attributes
@@ -295,8 +311,10 @@ def reduce_tensor(value: torch.Tensor) -> Any:
 
 
 def has_own_way(kind: Any) -> bool:
-    """Whether its objects are pickled by code of their own, which may leave tensors out and make
-    others in their place."""
+    """Whether the objects of the class are pickled by their own code.
+
+    Such code may leave tensors out and make others in their place.
+    """
     reducer = copyreg.dispatch_table.get(kind)
     return has_methods_for_pickle(kind) if reducer is None else not is_known(reducer)
 
@@ -323,7 +341,8 @@ def is_known(value: Any) -> bool:
     return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
-# behind a pickle, which ends before it, where loading runs code of objects
+# This mark follows a pickle that runs code of objects when it is loaded. The pickle itself ends
+# before it.
 RUNS_CODE = b"runs code"
 OF_PICKLE = (
     "__reduce_ex__",
@@ -337,26 +356,28 @@ OF_ITEMS = "__setitem__", "append", "extend"
 
 
 class CallerPickler(TensorPickler):
-    """The caller's side: functions and classes of the user's modules go by name, and what is
-    `wanted` of these is noted."""
+    """Pickles on the caller's side.
 
-    follows_lookups = True  # gives functions the names that they may find at run time
+    Functions and classes of the user's modules are pickled by name, and noted in `wanted`.
+    """
+
+    follows_lookups = True  # sends the names that functions may find at run time
 
     def __init__(
         self, buffer: io.BytesIO, dependencies: list[Any] | None = None, travel: Travel = captured
     ) -> None:
-        """`travel`: of generators of random numbers."""
+        """Make a pickler. `travel` reduces generators of random numbers."""
         super().__init__(buffer, dependencies)
         learn()
         self._travel = travel
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[WantedName, None] = {}  # in order
-        self._seen: set[str] = set()  # modules, of which it is known what is wanted
+        self._seen: set[str] = set()  # modules of which the wanted names are known
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
 
     def persistent_id(self, value: Any) -> Any:
-        kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
+        kind = type(value)  # no isinstance: a weak proxy would answer for its object
         if kind in NEVER_TAKEN_OUT:
             return None
         if kind in HERE:
@@ -366,14 +387,14 @@ class CallerPickler(TensorPickler):
             and is_own(value.__name__)
             and sys.modules[value.__name__] is value
         ):
-            if value.__name__ not in self._seen:  # it was not met in a function
+            if value.__name__ not in self._seen:  # not met in a function
                 self.wanted[WantedName(value.__name__, None)] = None
             return value.__name__
         return value if kind in MARKS else super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
         if value is make_function or value is set_function or value is find_in:
-            return NotImplemented  # by name: all functions need these
+            return NotImplemented  # by name, because all functions need these
         if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
             wanted = name_of(value)
             if wanted is not None:
@@ -394,17 +415,19 @@ class CallerPickler(TensorPickler):
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of its globals that stand beside it in the pickle; it finds the others in its
+        """Return the globals that are pickled beside the function. It finds the others in its
         module."""
         return {}
 
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
-        """By value, if it is none of a library; its globals, where they are a module's, as that
-        module's."""
+        """Reduce a function by value, unless it belongs to a library.
+
+        If its globals belong to a module of the user's, they are pickled as that module's globals.
+        """
         reduced = (
             self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
         )
-        # by name, or made by the compiler
+        # It goes by name, or the compiler made it.
         if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
@@ -445,8 +468,10 @@ class CallerPickler(TensorPickler):
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """What functions of a script may find at run time, beside the `given`; why the rest
-        stays."""
+        """Return the names that a script's function may find at run time, besides the `given` ones.
+
+        It also says why other names are not sent.
+        """
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
         return lookups.names(mentioned, given), lookups.uncarried
 
@@ -457,7 +482,7 @@ class CallerPickler(TensorPickler):
 
 
 class ProbePickler(CallerPickler):
-    """Shows what is in a value, and whether it can be carried; asks nothing of futures."""
+    """Shows what is in a value and whether it can be pickled. It asks nothing of futures."""
 
     def persistent_id(self, value: Any) -> Any:
         if (
@@ -470,8 +495,10 @@ class ProbePickler(CallerPickler):
 
 
 class SizePickler(CallerPickler):
-    """To see what a value takes; raises OverflowError above the limit, and TypeError for what
-    nobody carries unasked."""
+    """Measures the size of a value's pickle.
+
+    It raises OverflowError above the limit, and TypeError for objects that are not sent unasked.
+    """
 
     follows_lookups = False
     is_asked = False
@@ -499,7 +526,8 @@ def refuse_users(kind: type) -> None:
 
 
 def is_users(kind: type) -> bool:
-    """Whether the class is the user's, also of the main script, or derived from one that is."""
+    """Whether the class is the user's or derived from one that is. The main script's classes
+    count."""
     modules = {each.__module__ for each in kind.__mro__}
     return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
 
@@ -512,13 +540,15 @@ def is_made_by_own_code(kind: type) -> bool:
 
 
 def is_called(value: object) -> bool:
-    """Whether pickle calls the class to make the object again, and so code of its own: as it does
-    for sets."""
+    """Whether pickle calls the class to make the object again, as it does for sets.
+
+    Such a call runs the class's own code.
+    """
     kind = type(value)
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
     is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    # an enumeration's finds its members
+    # Calling an enumeration only finds its members.
     calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
@@ -535,7 +565,7 @@ class LimitedBuffer(io.BytesIO):
 
 
 def size_alone(value: Any, limit: int | None) -> int:
-    """Bytes that it takes in a pickle, and of its tensors."""
+    """Return the bytes that the value takes in a pickle, including its tensors."""
     pickler = SizePickler(buffer := LimitedBuffer(limit))
     pickler.is_asked = limit is None
     pickler.dump(value)
@@ -548,11 +578,11 @@ def size_alone(value: Any, limit: int | None) -> int:
     return size
 
 
-FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
+FUNCTION_PARTS = 5  # cloudpickle makes a function from so many arguments
 MARKS = GlobalsReference, OwnValueReference
 STREAMS_HERE = "*"
 HERE: dict[type, str] = {NamesReference: NAMES_HERE, Streams: STREAMS_HERE}
-# asked of everything in a pickle, most of which is such
+# Every object in a pickle is looked up here, and most objects are of these types.
 NEVER_TAKEN_OUT = frozenset(
     {str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type}
 )
@@ -560,14 +590,16 @@ NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeTyp
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in
-    `taken_out`."""
+    """Answer pickle's question whether a buffer stays in the bytes.
+
+    Small buffers do. Others become tensors in `taken_out`.
+    """
     memory = buffer.raw()
-    # numpy makes buffers of tensors again
+    # Only numpy makes buffers from tensors again.
     if memory.nbytes <= INLINE_BYTES or "numpy" not in sys.modules:
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer
-        # of memory that may not be written torch makes no tensors
+        # torch cannot make tensors from read-only memory.
         taken_out.append(
             torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
         )
@@ -575,7 +607,7 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
 
 class TensorUnpickler(ClassUnpickler):
-    """What `TensorPickler` gave, with tensors in the places of their numbers."""
+    """Loads what `TensorPickler` wrote, with tensors in the places of their numbers."""
 
     def __init__(
         self,
@@ -585,7 +617,7 @@ class TensorUnpickler(ClassUnpickler):
         names: Namespaces | None,
         streams: Streams | None = None,
     ) -> None:
-        # `cpu`, where `device=` has moved all that a call was given
+        # This is `cpu` if `device=` has moved everything that a call was given.
         super().__init__(
             buffer,
             buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)),
@@ -603,7 +635,7 @@ class TensorUnpickler(ClassUnpickler):
             return mark.again()
         if mark == STREAMS_HERE:
             return self._streams
-        assert self._names is not None  # who takes out names loads with them
+        assert self._names is not None  # a pickle with names is loaded with names
         return self._names if mark == NAMES_HERE else self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -621,17 +653,19 @@ class TensorUnpickler(ClassUnpickler):
 
 # --- whether a pickle leads to installed packages
 
-MOST_READ = 16 << 10  # bytes of an item's pickle: to read more takes longer than what it may save
-# of a function's that comes again: a network that it captures has its layers there
+# The bytes of an item's pickle that are searched. Reading more takes longer than it may save.
+MOST_READ = 16 << 10
+# The same for a function that comes again. A network that it captures has its layers there.
 MOST_READ_AGAIN = 256 << 10
-# a short string begins with an opcode and its length
+# A short string begins with an opcode and its length.
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)
 
 
 def leads_to_libraries(pickled: bytes, most: int = MOST_READ) -> bool:
-    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's.
+    """Whether the pickle names a package whose code it does not contain.
 
-    One of more than `most` bytes may.
+    Python's and PyTorch's packages do not count. A pickle of more than `most` bytes is taken to
+    name one.
     """
     return len(pickled) > most or names_library(pickled, loaded())
 
@@ -640,7 +674,11 @@ LoadedFunction = tuple[int, str, frozenset[str]]
 
 
 def loaded() -> LoadedFunction:
-    """Another one when something has been imported, or packages that travel by value are others."""
+    """Return the state of the imports, to compare it with a later one.
+
+    It changes when something is imported, or when other packages are registered to be sent by
+    value.
+    """
     return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
 
 
@@ -651,6 +689,6 @@ def names_library(pickled: bytes, modules: LoadedFunction) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def libraries(modules: LoadedFunction) -> frozenset[bytes]:
-    """Of those `loaded`."""
+    """Return the names of the libraries among those `loaded`."""
     roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
     return frozenset(root.encode() for root in roots if not is_own(root))

@@ -1,10 +1,11 @@
-"""Functions that are as they were when they were pickled, and are not pickled again; or, in a
-worker, as they were loaded, and are not loaded again. Both sides.
+"""A function that has not changed is not pickled again, and not loaded again in a worker.
 
-A lambda in a loop is a new function each time, with the same code; the tensors that it captures may
-be others. Neither is in its pickle, which has numbers in the places of tensors. So a pickle is kept
-by the code of the function, with all that it depends on (`FunctionFingerprint`), and looking at
-that again takes a tenth of the time.
+Both sides.
+
+A lambda in a loop is a new function each time, with the same code. It may capture other tensors,
+but its pickle has numbers in the places of tensors. So pickles are kept by the code of the
+function, with everything that they depend on (`FunctionFingerprint`). Checking this again takes a
+tenth of the time of pickling.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ __all__ = ["FunctionFingerprint", "KeptPickle", "keep_pickle", "kept_pickle"]
 ABSENT = object()
 TENSORS = {torch.Tensor, torch.nn.Parameter}
 FACTS = operator.attrgetter("__name__", "__qualname__", "__module__", "__doc__")
-OF_ITS_MODULE = "__name__", "__package__", "__path__", "__file__"  # cloudpickle takes these along
+OF_ITS_MODULE = "__name__", "__package__", "__path__", "__file__"  # cloudpickle includes these
 MOST_KEPT = 128
 
 
 class ObjectNumber(NamedTuple):
-    """Where a tensor, a function, a namespace or a cell is met: it may be another one next time."""
+    """The place of a tensor, function, namespace or cell, which may be a different one next
+    time."""
 
     kind: type
-    number: int  # of what is met, in the order of the first times
+    number: int  # counts these objects in the order in which they are first met
 
 
 Function = types.FunctionType | functools.partial[Any]
 
 
 class FunctionParts(NamedTuple):
-    """Of one of the functions that a pickle brings, or of a partial one."""
+    """The parts of a function that a pickle contains, or of a partial function."""
 
     code: object
     facts: tuple[object, ...]
@@ -55,12 +57,14 @@ COMPARED = {*SCALARS, str, ObjectNumber, tuple}
 
 
 class FunctionFingerprint:
-    """All that the pickle of a function depends on: numbers, tensors, what libraries have, and
-    functions that have no more than these. Whatever else a function has may be written to unseen.
+    """Everything that the pickle of a function depends on.
+
+    This may be numbers, tensors, objects that libraries have, and functions that have only these.
+    Anything else that a function has could be changed unseen.
     """
 
     def __init__(self) -> None:
-        self.root: object = None  # what stands for the function itself
+        self.root: object = None  # represents the function itself
         self.parts: list[FunctionParts] = []
         self.wanted: dict[WantedName, None] = {}
         self.functions: list[Function] = []
@@ -71,11 +75,11 @@ class FunctionFingerprint:
 
     @classmethod
     def of(cls, function: Any) -> FunctionFingerprint | None:
-        """None where it has anything else."""
+        """Return the fingerprint of `function`; None if the function has anything else."""
         fingerprint = cls()
         try:
             fingerprint.root = fingerprint._seen(function)
-            for each in fingerprint.functions:  # which become more meanwhile
+            for each in fingerprint.functions:  # the list grows meanwhile
                 fingerprint.parts.append(fingerprint._parts_of(each))
         except MutableStateError:
             return None
@@ -107,7 +111,7 @@ class FunctionFingerprint:
         return FunctionParts(function.__code__, facts, list(map(self._seen, values)))
 
     def _seen(self, value: Any) -> object:
-        """What stands for a value; raises `MutableStateError`."""
+        """Return what represents a value in the fingerprint; raises `MutableStateError`."""
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value)
@@ -122,7 +126,7 @@ class FunctionFingerprint:
         return value
 
     def _function(self, value: types.FunctionType) -> object:
-        if value.__module__ != "__main__":  # whose functions never go by name
+        if value.__module__ != "__main__":  # functions of the main script never go by name
             wanted = name_of(value)
             if wanted is not None:
                 self.wanted[wanted] = None
@@ -140,7 +144,7 @@ class FunctionFingerprint:
         return self._places.setdefault(id(value), ObjectNumber(type(value), len(self._places)))
 
     def is_like(self, other: FunctionFingerprint) -> bool:
-        """Whether the pickles are the same, but for which tensors these are."""
+        """Whether the pickles are the same, except for the identity of the tensors."""
         return (
             is_same(self.root, other.root)
             and len(self.parts) == len(other.parts)
@@ -148,7 +152,7 @@ class FunctionFingerprint:
         )
 
     def settle(self) -> bool:
-        """Hold no tensor and no function any more. False where a function finds names at run
+        """Release all tensors and functions. Returns False if a function finds names at run
         time."""
         finds_names = any(
             looks_up(each) for each in self.functions if isinstance(each, types.FunctionType)
@@ -158,7 +162,7 @@ class FunctionFingerprint:
 
 
 class MutableStateError(Exception):
-    """A function has something that may be written to."""
+    """A function has something that may be changed in place."""
 
 
 def are_same(one: FunctionParts, other: FunctionParts) -> bool:
@@ -178,7 +182,7 @@ def is_same(one: object, other: object) -> bool:
 
 
 def goes_by_itself(value: Any) -> bool:
-    """Whether nobody can write to it, and it is small; or it goes by name."""
+    """Whether the value is small and immutable, or is pickled by name."""
     kind = type(value)
     if kind is types.BuiltinFunctionType:
         holder = value.__self__
@@ -208,37 +212,38 @@ def is_same_dict(one: dict[str, Any], other: dict[str, Any] | None) -> bool:
 
 
 class KeptPickle(NamedTuple):
-    """A pickle, and of what it was made."""
+    """A pickle, and the fingerprint of what it was made from."""
 
     pickled: bytes
     wanted: list[WantedName]
     fingerprint: FunctionFingerprint
-    order: list[int]  # of the tensors
+    order: list[int]  # the tensors' order
     modules: object  # that were loaded
 
 
-# a function's code, or one that is written in C; with the type of partial functions where one calls
-# it
+# A function's code, or a function that is written in C. For a partial function, the type of partial
+# functions comes with it.
 Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
-PICKLES: dict[Key, KeptPickle | None] = {}  # None: such functions have had what may be written to
+# None if functions with this key have had mutable state.
+PICKLES: dict[Key, KeptPickle | None] = {}
 
 
 def key_of(function: Any) -> Key | None:
-    """None: no pickles of such functions are kept."""
+    """Return the key of the function; None if no pickles of such functions are kept."""
     is_partial = type(function) is functools.partial
     called = function.func if is_partial else function
     key: Any = None
     if type(called) is types.FunctionType:
         key = called.__code__
     elif type(called) is types.BuiltinFunctionType and goes_by_itself(called):
-        # the method of an object would keep that
+        # A bound method would keep its object alive.
         key = called
     return (functools.partial, key) if is_partial and key is not None else key
 
 
 def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint | None]:
-    """The pickle of the function, where that is known without pickling it; and how it was seen, if
-    it may be kept."""
+    """Return the pickle of the function, if it is known, and its fingerprint, if a pickle may be
+    kept."""
     key = key_of(function)
     if key is None or (known := PICKLES.get(key, ABSENT)) is None:
         return None, None
@@ -258,8 +263,11 @@ def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint |
 def keep_pickle(
     function: Any, fingerprint: FunctionFingerprint, pickler: CallerPickler, pickled: bytes
 ) -> None:
-    """`fingerprint`: before it was pickled. Meanwhile other threads may have written to it, and
-    have put back what was there."""
+    """Keep a pickle, if the `fingerprint` from before pickling still holds.
+
+    Other threads may have changed the function meanwhile, and changed it back. So the globals that
+    the pickler used are compared too.
+    """
     key, now = key_of(function), FunctionFingerprint.of(function)
     assert key is not None
     had_the_same = [

@@ -1,14 +1,13 @@
-"""What PyTorch has that a call must find as the caller had it: modes, seeds, levels of transforms;
-and its private names.
+"""PyTorch's modes, seeds and transform levels must be the same for a call as in the caller.
 
-Both sides. Imports PyTorch, `errors`, `environment`, `system`, `tracebacks`; nothing here knows of
-workers or messages.
+Both sides. The package also holds PyTorch's private names. It imports PyTorch, `errors`,
+`environment`, `system` and `tracebacks`. It knows nothing of workers or messages.
 
-    private         every name of PyTorch's that is not public, by subject
-    settings        PyTorch's own settings, a table; hooks for all modules
+    private         holds every name of PyTorch's that is not public, by subject
+    settings        holds a table of PyTorch's own settings, and the hooks for all modules
     behaviours      asks for each of these before the first pool of a process is made
-    probes          tries what would give wrong gradients without a word
-    modes           grad mode, autocast, default dtype, random generators: noted, set, put back
-    generators      those that functions and items hold: a stream for each item
-    seed_sequences  the same for numpy's
+    probes          tries the behaviours whose absence would silently give wrong gradients
+    modes           notes, sets and restores grad mode, autocast, default dtype, random generators
+    generators      gives each item a stream of the generators that functions and items hold
+    seed_sequences  does the same for numpy's seed sequences
 """

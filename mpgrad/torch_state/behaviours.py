@@ -1,10 +1,10 @@
-"""Whether PyTorch does what mpgrad relies on beyond its public interface: asked once a process,
-before a pool is made.
+"""Checks that PyTorch does what mpgrad relies on beyond its public interface.
 
-A release of PyTorch may rename its private parts, or have them do something else, and a version
-number says nothing about that. So it is asked for each private name, and what would give wrong
-gradients without a word if it were otherwise is tried (`probes`), in some milliseconds: a pool on a
-version that differs raises `UnsupportedTorchError` and says in what.
+The check runs once per process, before a pool is made. A release of PyTorch may rename its private
+parts or change what they do, and a version number says nothing about that. So the check asks for
+each private name. It also tries the behaviours that would silently give wrong gradients if they
+were different (`probes`), in some milliseconds. On a version that differs, making a pool raises
+`UnsupportedTorchError`, which names the differences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mpgrad.errors import UnsupportedTorchError
 
 __all__ = ["NAMES", "TRIED", "check", "check_compiler", "failures", "was_tried"]
 
-# Python versions by minor version of torch: on which pairs the tests have passed, see
-# docs/compatibility.md
+# Python versions by minor version of torch. The tests have passed on these pairs; see
+# docs/compatibility.md.
 TRIED: dict[str, tuple[str, ...]] = {
     "2.8": ("3.10",),
     "2.9": ("3.10",),
@@ -39,9 +39,9 @@ TRIED: dict[str, tuple[str, ...]] = {
     "2.15": ("3.13", "3.14", "3.15"),
 }
 
-# PyTorch's private names in our code, and what is reached through one, by what has them: a test
-# compares them with the code. Not among them are those of the compiler, which are tried where they
-# are used (`check_compiler`).
+# PyTorch's private names in our code, and the names reached through them, by their owner. A test
+# compares them with the code. The names of the compiler are not among them; they are tried where
+# they are used (`check_compiler`).
 NAMES: dict[str, str] = {
     "torch": "_add_batch_dim _functorch _remove_batch_dim _tensor_str",
     "torch.Tensor": (
@@ -96,8 +96,9 @@ LOGGER = logging.getLogger("mpgrad")
 
 
 class Check:
-    """That of this process. One that is forked has what its parent had, except the lock, which
-    another thread may have held.
+    """The state of this process's check.
+
+    A forked process inherits it, except the lock, which another thread may have held.
     """
 
     passed = False
@@ -107,7 +108,7 @@ class Check:
         self.unlock()
 
     def unlock(self) -> None:
-        self.lock = threading.RLock()  # two probes at once would meet each other's changes
+        self.lock = threading.RLock()  # two probes at once would see each other's changes
 
 
 CHECK = Check()
@@ -115,14 +116,14 @@ os.register_at_fork(after_in_child=CHECK.unlock)
 
 
 def check() -> None:
-    """Ask for all names, and try all behaviours, unless this process has done so, or is the worker
-    of one that has.
+    """Ask for all names, and try all behaviours.
 
-    Warns of a version that nobody has tried.
+    It does nothing if this process, or the process whose worker it is, has done so already. It
+    warns if nobody has tried the version.
 
     Raises:
-        UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its
-            version and those tried.
+        UnsupportedTorchError: PyTorch does not behave as expected. The error names the expected
+            behaviours, PyTorch's version and the versions tried.
     """
     if CHECK.passed or PLACE.in_worker:
         return
@@ -142,11 +143,12 @@ def check() -> None:
 
 
 def check_compiler() -> None:
-    """Try what is relied on where functions are carried that torch.compile made; for others the
-    compiler need not be loaded.
+    """Try the behaviours that sending functions made by torch.compile relies on.
+
+    For other functions the compiler need not be loaded.
 
     Raises:
-        UnsupportedTorchError: they are made otherwise than expected.
+        UnsupportedTorchError: these functions differ from what is expected.
     """
     with CHECK.lock:
         if not CHECK.compiler_passed:
@@ -154,14 +156,14 @@ def check_compiler() -> None:
             CHECK.compiler_passed = True
 
 
-Failures = list[tuple[str, Exception]]  # what PyTorch does not have or do, and what went wrong
+Failures = list[tuple[str, Exception]]  # the missing name or behaviour, and its error
 
 
 def refuse(failed: Failures) -> None:
-    """Raise an error where there are failures."""
+    """Raise an error if there are failures."""
     for _, error in failed:
         if isinstance(error, (OSError, MemoryError)):
-            raise error  # the system lacks something, and PyTorch was not asked
+            raise error  # the system lacks something; PyTorch was not asked
     if failed:
         error = failed[0][1]
         raise UnsupportedTorchError(
@@ -200,14 +202,14 @@ def try_all(which: str, found: Failures) -> None:
     except (AttributeError, ImportError) as error:
         found.append(("the parts of PyTorch that mpgrad imports are there", error))
         return
-    # of what only the probes do; the caller's filters may make errors of them
+    # These warnings come only from the probes. The caller's filters may turn them into errors.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, probe in getattr(probes, which).items():
             try:
                 probe()
             except Exception as error:
-                # whatever it is, it is no longer what mpgrad was written for
+                # Whatever the error is, PyTorch no longer does what mpgrad was written for.
                 found.append((name, error))
 
 

@@ -1,11 +1,10 @@
-"""Generators of random numbers that a function captures, or that several items have in common: a
-stream for each item.
+"""Random number generators that a function captures, or that items share, give each item a stream.
 
-In a loop such a generator draws on from item to item. Copies of it in workers would all give the
-same numbers, another set for each number of workers. So the caller's generator gives one *root* for
-each operation, by numpy's `spawn` or by one draw, and an item's numbers follow from the root and
-the item's position alone. A kind of generator is a few functions here; `mpgrad.pickling.streams`
-carries generators, and workers call `begin` before each item.
+In a loop such a generator goes on from item to item. Copies of it in workers would all give the
+same numbers, and the results would depend on the number of workers. So the caller's generator gives
+one *root* for each operation, by numpy's `spawn` or by one draw. An item's numbers follow from the
+root and the item's position alone. This module describes each kind of generator by a few functions.
+`mpgrad.pickling.streams` sends generators, and workers call `begin` before each item.
 """
 
 from __future__ import annotations
@@ -38,46 +37,54 @@ MOST_SEED = (1 << 62) - 1
 
 
 class Kind(NamedTuple):
-    """What is known of one class of generators, and of its subclasses."""
+    """The functions that handle one class of generators, and its subclasses."""
 
-    # moves the caller's generator; gives plain values, which differ from one call to the next
+    # Advances the caller's generator. Returns plain values, which differ from call to call.
     root: Callable[[Any], Any]
-    # (generator, root, item): in place, whatever the generator drew before
+    # Called with (generator, root, item). Sets the generator in place, whatever it drew before.
     begin: Callable[[Any, Any, int], None]
-    # how pickle is to make one again, whatever state it is in: equal functions have equal pickles
+    # Says how pickle rebuilds one, whatever its state is, so that equal functions have equal
+    # pickles.
     blank: Callable[[Any], tuple[Any, ...]]
-    # one that `begin` may be called with, and nobody else has
+    # Returns a generator that nobody else has, so that `begin` may be called with it.
     own: Callable[[Any], Any] = copy.deepcopy
-    # how pickle is to carry one with its state; None: as it does
+    # Says how pickle carries one with its state. None leaves it to pickle.
     whole: Callable[[Any], tuple[Any, ...] | None] = lambda generator: None
 
 
 def is_generator(value: object) -> bool:
-    """Asked of most objects in a pickle, after `learn`."""
+    """Whether the value is a known generator. Call `learn` before. Most objects in a pickle are
+    asked."""
     return not CLASSES.isdisjoint(type(value).__mro__)
 
 
 def kind_of(generator: object) -> Kind | None:
-    """None for what only leads to one (`bits_of`), is the same in each process (`named`), or has no
-    state."""
+    """Return the kind of a generator.
+
+    It is None for an object that only leads to a generator (`bits_of`), is the same in each process
+    (`named`), or has no state.
+    """
     if named(generator) is not None or isinstance(generator, random.SystemRandom):
         return None
     kind = kind_of_class(type(generator))
-    # what scrambles nothing beforehand draws from a generator of numpy's, which is one by itself
+    # An engine that scrambles nothing beforehand draws from its numpy generator, which is handled
+    # by itself.
     if kind is not None and kind.begin is begin_engine and not hasattr(generator, "_init_quad"):
         return None
     return kind
 
 
 def kind_of_class(own: type) -> Kind | None:
-    """That of the class, whatever state its objects are in."""
+    """Return the kind of the class, whatever state its objects are in."""
     learn()
     return next((KINDS[each] for each in own.__mro__ if each in KINDS), None)
 
 
 def named(generator: object) -> tuple[str, str] | None:
-    """Module and name of a generator that each process has one of, with the item's seed; None for
-    others."""
+    """Return module and name of a generator that each process has once; None for others.
+
+    Such a generator gets the item's seed.
+    """
     numpy = sys.modules.get("numpy.random.mtrand")
     if numpy is not None and generator is numpy._rand:
         return "numpy.random.mtrand", "_rand"
@@ -87,7 +94,7 @@ def named(generator: object) -> tuple[str, str] | None:
 
 
 def bits_of(generator: Any) -> Any:
-    """Of a `numpy.random.Generator`: it has no state of its own."""
+    """Return the bit generator of a `numpy.random.Generator`, which has no state of its own."""
     return getattr(generator, "bit_generator", None)
 
 
@@ -111,8 +118,10 @@ def whole_python(generator: random.Random) -> tuple[Any, ...] | None:
 
 
 def parts_python(generator: random.Random, state: Any) -> tuple[Any, ...] | None:
-    """With the attributes that a subclass gives it, which pickle would drop; None where the class
-    has a way of its own."""
+    """Return the state with the attributes that a subclass adds, which pickle would drop.
+
+    It is None if the class has its own way of pickling.
+    """
     kind = type(generator)
     if (
         kind.__reduce__ is not random.Random.__reduce__
@@ -124,7 +133,7 @@ def parts_python(generator: random.Random, state: Any) -> tuple[Any, ...] | None
 
 
 def new_python(kind: type[random.Random]) -> random.Random:
-    """Without the arguments that its __init__ may need."""
+    """Make one without the arguments that its `__init__` may need."""
     made: Any = kind.__new__(kind)
     made.gauss_next = None
     return cast(random.Random, made)
@@ -159,18 +168,20 @@ def torch_root(generator: torch.Generator) -> int:
 
 
 def sobol_root(engine: SobolEngine) -> int:
-    """A point, of which an engine that scrambles nothing has only a few different coordinates."""
+    """Draw a point. An engine that scrambles nothing has only a few different coordinates in it."""
     point = engine.num_generated, engine.seed, engine.draw(1, dtype=torch.float64).tolist()
     return int.from_bytes(hashlib.blake2b(repr(point).encode(), digest_size=7).digest(), "little")
 
 
 def begin_sobol(engine: SobolEngine, root: int, item: int) -> None:
-    """Scrambled, each item's in another way: where the sequence would go on, only the items before
-    could tell."""
+    """Begin a scrambled sequence, a different one for each item.
+
+    The position at which one sequence would go on depends on the items before.
+    """
     SobolEngine.__init__(engine, engine.dimension, scramble=True, seed=seed_of(root, item))  # type: ignore[no-untyped-call]
 
 
-# --- numpy's, which is optional: nobody has one before it is imported
+# --- numpy's generators; numpy is optional, and nobody has one before it is imported
 
 
 class SpawnRoot(NamedTuple):
@@ -182,7 +193,7 @@ class SpawnRoot(NamedTuple):
 
 
 def bits_root(bits: Any) -> SpawnRoot:
-    """A child of its seed sequence; where it has none that spawns, one draw."""
+    """Return a child of its seed sequence or, if that cannot spawn, one draw."""
     seeds = bits._seed_seq  # `seed_seq` since numpy 1.25
     if not isinstance(seeds, numpy_random().SeedSequence):
         return SpawnRoot(int(bits.random_raw()), (), 4)
@@ -207,20 +218,21 @@ def own_seeds(seeds: Any) -> Any:
 
 
 def seeds_again(entropy: Any, key: tuple[int, ...], size: int) -> Any:
-    """Of a class that needs numpy."""
+    """Rebuild a SeedSequence of a class that needs numpy."""
     kind = importlib.import_module("mpgrad.torch_state.seed_sequences").ItemSeeds
     return kind(entropy, spawn_key=key, pool_size=size)
 
 
 def seeds_of(root: SpawnRoot, item: int) -> Any:
-    """As `root.spawn(n)[item]` for any n."""
+    """Return the same as `root.spawn(n)[item]`, for any n."""
     return numpy_random().SeedSequence(
         root.entropy, spawn_key=(*root.key, item), pool_size=root.size
     )
 
 
 def begin_bits(bits: Any, root: SpawnRoot, item: int) -> None:
-    bits.__init__(seeds_of(root, item))  # generators that have it see that, and spawn on from there
+    # Generators that hold it see the change, and spawn from there.
+    bits.__init__(seeds_of(root, item))
 
 
 def state_root(state: Any) -> SpawnRoot:
@@ -243,7 +255,7 @@ def state_again(kind: type[Any], bits: type[Any]) -> Any:
     return kind(bits(0))
 
 
-# --- scipy's engines have a generator of numpy's, by which they may be scrambled once for all
+# --- scipy's engines, which may be scrambled once for all by their numpy generator
 
 
 def engine_root(engine: Any) -> SpawnRoot:
@@ -252,7 +264,7 @@ def engine_root(engine: Any) -> SpawnRoot:
 
 
 def begin_engine(engine: Any, root: SpawnRoot, item: int) -> None:
-    # as `qmc_quad` makes others of the kind
+    # `qmc_quad` makes further engines in the same way.
     engine.__init__(**engine._init_quad, seed=numpy_random().default_rng(seeds_of(root, item)))
 
 
@@ -287,7 +299,7 @@ KINDS: dict[type, Kind] = {
 }
 
 
-CLASSES: set[type] = set(KINDS)  # and those of numpy and scipy, as soon as these are imported
+CLASSES: set[type] = set(KINDS)  # and numpy's and scipy's, once these are imported
 MISSING = {"numpy.random": of_numpy, "scipy.stats.qmc": of_scipy}
 
 

@@ -1,13 +1,14 @@
-"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers
-come from.
+"""Grad mode, default dtype, autocast and random seeds follow the caller's into a worker.
 
-A serial loop runs under the caller's modes without a thought; a worker has modes of its own.
-`Modes` is a snapshot that travels with every chunk: a setting of PyTorch's where it differs from
-its default, so that what nobody has changed costs nothing, and what an initializer has set stays.
-Hooks for saved tensors are code, and travel with the function. Modes that are objects of the user's
-cannot travel: a call under one is refused (`ModeCheck`). Random numbers follow one rule: an
-operation draws one seed from the caller's generator, and each item derives its own from that, so
-nothing depends on which worker runs an item, in what order, or how often.
+A serial loop simply runs under the caller's modes, but a worker has its own. `Modes` is a snapshot
+that is sent with every chunk. It holds PyTorch's settings that differ from their defaults. So
+unchanged settings cost nothing, and settings of an initializer stay. Hooks for saved tensors are
+code, and are sent with the function. Modes that are objects of the user's cannot be sent, so a call
+under one is refused (`ModeCheck`).
+
+Random numbers follow one rule. An operation draws one seed from the caller's generator, and each
+item derives its own seed from that. So nothing depends on which worker runs an item, in what order,
+or how often.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ __all__ = [
 
 MASK = (1 << 64) - 1
 SEED_TORCH = torch.default_generator.manual_seed
-SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
+SEED_RANDOM = super(random.Random, random._inst).seed  # the C function of random.seed
 
 
 # names and values of settings that differ from their defaults
@@ -75,21 +76,21 @@ Changed = tuple[tuple[str, Any], ...]
 
 
 class Modes(NamedTuple):
-    """The modes of a thread, as they travel."""
+    """The modes of a thread, as they are sent."""
 
     grad: bool
     inference: bool
     autocast: bool
-    differentiating: bool  # a derivative of ours is being taken
-    # the kind of device, and the dtype, where that is on
+    differentiating: bool  # mpgrad is taking a derivative
+    # the kind of device and the dtype, if autocast is on there
     device_autocast: tuple[str, torch.dtype] | None = None
-    device: str | None = None  # where tensors are made if nobody says where
+    device: str | None = None  # where tensors are made by default
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
 
     @property
     def but_grad(self) -> tuple[object, ...]:
-        """What a backward can tell: with what it is run does not depend on grad mode."""
+        """Return the modes without grad mode, on which a backward does not depend."""
         return self[1:]
 
     @property
@@ -101,7 +102,7 @@ USUAL = Modes(grad=True, inference=False, autocast=False, differentiating=False)
 
 
 def current_modes(kind: str = "") -> Modes:
-    """`kind` is that of the pool's devices, if it has some."""
+    """Return this thread's modes. `kind` is the kind of the pool's devices, if it has some."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -116,18 +117,18 @@ def current_modes(kind: str = "") -> Modes:
 
 
 class Table:
-    """PyTorch's settings, by name, and as they are read."""
+    """PyTorch's settings by name, and their values when they were last read."""
 
     def __init__(self) -> None:
         self.settings = {setting.name: setting for setting in every_setting()}
         self._gets = [setting.get for setting in self.settings.values()]
-        # what was read, and what of that was changed
+        # the values that were read, and which of them were changed
         self._last: tuple[list[Any], list[Changed]] = [], []
 
     def changed(self) -> list[Changed]:
-        """Those of the process, then those of this thread."""
+        """Return the changed settings of the process, then those of this thread."""
         values = [get() for get in self._gets]
-        last, found = self._last  # read once: another thread may put its own there
+        last, found = self._last  # read once: another thread may store its own
         if values != last:
             pairs = [
                 pair
@@ -159,25 +160,30 @@ RESET_GETS = [TABLE.settings[name].get for name in RESET]
 
 
 class EnclosingSettings(threading.local):
-    """What settings were before `under` changed them in this thread; an `under` within it changes
-    the others back."""
+    """The values of settings before `under` changed them in this thread.
+
+    A nested `under` restores these values for settings that it does not set.
+    """
 
     before: Mapping[str, Any] = {}
-    depth = 0  # of `under`
+    depth = 0  # nested calls of `under`
 
 
 ENCLOSING = EnclosingSettings()
 
 
 def is_astray() -> bool:
-    """Whether this thread, or an initializer, has set what every call begins with as the caller has
-    it."""
+    """Whether this thread or an initializer has set something that every call takes from the
+    caller."""
     return [get() for get in RESET_GETS] != RESET_VALUES
 
 
 @contextmanager
 def under_settings(changed: Changed) -> Iterator[None]:
-    """All others are what they were outside of any `under`. Each is set only where it differs."""
+    """Run the body with the changed settings; others are as outside of any `under`.
+
+    Each setting is set only if it differs.
+    """
     outer = ENCLOSING.before
     if not (changed or outer or is_astray()):
         yield
@@ -195,29 +201,34 @@ def under_settings(changed: Changed) -> Iterator[None]:
 
 
 class HeldSetting:
-    """A setting of the process while calls run that have set it."""
+    """A setting of the process, while calls that have set it run."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
         self.calls = 0
-        self.given: list[Any] = []  # the values that these have set
+        self.given: list[Any] = []  # the values that these calls have set
 
 
 class SharedSettings:
-    """What calls set in the whole process, several at once where they run in threads: the last to
-    end puts back what the first one found, but for what the caller has changed meanwhile."""
+    """The settings that calls set in the whole process, where calls of several threads may overlap.
+
+    The last call to end restores what the first one found, except for the caller's changes
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.held: dict[str, HeldSetting] = {}
-        self.with_caller = True  # not in a process of a pool's own, where calls run one by one
+        self.with_caller = True  # false in a worker process, where calls run one by one
 
     @contextmanager
     def set_to(
         self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool
     ) -> Iterator[dict[str, Any]]:
-        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to
-        whose values it goes back."""
+        """Set them for the body, and give the values that they had outside of all calls.
+
+        If it is `nested` in a body of this thread, the values of that body are restored.
+        """
         shared = (
             []
             if nested or not self.with_caller
@@ -244,7 +255,7 @@ class SharedSettings:
                 set_where_different(settings, after)
 
     def _after(self, setting: Setting) -> Any:
-        """What it is to be when one of the calls that set it has ended."""
+        """Return the value to set after one of the calls that set it has ended."""
         held, now = self.held[setting.name], setting.get()
         held.calls -= 1
         if held.calls:
@@ -259,15 +270,15 @@ os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
     for setting in settings:
-        # asked one by one: to set one may set others, which come later
+        # They are asked one by one, because setting one may set others, which come later.
         if setting.get() != wanted[setting.name]:
             setting.set(wanted[setting.name])
 
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """`under` in the body knows no other settings than those that it is given: the body runs in the
-    caller's thread."""
+    """Run the body in the caller's thread, with an `under` that knows only the settings it is
+    given."""
     outer = ENCLOSING.before
     ENCLOSING.before = {name: setting.default for name, setting in TABLE.settings.items()}
     try:
@@ -277,7 +288,7 @@ def default_settings() -> Iterator[None]:
 
 
 def begin_as_new(is_process: bool) -> None:
-    """For a worker that begins: what it has of whoever made it is forgotten."""
+    """Forget what a new worker has from the process or thread that made it."""
     leave_all_modes()
     ENCLOSING.before = {}
     SHARED.with_caller = not is_process
@@ -288,20 +299,19 @@ def begin_as_new(is_process: bool) -> None:
 
 
 class ModeCheck:
-    """Whether a pool's operation, or a backward through its results, may begin in the modes that
-    the caller's thread is in."""
+    """Checks whether an operation, or a backward, may begin in the modes of the caller's thread."""
 
     def __init__(self, in_caller: bool = False) -> None:
-        """`in_caller`: calls run in this thread, and what observes it sees them."""
+        """With `in_caller`, calls run in this thread, and its observers see them."""
         self._in_caller = in_caller
-        # what only observes, and was on when we looked last
+        # the observers that were on at the last look
         self._noticed: set[tuple[str, int]] = set()
 
     def look(self) -> None:
-        """Warn of what only observes, once for as long as it is on.
+        """Warn of each mode that only observes, once for as long as it is on.
 
         Raises:
-            NotImplementedError: a mode might change values, and cannot travel; names it.
+            NotImplementedError: a mode might change values and cannot be sent; names it.
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
@@ -336,7 +346,7 @@ def remedy(mode: object) -> str:
 
 
 def is_grad_mode_all(modes: Modes) -> bool:
-    """Whether that is all that has to be set in this thread."""
+    """Whether grad mode is the only mode to set in this thread."""
     is_elsewhere = (
         torch.is_inference_mode_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -347,7 +357,7 @@ def is_grad_mode_all(modes: Modes) -> bool:
 
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
-    """Run the body as the caller would run it, then go back to what was."""
+    """Run the body under the caller's modes, then restore the modes from before."""
     ENCLOSING.depth += 1
     try:
         if is_grad_mode_all(modes):
@@ -377,8 +387,10 @@ def under(modes: Modes) -> Iterator[None]:
 
 
 class HookedFunction:
-    """A function with hooks for saved tensors around it: they belong to the caller's thread, and
-    its graph to a worker."""
+    """A function with hooks for saved tensors.
+
+    The hooks belong to the caller's thread, but the function's graph belongs to a worker.
+    """
 
     def __init__(
         self,
@@ -395,10 +407,9 @@ class HookedFunction:
 
 
 def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are
-    some.
+    """Return `function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, if any.
 
-    Those of `torch.utils.checkpoint` stay here: what they would run again is the caller's code.
+    Hooks of `torch.utils.checkpoint` stay here, because they would run the caller's code again.
     """
     hooks = saved_tensor_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
@@ -407,8 +418,10 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DifferentiationState(threading.local):
-    """Whether this thread takes a derivative of ours: then those that the function takes need a
-    graph."""
+    """Whether mpgrad takes a derivative in this thread.
+
+    Derivatives that the function itself takes then need a graph.
+    """
 
     now = False
 
@@ -428,7 +441,7 @@ DIFFERENTIATING = DifferentiationState()
 
 
 class Process:
-    """Tells this process from all others, also from its forks."""
+    """Tells this process from all others, including its forks."""
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
@@ -439,8 +452,7 @@ os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
 class GloballyHookedFunction:
-    """A function with the hooks for all modules and optimizers of the process that it comes
-    from."""
+    """A function with its process's hooks for all modules and optimizers."""
 
     def __init__(self, function: Callable[..., Any], hooks: list[GlobalHook]) -> None:
         self.function = function
@@ -451,8 +463,10 @@ class GloballyHookedFunction:
         return self.function(*args, **kwargs)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """In which it runs, and its backward, which may run parts of it again; in its own process
-        they are there."""
+        """Return the context for the function and its backward, which may run parts of it again.
+
+        In the function's own process the hooks are there already.
+        """
         return registered([] if self.token == PROCESS.token else self.hooks)
 
 
@@ -462,20 +476,22 @@ def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draw_seed() -> int:
-    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that
-    follows."""
+    """Draw the next number of the caller's generator.
+
+    `torch.manual_seed` fixes this number, and with it everything that follows.
+    """
     with outside_transforms():
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 
 def seed_item(seed: int, index: int) -> int:
-    """Give torch, random and numpy the stream of item `index`; returns its seed."""
+    """Give torch, random and numpy the stream of item `index`, and return its seed."""
     own = split_mix(seed + index)
     SEED_TORCH(own)
     SEED_RANDOM(own)
-    # the half of a pair that an item before may have left
+    # An item before may have left half of a pair of Gaussian numbers.
     random._inst.gauss_next = None  # type: ignore[attr-defined]
-    # optional for torch as for us: seeded where a task could have imported it
+    # numpy is optional for torch and for mpgrad. It is seeded if a task could have imported it.
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
@@ -483,13 +499,13 @@ def seed_item(seed: int, index: int) -> int:
 
 
 def load_generators() -> None:
-    """Import what numpy itself imports on first use only.
+    """Import the parts that numpy itself imports only on first use.
 
-    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller
-    may have no descriptor left to read it with.
+    This costs nothing while workers start. Later it would take each of them 7 ms, and the caller
+    may have no descriptor left for reading the files.
     """
     if "numpy" in sys.modules:
-        # none left now, either: it is tried again when it is needed
+        # No descriptor is left now either. The import is tried again when it is needed.
         with contextlib.suppress(OSError):
             importlib.import_module("numpy.random")
 
@@ -507,7 +523,7 @@ def split_mix(number: int) -> int:
 
 
 class RandomState:
-    """The state of this process's generators at one moment."""
+    """The state of this process's random generators at one moment."""
 
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
@@ -520,7 +536,7 @@ class RandomState:
         now = RandomState()
         if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True
-        # numpy may have been imported since; it compares arrays element by element
+        # numpy may have been imported since. It compares arrays element by element.
         return self._numpy is not None and pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
 
     def put_back(self) -> None:
@@ -532,7 +548,7 @@ class RandomState:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Put the generators back afterwards: for tasks that run in the caller's own process."""
+    """Restore the generators after the body, for tasks that run in the caller's own process."""
     state = RandomState()
     try:
         yield

@@ -1,17 +1,18 @@
-"""The private names of PyTorch that mpgrad leans on, all in one place; those of PyTorch's settings
-are in `settings`. In this order:
+"""All private names of PyTorch that mpgrad uses are here, except those in `settings`.
+
+Their order is:
 
     nodes, graphs, and the backward that runs through them; leaves behind a result
     `torch.func` and forward mode; levels of vmap
-    what a thread is in, such as autocast, tracing and modes
-    the memory of tensors, storages that processes share; modules and scripts made again
-    what torch.compile makes, and code that it leaves alone
+    the state of a thread, such as autocast, tracing and modes
+    the memory of tensors, storages that processes share; modules and scripts that are rebuilt
+    the results of torch.compile, and code that it leaves alone
 
-Everything else in the package uses the public API, and of tensors and nodes the attributes
+Everything else in the package uses the public API, and these attributes of tensors and nodes:
 `_version`, `_is_view`, `_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`,
-`_indices` and `_values`. `behaviours` asks for each name before a pool is made, so there are no
-other ways for where one is missing: they would be ways that nobody has gone. The one exception is
-`never_compile`, which no result depends on.
+`_indices` and `_values`. `behaviours` asks for each name before a pool is made. So there are no
+fallbacks for missing names, because nobody would have tested them. The one exception is
+`never_compile`, on which no result depends.
 """
 
 # long because: it is one door, behind which each function is a few lines
@@ -150,19 +151,21 @@ NODE_IN_PYTHON: Any = torch._C._FunctionBase
 IsSo = Callable[[torch.Tensor], bool]
 
 
-# These are asked for every call and its backward, so they are PyTorch's own functions, without one
-# of ours around them. The number of the backward that is running in this thread; -1 outside one:
+# These are asked for every call and its backward, so they are PyTorch's own functions, without a
+# wrapper. The number of the backward that is running in this thread, or -1 outside a backward:
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`):
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves
-# out:
+# Whether the running backward needs a node. It is false for nodes that
+# `torch.autograd.grad(inputs=...)` leaves out:
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def leaf_will_run(node: Any) -> bool:
-    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked
-    for it."""
+    """Return `will_run` for a leaf's node.
+
+    PyTorch raises an error instead of answering if `torch.autograd.grad` asked for the leaf.
+    """
     try:
         return will_run(node)
     except RuntimeError:
@@ -170,13 +173,16 @@ def leaf_will_run(node: Any) -> bool:
 
 
 def when_backward_ends(callback: Callable[[], object]) -> None:
-    """Have it called at the end of the backward that is running, if that does not fail before."""
+    """Have `callback` called at the end of the running backward, unless the backward fails
+    first."""
     ENGINE.queue_callback(callback)
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the engine can still find `node`: one that is written in Python may outlive what it
-    stands for."""
+    """Whether the engine can still find `node`.
+
+    A node that is written in Python may outlive its place in the graph.
+    """
     try:
         return node.next_functions is not None
     except RuntimeError:
@@ -184,36 +190,39 @@ def is_alive(node: Any) -> bool:
 
 
 def is_held(node: Any) -> bool:
-    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but
-    graphs leads to it."""
+    """Whether Python holds the leaf that `node` adds gradients to. Otherwise only graphs lead to
+    it."""
     return sys.getrefcount(node.variable) > references_of_graphs()
 
 
 @functools.cache
 def references_of_graphs() -> int:
-    """As many as Python counts of a leaf that nobody has."""
+    """Return the reference count that Python reports for a leaf that only a graph holds."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = (torch.zeros((), requires_grad=True, device="cpu") * 2).grad_fn
     return sys.getrefcount(node.next_functions[0][0].variable)
 
 
 def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
-    """The edge to a tensor whose node is written in Python, and with it the graph behind."""
+    """Return the edge to a tensor whose node is written in Python. It keeps the graph behind
+    alive."""
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
         # from torch 2.9 on, and made by way of a view
         if getattr(edge, "ownership_token", None) is not None:
             return edge
     with torch.enable_grad():
-        # of sparse tensors there are no views
+        # Sparse tensors have no views.
         return get_gradient_edge(
             tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
         )
 
 
 def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and
-    not the other way round."""
+    """Return `held + grad`, as the engine adds gradients.
+
+    torch can add a sparse tensor to a dense one, but not a dense one to a sparse one.
+    """
     return held + grad if held.layout is torch.strided else grad + held
 
 
@@ -224,10 +233,9 @@ def gradients(
     keep: bool,
     create: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its
-    checks.
+    """Run `torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` unchecked.
 
-    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh
+    The checks cost as much as a small backward. Their first use imports sympy, which takes a new
     worker half a second.
     """
     found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
@@ -243,25 +251,31 @@ def gradients(
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third
-    of the cost."""
+    """Call `function.apply` without its support for `torch.func`, whose tensors never come here.
+
+    This takes a third of the time.
+    """
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def set_priority(node: Any, number: int) -> None:
-    """Of the nodes that are ready, the engine runs the one with the highest number first; they are
-    born counted up from 0."""
+    """Set the priority of a node. Of the nodes that are ready, the engine runs the highest first.
+
+    PyTorch counts the priorities of new nodes up from 0.
+    """
     node._set_sequence_nr(number)
 
 
 def node_type(function: type[torch.autograd.Function]) -> Any:
-    """The type of the nodes that `function` leaves in a graph."""
+    """Return the type of the nodes that `function` leaves in a graph."""
     return function._backward_cls
 
 
 class CallCounter:
-    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a
-    walk through all of it."""
+    """Counts calls of one of PyTorch's methods.
+
+    In a graph nothing shows these calls, or only a walk through all of the graph does.
+    """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.count = 0
@@ -269,9 +283,9 @@ class CallCounter:
         self._name = name
 
     def watch(self) -> None:
-        """From here on, in a process that belongs to us."""
+        """Count from now on. The process must be one of mpgrad's."""
         method: Any = inspect.getattr_static(self._owner, self._name)
-        # `Function.apply` from torch 2.15 on
+        # `Function.apply` is such a method since torch 2.15.
         in_c = isinstance(method, types.ClassMethodDescriptorType)
         function = (
             functools.partial(call_class_method, method)
@@ -295,27 +309,28 @@ def call_class_method(
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Wait until what this thread has devices compute for `tensors` is there.
+    """Wait until devices have computed what this thread asked of them for `tensors`.
 
-    Between nodes on one device the engine sees to that itself, but not behind a node on the CPU.
+    Between nodes on one device the engine does this itself, but not after a node on the CPU.
     """
     for device in {tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
 
 
-# --- leaves that results depend on, besides those that are known: in a worker somebody else's
+# --- unknown leaves that results depend on; in a worker they belong to somebody else
 #
 #     output ──► the graph behind it, as far as `entries` ──► leaves that somebody holds, and that
 #                                                             are not `known`
-# A leaf that nothing holds but graphs was made by the call, whose gradient nobody could ask for in
-# a serial loop either.
+# A leaf that only graphs hold was made by the call. Nobody could ask for its gradient in a serial
+# loop either.
 
 
 with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-# what a `once_differentiable` backward makes: a node that raises when a gradient comes to it
+# the type of the node that a `once_differentiable` backward makes, which raises if a gradient comes
+# to it
 DELAYED_ERRORS: Any = torch._C._functions
 with torch.inference_mode(False):
     ERROR_NODE: Any = type(
@@ -326,8 +341,10 @@ with torch.inference_mode(False):
 def held_leaves(
     outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
 ) -> list[Any]:
-    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was
-    given begins."""
+    """Return the nodes of leaves that somebody holds and that are not `known`.
+
+    `known` are ids of leaves. `entries` are types of nodes where the graph of the arguments begins.
+    """
     seen: set[Any] = {output.grad_fn for output in outputs} - {None}
     nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
     while nodes:
@@ -346,7 +363,7 @@ def held_leaves(
 def graph_behind(
     outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()
 ) -> dict[Any, list[Any]]:
-    """The nodes, as far as `entries`; and which of them lead to each directly."""
+    """Return the nodes behind `outputs`, as far as `entries`, each with its direct users."""
     users: dict[Any, list[Any]] = {
         output.grad_fn: [] for output in outputs if output.grad_fn is not None
     }
@@ -366,8 +383,10 @@ def graph_behind(
 
 
 def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) -> list[Any]:
-    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was
-    `seen`, which they then are."""
+    """Return a leaf's node and the nodes of a graph that lead to it.
+
+    Nodes in `seen` are left out, and the nodes found are added to `seen`.
+    """
     found = [] if leaf in seen else [leaf]
     seen.add(leaf)
     for node in found:
@@ -378,7 +397,7 @@ def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) ->
 
 
 def all_leaves() -> list[torch.Tensor]:
-    """Of this process, but for those that it was forked with when it was frozen."""
+    """Return the leaves of this process, except those frozen before it was forked."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
     return [each for each in objects if type(each) in kinds and each.requires_grad and each.is_leaf]
@@ -387,10 +406,10 @@ def all_leaves() -> list[torch.Tensor]:
 # --- `torch.func` and forward mode
 
 
-# These, too, are PyTorch's own functions: they are asked many times a call.
-# Whether a tensor is a wrapper inside `torch.func.grad`, `vmap` and their like:
+# These are PyTorch's own functions too, because they are asked many times per call. Whether a
+# tensor is a wrapper inside `torch.func.grad`, `vmap` and similar transforms:
 is_functorch_wrapped: IsSo = torch._C._functorch.is_functorch_wrapped_tensor
-# Whether a tensor is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that is over:
+# Whether a tensor is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that has ended:
 has_ended: IsSo = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
 # Whether a `torch.func` transform is running in this thread:
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -403,7 +422,7 @@ def dual_level_is_active() -> bool:
 
 
 def vmap_levels() -> frozenset[int]:
-    """The numbers of the `torch.func.vmap`s that are running in this thread."""
+    """Return the numbers of the `torch.func.vmap` transforms that are running in this thread."""
     stack: Any = torch._C._functorch.get_interpreter_stack() or ()
     return frozenset(
         each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap
@@ -411,20 +430,20 @@ def vmap_levels() -> frozenset[int]:
 
 
 def level_count() -> int:
-    """How many transforms are running in this thread."""
+    """Return how many transforms are running in this thread."""
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a dual tensor of the level that is active."""
+    """Whether `tensor` is a dual tensor of the active level."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class SharedLevel:
-    """There is one level of dual tensors for all threads of a process: the first one opens it, the
-    last one closes it.
+    """The one level of dual tensors that all threads of a process share.
 
-    Meanwhile a `torch.func.jvp` takes that level, and does not open a second one (`JVP_NESTING`).
+    The first thread opens it and the last one closes it. In between, a `torch.func.jvp` uses this
+    level and does not open a second one (`JVP_NESTING`).
     """
 
     def __init__(self) -> None:
@@ -434,8 +453,8 @@ class SharedLevel:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Whoever is here can make dual tensors; where somebody else has opened a level, that one
-        serves."""
+        """Allow dual tensors in the body. If somebody else has opened a level, that level is
+        used."""
         with self._lock:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
@@ -457,53 +476,54 @@ DUAL_LEVEL = SharedLevel()
 
 @contextmanager
 def within_dual_level() -> Iterator[None]:
-    """Forward-mode differentiation is on in the body."""
-    # a function's own `jvp` runs with it off
+    """Run the body with forward-mode differentiation on."""
+    # PyTorch turns it off while a function's own `jvp` runs.
     with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():
         yield
 
 
 @contextmanager
 def dual_level_kept() -> Iterator[None]:
-    """Around all that is made of dual tensors, with forward-mode differentiation off.
+    """Keep the level open while dual tensors are used, with forward-mode differentiation off.
 
-    Tensors that a graph has saved have their tangents for as long as there is a level. If another
-    thread closed it while this one's backward takes them out, that would fail.
+    Tensors that a graph has saved keep their tangents as long as the level is open. If another
+    thread closed the level while a backward of this thread reads them, the backward would fail.
     """
     with forward_ad._set_fwd_grad_enabled(False), DUAL_LEVEL.entered():
         yield
 
 
 def without_tangents() -> contextlib.AbstractContextManager[None]:
-    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and
-    `jvp`."""
+    """Turn forward-mode differentiation off in the body.
+
+    PyTorch does the same in a Function's own forward and `jvp`.
+    """
     return forward_ad._set_fwd_grad_enabled(False)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in
-    it."""
+    """Run the body as if no `torch.func` transform were running. It may use only plain tensors."""
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
-NOTHING = contextlib.nullcontext()  # one for all: this is asked several times a call
+# One object for all, because it is needed several times per call.
+NOTHING = contextlib.nullcontext()
 
 
 # --- levels of vmap
 #
-# Batched gradients: `torch.autograd.grad(..., is_grads_batched=True)`, and a backward under
-# `torch.func.vmap`. There the engine hands every node wrappers, which look like one gradient and
-# hold a batch of them. A wrapper cannot travel, the batch can: it is taken out here, sent with its
-# batch dimensions in front, differentiated in the worker under as many vmaps of the same kind, and
-# put back into wrappers.
+# Gradients are batched in `torch.autograd.grad(..., is_grads_batched=True)`, and in a backward
+# under `torch.func.vmap`. The engine then passes wrappers to every node. A wrapper looks like one
+# gradient and holds a batch of them. It cannot be sent, but its batch can. So the batch is taken
+# out here and sent with its batch dimensions in front. The worker differentiates it under as many
+# vmaps of the same kind, and the results are put back into wrappers.
 #
 #     wrappers ──► levels_of, without ──► [B1, B2, *shape]
 #              ──► worker: over ──► [B1, B2, *shape] ──► within ──► wrappers
 
 
 class Level(NamedTuple):
-    """One vmap that is being run. PyTorch has two kinds: `is_grads_batched` still uses the older
-    one."""
+    """One running vmap. PyTorch has two kinds, and `is_grads_batched` still uses the older one."""
 
     number: int
     older: bool
@@ -517,21 +537,24 @@ vmap_the_older_way: Callable[..., Any] = _vmap
 
 
 def older_levels() -> int:
-    """How many vmaps of the older kind are running in this thread."""
+    """Return how many vmaps of the older kind are running in this thread."""
     count = int(torch._C._vmapmode_increment_nesting()) - 1
     torch._C._vmapmode_decrement_nesting()
     return count
 
 
 def batched(tensor: torch.Tensor, level: Level) -> torch.Tensor:
-    """Let `tensor` stand for one element of its leading dimension."""
+    """Make `tensor` represent one element of its leading dimension."""
     add: Any = torch._add_batch_dim if level.older else torch._C._functorch._add_batch_dim
     wrapper: torch.Tensor = add(tensor, 0, level.number)
     return wrapper
 
 
 def unbatched(tensor: torch.Tensor, level: Level) -> torch.Tensor:
-    """The batch in front; a batch of one where `tensor` is not batched at this level."""
+    """Return the tensor with its batch in front.
+
+    The batch has one element if `tensor` is not batched at this level.
+    """
     if level.older:
         batch: torch.Tensor = torch._remove_batch_dim(tensor, level.number, 1, 0)
         return batch
@@ -540,10 +563,10 @@ def unbatched(tensor: torch.Tensor, level: Level) -> torch.Tensor:
 
 
 def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
-    """The vmaps that any of `tensors` is batched over, outermost first.
+    """Return the vmaps that any of `tensors` is batched over, outermost first.
 
     Raises:
-        TypeError: one belongs to another transform than vmap.
+        TypeError: a tensor belongs to a transform that is not vmap.
     """
     if have_plain_memory([tensor for tensor in tensors if tensor is not None]):
         return ()
@@ -563,15 +586,17 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # in the engine's threads for devices none is counted; there is one then, within which
-        # `torch.autograd.grad` was called
+        # The engine's threads for devices count none. But one is there, the one in which
+        # `torch.autograd.grad` was called.
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
 
 
 def without(tensors: Sequence[torch.Tensor], levels: tuple[Level, ...]) -> list[torch.Tensor]:
-    """`tensors` with their batches as ordinary dimensions in front, outermost first, the same for
-    all of them."""
+    """Return `tensors` with their batches as ordinary dimensions in front, outermost first.
+
+    All of them get the same batch dimensions.
+    """
     plain = list(tensors)
     for level in reversed(levels):
         plain = [unbatched(tensor, level) for tensor in plain]
@@ -581,7 +606,7 @@ def without(tensors: Sequence[torch.Tensor], levels: tuple[Level, ...]) -> list[
 
 
 def within(tensor: torch.Tensor, levels: tuple[Level, ...]) -> torch.Tensor:
-    """The wrapper for a tensor with batch dimensions in front."""
+    """Return the wrapper for a tensor with batch dimensions in front."""
     for level in levels:
         tensor = batched(tensor, level)
     return tensor
@@ -592,8 +617,10 @@ def over(
     fn: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """`fn(tensors)` under one vmap per level, over the leading dimensions; batches in front of what
-    it returns, too."""
+    """Compute `fn(tensors)` under one vmap per level, over the leading dimensions.
+
+    The results have their batches in front too.
+    """
     if not levels:
         return list(fn(tensors))
     present: list[bool] = []
@@ -601,7 +628,7 @@ def over(
     def part(*slices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = over(levels[1:], fn, slices)
         present[:] = [tensor is not None for tensor in found]
-        # a vmap has to return something
+        # A vmap has to return something.
         return tuple(tensor for tensor in found if tensor is not None) or slices[:1]
 
     batched: Any = (
@@ -617,7 +644,7 @@ def over(
 # `torch.no_grad`
 
 
-# What is copied in the body of this one stays what it is:
+# In the body of this context, autocast is off, so copies keep their dtype:
 without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
     torch._C._DisableAutocast
 )
@@ -626,14 +653,14 @@ without_autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
 def saved_tensor_hooks() -> (
     tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
 ):
-    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
+    """Return the innermost `saved_tensors_hooks` of this thread, which are the ones that apply."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """As in a thread of its own."""
+    """Run the body without hooks, as in a new thread."""
     hidden = []
     try:
         while (hooks := saved_tensor_hooks()) is not None:
@@ -646,8 +673,10 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def tracer() -> str | None:
-    """What records the operations of this thread instead of only running them; it would see none of
-    a worker's."""
+    """Return what records this thread's operations instead of only running them.
+
+    It would not see a worker's operations.
+    """
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys: Any = torch._C._TorchDispatchModeKey
@@ -663,13 +692,13 @@ OBSERVERS = (
     "torch.utils._debug_mode.",
     "torch.utils.flop_counter.",
 )  # PyTorch's own modes that only look on; where a module has nothing else, its name
-# checkpoint with a policy: what it keeps and what it computes once more has the same values
+# A checkpoint with a policy is ignored, because stored and recomputed values are the same.
 UNNOTICED = "mpgrad.", "torch.utils.checkpoint._Cach"
 CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
 
 
 def name_of_mode(mode: object) -> str:
-    """As its user calls it."""
+    """Return the mode's name, as its user writes it."""
     name = f"{type(mode).__module__}.{type(mode).__qualname__}"
     return (
         "torch.autograd.graph.allow_mutation_on_saved_tensors"
@@ -679,7 +708,7 @@ def name_of_mode(mode: object) -> str:
 
 
 def is_observer(mode: object) -> bool:
-    """Whether it is known to change no values."""
+    """Whether the mode is known to change no values."""
     return name_of_mode(mode).startswith(OBSERVERS)
 
 
@@ -691,14 +720,16 @@ DISPATCH_MODES: Any = _get_current_dispatch_mode_stack
 
 
 def function_modes() -> list[Any]:
-    """Those of this thread, the innermost last."""
+    """Return the function modes of this thread, the innermost last."""
     stack: Any = torch.overrides._get_current_function_mode_stack
     return list(stack()) if torch._C._len_torch_function_stack() else []
 
 
 def foreign_modes() -> list[Any]:
-    """The modes of this thread that a worker knows nothing of; that of a default device is not
-    among them."""
+    """Return the modes of this thread that a worker does not know.
+
+    The mode of a default device is not among them.
+    """
     found = [mode for mode in function_modes() if not gives_device(mode)]
     if torch._C._len_torch_dispatch_stack():
         found += DISPATCH_MODES()
@@ -716,14 +747,15 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def default_device() -> str | None:
-    """That of `torch.set_default_device` or ``with torch.device(...)`` in this thread."""
+    """Return the device of `torch.set_default_device` or ``with torch.device(...)`` in this
+    thread."""
     found = [str(mode.device) for mode in function_modes() if gives_device(mode)]
     return found[-1] if found else None
 
 
 @contextmanager
 def under_default_device(name: str | None) -> Iterator[None]:
-    """The body runs with it; None: without one, whatever there was."""
+    """Run the body with this default device; None means without one, whatever was set before."""
     if name is not None:
         with torch.device(name):
             yield
@@ -749,7 +781,7 @@ def pop_function_modes() -> None:
 
 
 def leave_all_modes() -> None:
-    """For a process that was forked by a thread that was in some."""
+    """Leave the modes that this process inherited from the thread that forked it."""
     pop_function_modes()
     if torch._C._len_torch_dispatch_stack():
         for mode in reversed(DISPATCH_MODES()):
@@ -757,7 +789,7 @@ def leave_all_modes() -> None:
 
 
 class NoGradRefusal(TorchFunctionMode):
-    """See `refusing_no_grad`."""
+    """The mode of `refusing_no_grad`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
@@ -768,32 +800,34 @@ class NoGradRefusal(TorchFunctionMode):
 
 
 def without_refusal() -> contextlib.AbstractContextManager[Any]:
-    """For our own code within a function that runs under `refusing_no_grad`. Other function modes
-    are off there too."""
+    """Run mpgrad's own code within a function that runs under `refusing_no_grad`.
+
+    Other function modes are off too.
+    """
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
 
 
-# a context for our own code: no `__torch_function__` of a tensor's class is called
+# In this context for mpgrad's own code, no `__torch_function__` of a tensor's class is called.
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]]
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
-    """Of any class."""
+    """Whether a tensor, of any class, is a leaf that requires gradients."""
     with without_subclasses():
         return tensor.is_leaf and tensor.requires_grad
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A `torch.Tensor` with the same memory, which autograd has made of it."""
+    """Return a `torch.Tensor` with the same memory, which autograd derives from `tensor`."""
     with without_subclasses(), torch.inference_mode(False), torch.enable_grad():
         return torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
-    """`torch.set_grad_enabled`, without the refusal."""
+    """Set grad mode as `torch.set_grad_enabled` does, without the refusal."""
     before = torch.is_grad_enabled()
     with without_refusal():
         torch.set_grad_enabled(enabled)
@@ -810,23 +844,23 @@ def is_refusing_no_grad() -> bool:
 
 @contextmanager
 def refusing_no_grad() -> Iterator[None]:
-    """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    # a task in the caller's thread may run `without_refusal`
+    """Make `torch.no_grad` raise in the body. Enter it with gradients on."""
+    # A task in the caller's thread may run in `without_refusal`.
     with torch._C._EnableTorchFunction(), NoGradRefusal():
         yield
 
 
-# --- the memory of tensors; modules and scripts that are made again
+# --- the memory of tensors; modules and scripts that are rebuilt
 
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Shared memory mapped as torch.multiprocessing maps it.
+    """Make shared memory, mapped as torch.multiprocessing maps it.
 
-    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing
-    past that end is a SIGBUS; an anonymous memory file has no such limit, and never a name that
-    could stay behind.
+    torch itself opens a file in /dev/shm. In a container this is often limited to 64 MiB, and
+    writing beyond the limit raises SIGBUS. An anonymous memory file has no such limit, and no name
+    that could be left behind.
     """
     descriptor = anonymous_memory()
     try:
@@ -838,17 +872,17 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 
 
 def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close
+    """Map shared memory by its file descriptor, as torch.multiprocessing does, and close
     `descriptor`."""
     try:
         storage: torch.UntypedStorage = SHARED_STORAGE._new_shared_fd_cpu(descriptor, nbytes)
         return storage
     finally:
-        os.close(descriptor)  # torch keeps a duplicate of its own
+        os.close(descriptor)  # torch keeps its own duplicate
 
 
 def descriptor_of(storage: torch.UntypedStorage) -> int:
-    """The file descriptor behind shared memory; it stays the storage's own."""
+    """Return the file descriptor of shared memory. The storage still owns it."""
     descriptor, _ = storage._share_fd_cpu_()
     return int(descriptor)
 
@@ -859,8 +893,10 @@ with torch.inference_mode(False):
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or
-    conjugated tensor."""
+    """Whether the tensor's elements are stored in the CPU's memory as they are.
+
+    This excludes stand-ins and sparse, quantized or conjugated tensors.
+    """
     return bool(KEYS_OF(tensor).raw_repr() == PLAIN_KEYS)
 
 
@@ -869,7 +905,7 @@ def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The elements of the tensors, which are of one dtype, one after another, copied."""
+    """Copy the elements of the tensors, which have one dtype, one after another into one tensor."""
     dims = {tensor.dim() for tensor in tensors}
     if dims == {1}:
         return torch.cat(tensors)
@@ -877,8 +913,10 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> torch.nn.Module:
-    """A module like `network` with other tensors, by the id of the old ones; buffers that are not
-    named stay the same."""
+    """Make a module like `network` with other tensors, which are given by the id of the old ones.
+
+    Buffers that are not given stay the same.
+    """
     modules: Any = list(network.modules())
     copies: Any = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in network.modules():
@@ -889,7 +927,8 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                # a plain attribute: it is no leaf, and so no parameter
+                # It becomes a plain attribute, because it is not a leaf and so cannot be a
+                # parameter.
                 setattr(replica, name, tensors[id(parameter)])
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
@@ -900,32 +939,35 @@ load_archive: Any = torch.jit.load  # PyTorch's own, also in workers
 
 
 def load_script(code: bytes) -> torch.jit.ScriptModule:
-    """What `save_to_buffer` of a scripted module or function has saved."""
+    """Load a scripted module or function that `save_to_buffer` has saved."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
-            warnings.simplefilter("ignore", category)  # said to the one who scripted it
+            warnings.simplefilter("ignore", category)  # the caller saw it when scripting
         module: torch.jit.ScriptModule = load_archive(io.BytesIO(code))
     return module
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:
-    """Give a module the state of a parametrized one, and the class that makes tensors anew from
-    their parametrizations."""
+    """Give a module the state of a parametrized one, and a class for it.
+
+    This class computes the tensors from their parametrizations.
+    """
     module.__setstate__(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:
         parametrize._inject_property(module, name)
 
 
-# --- `torch.compile`: what it makes, with which options, and code that it is to leave alone
+# --- `torch.compile`: its results, their options, and code that it must leave alone
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
-    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without
-    loading the compiler for it.
+    """Make `torch.compile` break its graph at `fn`, and leave the functions that `fn` calls alone.
+
+    The compiler is not loaded for this.
 
     `fn` is public: its exceptions show the caller's frames.
     """
@@ -933,7 +975,7 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            # another thread may be importing it
+            # Another thread may be importing the compiler.
             disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
             run: Callable[P, T] = fn if disable is None else disable(fn)
             return run(*args, **kwargs)
@@ -948,8 +990,10 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_compile(code: types.CodeType) -> None:
-    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them:
-    slow, but right."""
+    """Make the compiler leave frames of `code` alone.
+
+    If it cannot be told so, it compiles them, which is slow but right.
+    """
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(
         hasattr(frames, name)
@@ -960,14 +1004,16 @@ def never_compile(code: types.CodeType) -> None:
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:
-    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps
-    has given its marks."""
+    """Whether `torch.compile` or `torch.compiler.disable` made the function.
+
+    A wrapper that got its marks from functools.wraps does not count.
+    """
     maker = function.__globals__.get("__name__")
     return maker in COMPILERS and "_torchdynamo_orig_callable" in vars(function)
 
 
 def is_optimized(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` gave it."""
+    """Whether `torch.compile(module)` made the module."""
     return "dynamo_ctx" in vars(module)
 
 
@@ -975,8 +1021,8 @@ COMPILERS = ("torch._dynamo.eval_frame", "torch._dynamo.external_utils")
 
 
 def compiler_context(compiled: Any) -> Any:
-    """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None
-    where there is none."""
+    """Return the object with which `torch.compile` wrapped a function or module; None without
+    one."""
     if isinstance(compiled, torch.nn.Module):
         return vars(compiled).get("dynamo_ctx")
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
@@ -985,32 +1031,36 @@ def compiler_context(compiled: Any) -> Any:
 
 
 def before_compiler(made: Any) -> Any:
-    """What was given to `torch.compile` or `torch.compiler.disable`."""
+    """Return the object that was passed to `torch.compile` or `torch.compiler.disable`."""
     return made._orig_mod if isinstance(made, torch.nn.Module) else made._torchdynamo_orig_callable
 
 
 def disabling(made: Any) -> dict[str, Any]:
-    """The arguments of `torch.compiler.disable` that gave `made`."""
+    """Return the arguments of `torch.compiler.disable` that made `made`."""
     context = compiler_context(made)
-    if context is None:  # without `recursive` PyTorch has no need of one
+    if context is None:  # without `recursive` PyTorch needs none
         return {"recursive": False, "reason": made._torchdynamo_disable_msg}
     return {"recursive": True, "reason": context.msg}
 
 
 def compiled_in_place(module: torch.nn.Module) -> Any:
-    """What `module.compile()` has put into it, of which its state has nothing; None where it was
-    not called."""
+    """Return what `module.compile()` has put into a module; None if it was not called.
+
+    The state of the module does not contain it.
+    """
     return vars(module).get("_compiled_call_impl")
 
 
 def compile_in_place(module: Any, wrap: Callable[[Any], Any]) -> None:
-    """As `module.compile()`, with `wrap` in the place of the compiler."""
+    """Do what `module.compile()` does, with `wrap` instead of the compiler."""
     module._compiled_call_impl = wrap(module._call_impl)
 
 
 def compiler_options(context: Any) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` that gave `context`, as far as they are not its defaults;
-    None of `disable`'s."""
+    """Return the arguments of `torch.compile` that made `context`, except the defaults.
+
+    It returns None for a context of `disable`.
+    """
     if not callable(context.callback):
         return None
     layers = [context.callback]
@@ -1024,7 +1074,7 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
         options=inner_options or None,
         fullgraph=getattr(convert, "_one_graph", False),
         dynamic=context._dynamic,
-        # of later versions
+        # only later versions have these
         recompile_limit=getattr(convert, "_recompile_limit", None),
         isolate_recompiles=getattr(context, "_isolate_recompiles_id", -1) != -1,
         shapes_spec=getattr(context, "_shapes_spec", None),
@@ -1037,14 +1087,16 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
 
 
 def inner_layer(layer: Any) -> Any:
-    """What a layer around a backend calls; None of the backend itself. (The name is that of
-    versions up to 2.8.)"""
+    """Return what a layer around a backend calls; None for the backend itself.
+
+    The name is that of versions up to 2.8.
+    """
     attributes = getattr(layer, "__dict__", {})
     return attributes.get("_torchdynamo_orig_backend", attributes.get("_torchdynamo_orig_callable"))
 
 
 def backend_options(backend: Any) -> dict[str, Any]:
-    """The arguments of `torch.compile` that a backend of PyTorch stands for."""
+    """Return the arguments of `torch.compile` that one of PyTorch's backends represents."""
     names: Any = torch
     if isinstance(backend, names._TorchCompileInductorWrapper):
         options = dict(backend.config)
@@ -1055,7 +1107,7 @@ def backend_options(backend: Any) -> dict[str, Any]:
         return {"backend": backend, "options": None}
     function = backend.compiler_fn
     module = getattr(function, "__module__", None) or type(function).__module__
-    # it may be no function then, but is known by its name
+    # It may not be a function then, but it is known by its name.
     own = module.partition(".")[0] == "torch"
     return {
         "backend": backend.compiler_name if own else function,

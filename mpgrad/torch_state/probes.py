@@ -1,14 +1,13 @@
-"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for
-each such behaviour.
+"""Probes try the behaviours of PyTorch that would silently give wrong gradients if they changed.
 
-Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an
-error where a name means something else, and what any run of the tests on that version shows, has no
-probe. `behaviours` runs them. They call what `private` offers, not PyTorch's own names, so that
-they try what a pool runs.
+`behaviours` asks first whether the private names exist (`behaviours.NAMES`), and then runs the
+probes. A behaviour has no probe if a change would raise an error, or if any run of the tests would
+show it. Probes call the functions of `private` instead of PyTorch's own names, so that they try
+what a pool runs.
 
-Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own,
-    where they meet no mode of the caller's. Those that belong to the process (anomaly detection,
-    default dtype, ...) they bear.
+Guarantees: probes leave nothing behind, draw no random number, and run in their own thread, where
+    none of the caller's modes is on. They also pass under modes that belong to the process (anomaly
+    detection, default dtype, ...).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mpgrad.torch_state import private, settings
 
 __all__ = ["BEHAVIOURS", "OF_THE_COMPILER", "expect"]
 
-# what PyTorch is expected to do, in words, and what raises where it does something else
+# what PyTorch should do, in words, and a function that raises if it does not
 BEHAVIOURS: dict[str, Callable[[], None]] = {}
 
 
@@ -40,8 +39,10 @@ def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def expect(expected: object, found: object) -> None:
-    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by
-    ``python -O``."""
+    """Raise an `AssertionError` if PyTorch does something else.
+
+    ``python -O`` would leave an `assert` out.
+    """
     if found != expected:
         raise AssertionError(f"expected {expected!r}, found {found!r}")
 
@@ -64,7 +65,7 @@ def leaf() -> Any:
 
 
 def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> Any:
-    """`tensor` behind a node which, in a backward, puts what `look` finds into `seen`."""
+    """Pass `tensor` through a node that puts the result of `look` into `seen` in a backward."""
 
     def backward(grad: Any) -> Any:
         seen.append(look())
@@ -73,7 +74,7 @@ def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> A
     return private.apply(ProbeNode, tensor, backward)
 
 
-# --- the order in which a backward runs nodes, and what it says of itself
+# --- the order in which a backward runs nodes, and its own state
 
 
 @behaviour(
@@ -226,12 +227,12 @@ def counted_calls() -> None:
     try:
         ProbeNode.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
     finally:
-        # mypy would have no method assigned
+        # mypy refuses to assign a method.
         setattr(torch.autograd.Function, "apply", before)  # noqa: B010
-    expect(True, applied.count >= 1)  # other threads may call it, too
+    expect(True, applied.count >= 1)  # other threads may call it too
 
 
-# --- tensors, and what a thread is in
+# --- tensors, and the modes of a thread
 
 
 @behaviour("a tensor says whether its elements lie in memory as they are, and whether it is a view")
@@ -278,7 +279,7 @@ def seen_modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class OfFunctions(TorchFunctionMode):
-        __module__ = "users"  # our own do not count
+        __module__ = "users"  # our own modes do not count
 
     class OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         __module__ = "users"
@@ -345,7 +346,7 @@ def what_it_was_made_with_can_be_read() -> None:
     compiler: Any = torch.compile
     options = {"guard_filter_fn": list, "other": 1}
     given = {"dynamic": True, "fullgraph": True, "options": options}
-    # it takes some of the options out
+    # The compiler takes some of the options out.
     found: Any = compiler(probed, backend=on_its_own, **{**given, "options": {**options}})
     expect((True, probed), (private.made_by_compiler(found), private.before_compiler(found)))
     expect(
@@ -376,7 +377,7 @@ def what_it_was_made_with_can_be_read() -> None:
     expect((1, "compiled"), module(1))
 
 
-# run apart, where functions are carried that torch.compile made: this loads the compiler
+# These run only if functions made by torch.compile are sent, because they load the compiler.
 OF_THE_COMPILER = {
     "torch.compile leaves what it was given where it can be read": (
         what_it_was_made_with_can_be_read
@@ -389,5 +390,5 @@ def probed(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_its_own(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """A backend that nothing is compiled with."""
+    """Stand in for a compiler as a backend that compiles nothing."""
     return graph.forward

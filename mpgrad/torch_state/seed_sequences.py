@@ -1,5 +1,5 @@
-"""numpy's SeedSequence as an item has it: the caller's, but for its children, which no other item
-has. Needs numpy."""
+"""An item's version of numpy's SeedSequence. It equals the caller's, but spawns children that no
+other item has. Needs numpy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["ItemSeeds"]
 
 
 class ItemSeeds(SeedSequence):
-    """What a SeedSequence gives never changes, and is the caller's; which children it has still to
-    give is its only state."""
+    """A SeedSequence that gives the caller's numbers. Its only state is which children it has
+    left."""
 
     children: SeedSequence | None = None
 

@@ -1,12 +1,14 @@
-"""PyTorch's own settings, how each is read and set; and the hooks that it calls for all modules or
-all optimizers, code of the user's in a dictionary of the process.
+"""PyTorch's own settings are a table that says how each is read and set.
 
-PyTorch has no list of its settings, and reads each in its own way. So they are a table here: what
-each is called, how it is read and set. What is not in the table is the worker's own: the inventory
-beside the tests of this package says what becomes of everything in PyTorch that changes a state,
-and a test compares it with PyTorch. A setting that differs from its default travels with a call. A
-default is a constant here rather than what this process began with: whoever imports mpgrad late
-would take a change for it. Where a machine has another default, that travels each time.
+PyTorch has no list of its settings, and reads each in its own way. A setting that is not in the
+table is the worker's own. An inventory beside the tests of this package says how mpgrad treats
+everything in PyTorch that changes a state, and a test compares the inventory with PyTorch. A
+setting that differs from its default is sent with each call. The default is a constant here, not
+the value at the start of this process, because a program may change settings before it imports
+mpgrad. If a machine has another default, that value is sent each time.
+
+The module also handles the hooks that PyTorch calls for all modules or all optimizers. They are
+code of the user's, in dictionaries of the process.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ REGISTRIES = {
 
 
 class GlobalHook(NamedTuple):
-    """As it travels: `register(hook, **options)` makes it one."""
+    """A hook as it is sent. `register(hook, **options)` installs it."""
 
     register: Callable[..., Any]
     hook: Callable[..., Any]
@@ -63,7 +65,7 @@ class GlobalHook(NamedTuple):
 
 
 def global_hooks() -> list[GlobalHook]:
-    """Those of this process, but for PyTorch's own, which only observe."""
+    """Return the hooks of this process, except PyTorch's own, which only observe."""
     found = [name for name, (owner, _) in REGISTRIES.items() if getattr(owner, name)]
     return [
         GlobalHook(register_of(name), hook, options_of(number))
@@ -75,14 +77,14 @@ def global_hooks() -> list[GlobalHook]:
 
 def register_of(name: str) -> Callable[..., Any]:
     owner, register = REGISTRIES[name]
-    # the older kind
+    # PyTorch has an older kind of backward hooks, which is registered differently.
     if name == "_global_backward_hooks" and not MODULES._global_is_full_backward_hook:
         register = "register_module_backward_hook"
     return getattr(owner, register)  # type: ignore[no-any-return]
 
 
 def options_of(number: int) -> dict[str, bool]:
-    """Those of a forward hook; no other hook of the process has its number."""
+    """Return the options of a forward hook. No other hook of the process has its number."""
     kinds = {
         "with_kwargs": "_global_forward_hooks_with_kwargs",
         "always_call": "_global_forward_hooks_always_called",
@@ -101,7 +103,7 @@ def registered(hooks: Sequence[GlobalHook]) -> Iterator[None]:
 
 
 def remove_global_hooks() -> None:
-    """For a process that was forked by one that has some."""
+    """Remove the hooks that this process inherited when it was forked."""
     for name, (owner, _) in REGISTRIES.items():
         getattr(owner, name).clear()
 
@@ -112,9 +114,9 @@ TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
 
 
 class Setting(NamedTuple):
-    """`of_thread`: each thread has its own; else the process has one."""
+    """A setting of each thread, if `of_thread` is true, or of the process."""
 
-    name: str  # of what sets it, in public
+    name: str  # of the public function or field that sets it
     get: Callable[[], Any]
     set: Callable[[Any], object]
     default: Any
@@ -130,8 +132,8 @@ def kind_of_library(kinds: str, kind: str) -> Any:
     return getattr(getattr(torch._C, kinds, None), kind, None)
 
 
-# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and
-# set, default, and `of_thread`
+# Settings that a pair of functions of torch._C reads and sets. An older PyTorch may lack them.
+# Fields: name, the two functions, default, and `of_thread`.
 IN_C: tuple[tuple[str, str, str, Any] | tuple[str, str, str, Any, bool], ...] = (
     ("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash", True),
     (
@@ -296,10 +298,9 @@ def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -
 
 
 def of_this_version(setting: Setting) -> Setting:
-    """With the default, and the way to set it, that this PyTorch has: older ones have less of
-    some."""
+    """Return the setting with the default and setter of this PyTorch, as older versions differ."""
     now = setting.get()
-    # of two truth values, where an older PyTorch has the first only
+    # The setting has two truth values, but an older PyTorch has only the first.
     if isinstance(now, tuple) and setting.default is True:
         return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
     return (
@@ -308,8 +309,10 @@ def of_this_version(setting: Setting) -> Setting:
 
 
 def old(setting: Setting) -> Setting:
-    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it
-    does not count."""
+    """Return an older setting that newer settings overlap.
+
+    If the newer ones contradict it, PyTorch refuses to read it, and then it does not count.
+    """
     get, default = setting.get, setting.default
 
     def read() -> Any:
@@ -322,8 +325,10 @@ def old(setting: Setting) -> Setting:
 
 
 def precisions() -> Iterator[Setting]:
-    """The older settings come first: to set one sets some of the newer ones. What others inherit
-    from comes before these."""
+    """Yield the precision settings, older ones first, because setting one sets some newer ones.
+
+    Settings from which others inherit come before these others.
+    """
     yield old(
         Setting(
             "torch.set_float32_matmul_precision",
@@ -374,7 +379,10 @@ def precision(name: str, backend: str, operation: str, default: str) -> Setting:
 
 
 def einsum(field: str, default: Any) -> Setting:
-    """An assignment of the user's hides what `torch.backends.opt_einsum.flags` sets."""
+    """Return a setting of `opt_einsum`.
+
+    A value that the user assigns hides what `torch.backends.opt_einsum.flags` sets.
+    """
     assigned, flags = vars(EINSUM), vars(EINSUM.m)
 
     def use(value: Any) -> None:
@@ -408,7 +416,7 @@ def set_anomaly_detection(both: tuple[bool, bool]) -> None:
 
 
 def others() -> tuple[Setting, ...]:
-    """Those that are read or set in a way of their own."""
+    """Return the settings that are read or set in special ways."""
     mha, print_options = torch.backends.mha, vars(torch._tensor_str.PRINT_OPTS)
     return (
         Setting(
@@ -508,6 +516,6 @@ def others() -> tuple[Setting, ...]:
 
 
 def every_setting() -> tuple[Setting, ...]:
-    """All of them, in the order in which they are to be set."""
+    """Return all settings, in the order in which they must be set."""
     in_table = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
     return (*precisions(), *in_table, *others())
