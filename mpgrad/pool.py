@@ -68,8 +68,8 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    docs/reference/pool.md says when to change each option, and has the details of `engine` and
-    `graphs`.
+    The tables of the reference page say when to change each option, and have the details of
+    `engine` and `graphs`.
 
     Everyday arguments:
         processes: the number of workers. None: one for each CPU that this process may use. CPU
