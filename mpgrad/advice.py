@@ -1,9 +1,8 @@
-"""The question that comes first: does a pool pay? `mpgrad.advise` runs a sample of the items and
-says so.
+"""`mpgrad.advise` runs a sample of the items and says whether a pool pays.
 
-A worker runs the loop, because it has copies of the items and of all that the function reaches. So
-the caller's tensors and modules stay as they are. Pools run the same items. Loop and pools take
-turns, so that noise of the machine meets them alike.
+A worker runs the loop, because it has copies of the items and of everything that the function
+reaches. So the caller's tensors and modules stay as they are. Pools run the same items. The loop
+and the pools take turns, so that noise of the machine affects both equally.
 """
 
 from __future__ import annotations
@@ -32,32 +31,39 @@ __all__ = ["Advice", "advise"]
 T = TypeVar("T")
 Function = Callable[[Any], Any]
 
-LEAST_GAIN = 1.15  # below which a pool is not worth the change
-# of the time, for the sample; if it takes the second one, all is run once
+# A pool with a smaller speed-up is not worth the change.
+LEAST_GAIN = 1.15
+# The sample should take the first share of the time. If it takes more than the second share, the
+# loops and pools run it only once.
 SAMPLE_SHARE, LONG_SHARE = 0.1, 0.3
 FEWEST, FEWEST_LONG, MOST_SAMPLED = 4, 2, 512  # items in the sample
-ROUNDS, WARM_UPS = 6, 1  # in the first one functions are sent, and pools learn what an item costs
-LARGE_SHARE = 0.2  # of a pool's time, from which on it is worth a remark
+# In the first round functions are sent, and pools learn how long an item takes.
+ROUNDS, WARM_UPS = 6, 1
+# A cost is worth a remark if it takes more than this share of the time.
+LARGE_SHARE = 0.2
 COPIED_PER_SECOND = 4e9  # bytes, by one CPU
-LONG = 0.02  # seconds of an item, for which the costs of sending do not count
-WAITING = 0.7  # CPUs that the loop used, below which it waits for something
-BUSY = 0.15  # share of the CPUs, from which on other programs make the figures doubtful
+# Items that take at least these seconds are so long that the cost of sending them does not count.
+LONG = 0.02
+# A loop that uses fewer CPUs than this waits for something.
+WAITING = 0.7
+# If other programs use more than this share of the CPUs, the figures are doubtful.
+BUSY = 0.15
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What `mpgrad.advise` found. ``print(advice)`` shows it, the answer first.
+    """The result of `mpgrad.advise`. ``print(advice)`` shows it, with the answer first.
 
     Attributes:
-        items: how many there are.
-        item_seconds: what each item of the sample took in the loop, forward and backward.
-        pool_seconds: what the whole sample took in a pool, by its number of workers.
-        capture_bytes: tensors that the function reaches by itself.
-        item_bytes: tensors of an item and its result, the mean.
-        cpus: how many this process may use.
-        cpus_of_loop: how many the loop kept busy.
-        cpus_of_others: how many other programs kept busy meanwhile.
+        items: the number of items.
+        item_seconds: how long each item of the sample took in the loop, forward and backward.
+        pool_seconds: how long a pool took for the whole sample, by its number of workers.
+        capture_bytes: the size of the tensors that the function captures.
+        item_bytes: the mean size of the tensors of an item and its result.
+        cpus: how many CPUs this process may use.
+        cpus_of_loop: how many CPUs the loop kept busy.
+        cpus_of_others: how many CPUs other programs kept busy meanwhile.
 
     Example:
         >>> import torch, mpgrad
@@ -87,23 +93,23 @@ class Advice:
 
     @property
     def processes(self) -> int:
-        """The workers of the pool that is fastest for all items."""
+        """The number of workers of the pool that is fastest for all items."""
         return min(self.pool_seconds, key=self.seconds)
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as the loop this pool is, for all items."""
+        """How many times as fast as the loop the fastest pool is, for all items."""
         return self.loop_seconds / self.seconds(self.processes)
 
     @property
     def loop_seconds(self) -> float:
-        """What all items take in the loop, forward and backward."""
+        """The time that the loop takes for all items, forward and backward."""
         return statistics.fmean(self.item_seconds) * self.items
 
     def seconds(self, workers: int) -> float:
-        """What all items take in a pool of so many workers that was measured, forward and
-        backward."""
-        # a small sample may not keep all workers busy
+        """Return the time that a pool with this number of workers takes for all items, forward and
+        backward. The pool must be one that was measured."""
+        # A small sample may not keep all workers busy.
         return (
             self.pool_seconds[workers]
             * self._at_best(self.items, workers)
@@ -111,8 +117,8 @@ class Advice:
         )
 
     def _at_best(self, items: int, workers: int) -> float:
-        """What so many items take if nothing is lost: no number of workers is faster than the
-        longest item."""
+        """Return the time for this number of items if sending costs nothing. No number of workers
+        is faster than the longest item."""
         return max(
             statistics.fmean(self.item_seconds) * items / min(workers, items),
             max(self.item_seconds),
@@ -124,7 +130,7 @@ class Advice:
         return self.cpus_of_others > BUSY * self.cpus
 
     def obstacles(self) -> Iterator[str]:
-        """What keeps the pool from being faster, each with its remedy."""
+        """Yield the reasons why the pool is not faster, each with its remedy."""
         mean, longest = statistics.fmean(self.item_seconds), max(self.item_seconds)
         pool, at_best = (
             self.pool_seconds[self.processes],
@@ -186,25 +192,27 @@ def advise(
     seconds: float = 5.0,
     processes: int | None = None,
 ) -> Advice:
-    """Say whether ``pool.map(fn, items)`` is faster than the loop, and with how many workers: run a
-    sample of the items.
+    """Run a sample of the items, and say whether ``pool.map(fn, items)`` is faster than the loop,
+    and with how many workers.
 
-    The sample is run in the loop and in pools, forward and backward. The loop has one intra-op
-    thread, and then as many as your program (`torch.get_num_threads`); the faster one counts. A
-    worker of a pool has one. Copies are run: your tensors, gradients and generators stay as they
-    were. What `fn` does outside of Python (to files, say) it does as often as it is run.
+    The sample runs in the loop and in pools, forward and backward. The loop runs with one intra-op
+    thread, and then with as many as your program has (`torch.get_num_threads`). The faster loop
+    counts. Each worker of a pool has one intra-op thread. All runs use copies, so your tensors,
+    gradients and generators stay as they were. Effects of `fn` outside of Python (on files, say)
+    happen each time it runs.
 
     Args:
         fn: as for `Pool.map`.
         items: as for `Pool.map`; at least one. A generator is used up.
-        seconds: for the trial, about. Of long items two are run: once in each loop and pool.
-        processes: the most workers to try, and never more than there are CPUs, which is what None
-            means. A pool of half as many is tried too.
+        seconds: about how long the trial takes. If items are long, two of them run, once in each
+            loop and pool.
+        processes: the largest number of workers to try. It is at most the number of CPUs, which is
+            also the default. A pool with half as many workers is tried too.
 
     Raises:
         ValueError: there are no items; `seconds` is not above 0; `processes` is less than 1.
-        TypeError: `seconds` is no number.
-        Exception: what `fn` raised.
+        TypeError: `seconds` is not a number.
+        Exception: `fn` raised it.
 
     Example:
         >>> import torch, mpgrad
@@ -230,7 +238,7 @@ def advise(
         for threads in sorted({1, torch.get_num_threads()}):
             loops[threads] = stack.enter_context(Pool(1, threads_per_worker=threads))
         pools: dict[int, Pool] = {}
-        # half: two CPUs may share a core
+        # A pool of half the size is tried because two CPUs may share a core.
         for workers in sorted({most, max(most // 2, min(most, 2))}):
             pools[workers] = stack.enter_context(Pool(workers))
             pools[workers].map(abs, [1], 1)  # starts the workers
@@ -277,7 +285,7 @@ class LoopTimer:
         self.function = function
 
     def __call__(self, items: Sequence[Any]) -> tuple[list[float], float]:
-        """The seconds of each item, forward and backward; and how many CPUs all of them kept
+        """Return the seconds of each item, forward and backward, and how many CPUs the loop kept
         busy."""
         captures = pickled_function(self.function).captures  # the worker's own
         inputs = [inputs_of([item], captures) for item in items]
@@ -293,10 +301,10 @@ class LoopTimer:
 def first_loop(
     loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float
 ) -> tuple[list[Any], list[float], float]:
-    """Choose the sample, the largest item and others at random, so that it takes a part of these
-    seconds in the loop.
+    """Choose a sample that takes a part of these seconds in the loop.
 
-    Returns the sample, the seconds of each item, and how many CPUs they kept busy.
+    The sample is the largest item and other items at random. Return the sample, the seconds of
+    each item, and how many CPUs they kept busy.
     """
     largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
@@ -318,7 +326,7 @@ def first_loop(
 def timed_map(
     pool: Pool, function: Function, items: Sequence[Any], captures: Sequence[torch.Tensor]
 ) -> tuple[float, Sequence[Any]]:
-    """The seconds of a map and of one backward from all its results, and these."""
+    """Return the seconds of a map with one backward from all its results, and the results."""
     inputs = inputs_of(items, captures)
     start = time.perf_counter()
     results = pool.map(function, items)
@@ -327,19 +335,20 @@ def timed_map(
 
 
 def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All tensors that need gradients."""
+    """Return the tensors in items and captures that need gradients."""
     return [*differentiable(items), *(each for each in captures if each.requires_grad)]
 
 
 def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-    """Run one backward from all results, if there is anything to it, and throw the gradients
-    away."""
+    """Run one backward from all results, and throw the gradients away. Do nothing if no result or
+    input needs gradients."""
     outputs = differentiable(results)
     if (
         len({(each.shape, each.dtype, each.device) for each in outputs}) == 1
         and not outputs[0].dim()
     ):
-        # losses: a gradient for each would take a third of a tiny item's time
+        # The results are losses. A separate gradient for each loss would take a third of a tiny
+        # item's time.
         outputs = [torch.stack(outputs).sum()]
     if outputs and inputs:
         torch.autograd.grad(
@@ -348,7 +357,7 @@ def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Non
 
 
 def warm(values: Sequence[float]) -> Sequence[float]:
-    """Without the first rounds, if there are others."""
+    """Return the values without the warm-up rounds, if there are later rounds."""
     return values[WARM_UPS:] or values[-1:]
 
 

@@ -2,9 +2,9 @@
 asks. Caller only.
 
 PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its
-engine comes to the node. Whoever wants to run them elsewhere, in a thread or at another time, needs
-a stand-in for the context that keeps what forward and `setup_context` put there, and the checks
-that the engine does on what comes back.
+engine comes to the node. Code that runs them in a thread or at another time needs two things. One
+is a stand-in for the context, which keeps what forward and `setup_context` put there. The other is
+the checks that the engine makes on the returned values.
 
 A parallel call: several calls of one Function as a single node that runs them side by side.
 PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a

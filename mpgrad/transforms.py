@@ -2,11 +2,11 @@
 tensors.
 
 Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another
-process. So a map becomes one `autograd.Function` of the kind that transforms understand: told what
-the map's derivative or batched form is, they wrap and unwrap around it. That derivative is a map
-again, of the function's derivative (`tasks.transform_programs`), so transforms may be nested as
-deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same
-seeds and modes. Caller only; workers run the programs.
+process. So a map becomes one `autograd.Function` of the kind that transforms understand. It gives
+them the map's derivative and batched form, and they wrap and unwrap tensors around it. The
+derivative is also a map, which runs the function's derivative (`tasks.transform_programs`). So
+transforms may be nested to any depth. Nothing is kept in workers: a derivative runs the function
+again, under the same seeds and modes. Caller only; workers run the programs.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ EXAMINED = 4  # backwards of a map, for what gradient its losses get
 
 
 class ReceivedGradients(NamedTuple):
-    """Gradients as they came: references, and the memory that these name."""
+    """Received gradients: references, and the memory that the references name."""
 
     refs: Sequence[TensorRef | None]
     payload: memoryview
@@ -139,7 +139,7 @@ def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
 
 
 def error_maker(error: BaseException) -> Callable[[], BaseException]:
-    """What gives the exception, anew for whoever asks."""
+    """Return a function that makes a new copy of the exception at each call."""
     return functools.partial(one_more, error)
 
 
@@ -187,7 +187,7 @@ class GraphOwner:
         return self._function.names
 
     def send(self, backward: Backward) -> None:
-        """Start the backward of one call; returns at once."""
+        """Start the backward of one call, and return at once."""
         gradients = (
             loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
         )
@@ -223,7 +223,7 @@ class GraphOwner:
         return True
 
     def wait(self, settled: PendingOutcome) -> ReceivedGradients:
-        """What came of a backward, or of a request for a sum; raises what it raised."""
+        """Wait for a backward or for a requested sum. Return its gradients, or raise its error."""
         # also if it has come: what tasks printed until then comes before it
         self.sender.wait_for(settled)
         for each in taken(settled.warned):
@@ -252,7 +252,7 @@ class GraphOwner:
             )
 
     def _note_wrong(self) -> None:
-        """An eager backward was run in vain."""
+        """Note that an eager backward was run in vain."""
         self.sender.note_wrong_prediction()
         if not self._was_wrong:
             self._was_wrong = True
@@ -262,7 +262,7 @@ class GraphOwner:
     # --- captures
 
     def add_to_sum(self, backward: Backward) -> None:
-        """It gives captures gradients, too."""
+        """Note a backward that gives gradients to captures."""
         self._sums.setdefault(backward.graph_task, []).append(backward)
         forget_oldest(self._sums)
 
@@ -272,14 +272,14 @@ class GraphOwner:
         forget_oldest(self._sums)
 
     def forget_sum(self, graph_task: int) -> None:
-        """Nobody asks for captures' gradients in this backward any more."""
+        """Forget the sums of a backward in which captures' gradients are no longer needed."""
         for each in self._sums.pop(graph_task, ()):
             if isinstance(each, Backward):
                 each.forget()
 
     def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
-        """Wait for the captures' gradients: what is to be added up, of all calls in this
-        backward."""
+        """Wait for the captures' gradients from all calls in this backward, and yield the parts
+        that the caller adds up."""
         parts = self._sums.pop(graph_task, [])
         backwards = [each for each in parts if isinstance(each, Backward)]
         for each in backwards:
@@ -291,8 +291,8 @@ class GraphOwner:
         apart, added_up = list[Backward](), list[Backward]()
         for each in backwards:
             (apart if each.apart else added_up).append(each)
-        # the last first: the order in which the engine adds up what the serial loop's items
-        # contribute
+        # The last call comes first, because the engine adds up the gradients of the serial loop's
+        # items in this order.
         for each in sorted(apart, key=lambda each: -each.number):
             yield each.take_captures()
         eager = [each for each in added_up if each.was_eager]
@@ -324,7 +324,7 @@ class GraphOwner:
     def _request_sums(
         self, backwards: Sequence[Backward], graph_task: int | None
     ) -> list[tuple[list[Backward], SumRequest]]:
-        """From all workers at once."""
+        """Ask all workers for their sums at once."""
         groups: dict[tuple[object, tuple[Level, ...]], list[Backward]] = {}
         for each in backwards:
             groups.setdefault((each.worker, each.levels), []).append(each)
@@ -338,7 +338,7 @@ class GraphOwner:
     def _sum_of(
         self, backwards: Sequence[Backward], request: SumRequest
     ) -> list[torch.Tensor | None] | None:
-        """What a worker has added up; None where that is lost, or is the sum of others."""
+        """Return the sum of a worker, or None if the sum is lost or belongs to other calls."""
         try:
             found = self.wait(request).tensors()
         except WorkerDiedError:
@@ -353,7 +353,7 @@ class GraphOwner:
         return more
 
     def release(self, graph: RemoteGraph) -> None:
-        """Nobody can ask for a backward of it any more."""
+        """Release a graph that can get no further backward."""
         if graph.eager is not None:
             self._note_wrong()
         if self._to_see == EXAMINED:  # none has come at all
@@ -391,7 +391,7 @@ class Prediction(NamedTuple):
 
 
 class Predictor:
-    """Of one function."""
+    """Predicts the gradient that the losses of one function will get."""
 
     __slots__ = ("_credit", "_gradient", "_in_a_row", "_right")
 
@@ -403,15 +403,14 @@ class Predictor:
         self._credit = PRICE
 
     def predict(self) -> Prediction | None:
-        """The gradient that the losses of a map will get, which begins; None where nobody can
-        say."""
+        """Return the gradient that the losses of a new map will get, or None if it is unknown."""
         if self._gradient is None or self._in_a_row < LEAST or self._credit < PRICE:
             return None
         self._credit -= PRICE
         return Prediction(self._gradient, self._right >= CONFIRMED)
 
     def note_gradient(self, gradient: float, predicted: float | None) -> None:
-        """The losses of a map got this one."""
+        """Note the gradient that the losses of a map got."""
         self._in_a_row = self._in_a_row + 1 if gradient == self._gradient else 1
         self._gradient = gradient
         self._credit = min(self._credit + 1, MOST_CREDIT)
