@@ -1,11 +1,11 @@
-"""The node of one call: its backward sends the outputs' gradients to the worker, and does not wait.
+"""The node of one call. Its backward sends the outputs' gradients to the worker and does not wait.
 Caller only.
 
     attach: outputs ──► Call ──► gates of inputs, token of captures
     Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.send
                   └─► placeholders ──► gates
     gradients that are to be differentiated again ──► HigherOrderCall: a `Call` of their own
-Results of a bundle share a node; `OwnHooks` keeps their hooks apart.
+The results of a bundle share a node. `OwnHooks` keeps their hooks apart.
 """
 
 from __future__ import annotations

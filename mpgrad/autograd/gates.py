@@ -1,8 +1,8 @@
-"""Where tensors enter an operation: nodes whose backward waits for workers' gradients.
+"""The nodes where tensors enter an operation. Their backward waits for gradients from workers.
+Caller only.
 
     an input ──► Gate, or one LeafGate for all of a bundle
-    all captures ──► CaptureGate, one for all, which runs last: then their sums are complete
-Caller only.
+    all captures ──► one CaptureGate, which runs last, when the sums are complete
 """
 
 from __future__ import annotations

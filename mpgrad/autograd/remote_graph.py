@@ -1,11 +1,12 @@
-"""The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes
-one to the gates.
+"""The caller's handle of a graph that a worker keeps, and the backwards of this graph, from the
+node that makes one to the gates. Caller only.
 
     Call.backward ──► Backward ──► owner.send ──► a worker ──► settle ─┬─► gates of inputs: take
                                                                       └─► of captures: take_captures
-Whoever sends a backward notes on it what is needed on the way. Assumes: an owner that delivers;
-`settle` is called once for each time that a backward is sent, or by who drops it, in any thread.
-Nothing here makes autograd nodes.
+Each part that handles a backward notes on it what the next part needs. Nothing here makes autograd
+nodes.
+Assumes: an owner delivers. Each backward that is sent is settled once, in any thread, also if it
+    is dropped.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The backwards of one operation: answered by what came with the results, or sent; the sums of
-captures' gradients; and, for `graphs="auto"`, what gradient a function's losses will get. Caller
-only; any of the caller's threads.
+"""The backwards of one operation, the sums of the captures' gradients, and for `graphs="auto"` the
+prediction of the gradient that a function's losses will get. Caller only; any of its threads.
 
     Backward ──► predicted rightly, and its gradients came with the result: settled at once ──┐
              └─► sent to the worker that keeps the graph ──► settled when they come ──────────┤
                                                                                     gates ◄───┘
-    captures ──► of each worker that adds them up its sum, of the others each backward's own part
+    captures ──► the sum of each worker that adds up, and single parts from all other workers
 A `Predictor` learns from the gradients that came:
 
-    the same gradient as in the map before: one more in a row ──► LEAST of them: it is predicted
+    the same gradient as in the map before: one more in a row ──► after LEAST, it is predicted
     predicted rightly for CONFIRMED maps in a row ──► graphs need not be kept for another backward
     predicted wrongly ──► a credit is lost, and it takes PRICE maps to earn another
-So at most one in `PRICE` maps is predicted wrongly, and one more, whatever the caller does.
+So at most one in `PRICE` maps, and one more, is predicted wrongly, whatever the caller does.
 """
 
 from __future__ import annotations

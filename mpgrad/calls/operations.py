@@ -1,19 +1,19 @@
-"""An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with
-gradients. Caller only.
+"""An operation: one `map`, `submit` or `reduce`, from packed calls to results with gradients.
+Caller only.
 
     caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
         ──► caller's thread: `value`
-`submit` is an operation of one call (`SubmittedOperation`), whose result other calls may be given
-before it is there: a `Dependency` is the place of that result among their arguments, and has gates
-to it.
+`submit` is an operation of one call (`SubmittedOperation`). Other calls may be given its result
+before the result exists. A `Dependency` is the place of that result among their arguments, and has
+gates to it.
 
-What came of a call is a result that is still bytes and memory, or an exception that is still to be
-made (`Outcome`): who asks makes it, in a thread of the caller.
-Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its
-    memory with it. Whoever is interrupted while results are made can ask again: an outcome, and the
-    gates of its call, stay until its result is put down.
-Assumes: `deliver` and `fail` come from the scheduling thread, or from who made an operation that is
-    never sent; whoever waits reads `outcomes` after that.
+The `Outcome` of a call is a result that is still bytes and memory, or an exception that is still to
+be made. The thread of the caller that asks for it makes the value or the exception.
+Guarantees: each outcome arrives once. An operation may be dropped at any time, and its graphs and
+    its memory go with it. If a thread is interrupted while it makes results, it can ask again: an
+    outcome and the gates of its call stay until the result is stored.
+Assumes: the scheduling thread calls `deliver` and `fail`, or the maker of an operation that is
+    never sent. Threads that wait read `outcomes` afterwards.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A call made ready to send: its arguments as bytes and references, its function and what it runs
-under (`OperationOptions`), and on which of a pool's workers it may run. Caller only.
+"""A call that is ready to send: its arguments as bytes and references, its function and its options
+(`OperationOptions`), and the workers that may run it. Caller only.
 
 Pickle would copy tensors and lose their history. Here they are packed where a worker can read them,
-and let in through gates; a result that another call is still to give leaves a number, and is put in
-by the scheduler when it comes.
+and enter the operation through gates. If another call has yet to give a result, the result's place
+holds a number, and the scheduler puts the result in when it comes.
 
-A serial loop runs where its tensors lie. So does a call, unless `device=` says otherwise; where it
-ran never shows, because all that lies on the worker's device goes back to the device that the call
-came from.
+A serial loop runs on the device of its tensors, and so does a call, unless `device=` is given. All
+results go back to the device that the call came from, so nobody sees where the call ran.
 """
 
 from __future__ import annotations

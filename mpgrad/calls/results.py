@@ -1,11 +1,11 @@
 """Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a
-differentiable Future. Caller only.
+differentiable future. Caller only.
 
-All of them make tensors and autograd nodes in the thread that asks, never in the scheduler's. That
-one sets the state of a future, so that who waits for it need not wait for a third thread. The locks
-that this takes are those of `concurrent.futures`, which holds them for an instant, and runs no code
-of users meanwhile. Callbacks run elsewhere: see `mpgrad.callbacks.later`. What `imap` returns gives
-results one by one, and takes items from their source only as far as they are needed.
+All of them make tensors and autograd nodes in the thread that asks, never in the scheduling thread.
+The scheduling thread only sets the state of a future, so that no third thread is needed. The locks
+that it takes for this belong to `concurrent.futures`, which holds them for an instant and runs no
+user code meanwhile. Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of `imap`
+gives results one by one, and takes items from its source only as they are needed.
 """
 
 from __future__ import annotations

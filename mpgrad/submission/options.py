@@ -1,8 +1,7 @@
-"""What the user has asked for: of a pool, and of the calls of one operation. Caller only.
+"""The options of a pool, and those of the calls of one operation. Caller only.
 
-Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's
-    options, whether it has the `device` and can keep a `timeout`, is asked when an operation
-    begins.
+Guarantees: an options object is valid and does not change. Only a pool knows whether it has a
+    `device` and can keep a `timeout`, so this is checked when an operation begins.
 """
 
 from __future__ import annotations

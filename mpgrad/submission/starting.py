@@ -1,8 +1,8 @@
-"""How an operation begins: what a function is to be called with (`Source`); the function is checked
-and pickled, its captures are packed, modes and a seed are fixed. Caller only.
+"""The start of an operation. A `Source` gives the arguments of its calls. The function is checked
+and pickled, captures are packed, and modes and a seed are fixed. Caller only.
 
-    what may be refused, refused; function pickled ─► seed ─► captures packed, modes ─► an operation
-Guarantees: what is refused has drawn no random number of the caller's.
+    refuse what cannot run ─► pickle the function ─► seed ─► captures packed, modes ─► an operation
+Guarantees: an operation that is refused has drawn no random number of the caller's.
 """
 
 from __future__ import annotations

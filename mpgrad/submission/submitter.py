@@ -1,33 +1,30 @@
-"""What the public methods of a pool ask for: an operation, run while the caller waits, or
-meanwhile, or as far as it asks.
+"""What the public methods of a pool ask for: an operation that runs while the caller waits, in the
+background, or as far as the caller asks. Caller only.
 
     function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult,
                                                              an iterator, a future
     Feeder: calls ──► alone, or in bundles once they are known to be cheap
         ──► `scheduler.admit`, window by window
-Reductions are operations that follow one another; what a call of either does is
-`tasks/wrappers.py`:
+A reduction is several operations, one after another. `tasks/wrappers.py` has their functions:
 
     [1] blocks of items: a fold each, side by side ──► accumulators
         ──► [2] one fold of these for each target
-Caller only.
-Every call is sent, so that what it gives and does never depends on how long it takes. Whether that
-pays cannot be known beforehand. But workers report how long the calls of a map took by themselves,
-and the sum of these is what a loop would take. Where maps of a function take much longer than that,
-its user is told so, once, and what to do about it (`CheapCalls`).
-Guarantees: an operation whose caller is interrupted while it waits is cancelled with grace. An
-    operation gets all its calls and is sealed, or it is cancelled; once one has failed it gets no
-    more. What the caller's code may change is copied before that runs on: as soon as it is packed,
-    or never, where the caller waits for the results and all items are at rest.
-Assumes: one thread feeds an operation.
+Every call is sent, so the effects of a call never depend on how long it takes. Nobody knows
+beforehand whether sending pays. But workers report how long the calls of a map took by themselves,
+and the sum of these times is what a loop would take. If maps of a function take much longer, the
+user is told once, with a remedy (`CheapCalls`).
 
 Python's collector of cycles is held off while an operation makes its many small objects. A map of
-2,000 items makes some 50,000 objects and no cycle. The collector sees only that there are
-more and more of them and walks through all of the process for each quarter that is added, torch's
-300,000 included: a third to a half of what a call with tiny tensors costs the parent.
-
-Guarantees: at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects pass without the
-    collector; where the caller has turned it off it stays off; a forked child has it on.
+2,000 items makes about 50,000 objects and no cycle. The collector only counts objects. It walks
+through the whole process for each quarter that is added, with torch's 300,000 objects: a third to a
+half of the caller's cost of a call with tiny tensors.
+Guarantees: if the caller is interrupted while it waits, the operation is cancelled with grace. An
+    operation gets all its calls and is sealed, or it is cancelled. After a call has failed it gets
+    no more calls. Values that the caller's code may change are copied before that code runs on: as
+    soon as they are packed, or never if the caller waits for the results and all items are at rest.
+    The collector pauses for at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects. If
+    the caller has turned it off, it stays off. A forked child has it on.
+Assumes: one thread feeds an operation.
 """
 
 from __future__ import annotations

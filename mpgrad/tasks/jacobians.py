@@ -1,15 +1,14 @@
-"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if
-there is no pool.
+"""Derivatives of a function at one item. A worker computes them, or the caller if there is no pool.
 
 `Arguments` say which arguments are differentiated, and what all items share. A task is called for
-one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
-vectors. What it evaluates is a `PinnedFunction`, the function at the item's arguments; a `Graph` is
-one evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each,
-or one for all under a vmap.
+one item at a time. It computes a share of the rows or columns of the item's Jacobian, or the
+product of the Jacobian with vectors. It evaluates a `PinnedFunction`, which is the function at the
+item's arguments. A `Graph` is one evaluation, which gives rows. Columns need dual numbers and one
+evaluation each, or one evaluation for all under a vmap.
 
-Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns
-belong to one function.
-Assumes: `fn`, run twice with the same random numbers, is the same function.
+Guarantees: every evaluation of an item gets the same random numbers, so all rows and columns
+    belong to one function.
+Assumes: `fn` gives the same values if it runs twice with the same random numbers.
 """
 
 from __future__ import annotations

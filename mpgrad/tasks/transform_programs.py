@@ -1,15 +1,15 @@
 """What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a
-derivative of it.
+derivative of it. Both sides.
 
-A transform wants to know what a map's derivative is. It is a map of the function's derivative, so
-workers need the function as a program on plain tensors, and a way to make new programs from it:
-`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also one another, which is how
-transforms are nested. Parents make and pickle them, workers run them.
+A transform asks for the derivative of a map. This derivative is a map of the function's derivative.
+So workers need the function as a program on plain tensors, and a way to make new programs from it.
+`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also each other; nested transforms
+are nested wrappers. The caller makes and pickles them, and workers run them.
 
     DirectProgram ─► VjpProgram ─► JvpProgram ─► BatchedProgram ...
     program(load, common, own) ─► tensors
 
-    `common`: the function's captures, and tangents of them
+    `common`: the function's captures, and their tangents
     `own`: the tensors of one call, then cotangents or tangents
 """
 

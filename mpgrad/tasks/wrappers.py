@@ -1,16 +1,14 @@
-"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
-worker.
+"""Functions of mpgrad that call the user's functions, or replace them, in a worker. Both sides.
 
-    IndexedFunctions   functions that joblib was given with `delayed`, as one function
-    Initializer        what an `mpgrad.Executor` has its workers run first
+    IndexedFunctions   the functions that joblib was given with `delayed`, as one function
+    Initializer        what the workers of an `mpgrad.Executor` run first
     Replicas           the modules of `mpgrad.nn.parallel_apply`
     Fold, FoldedBlock, FinalMerge   reductions as ordinary calls
 
-A fold is one call, a tree of folds is a map of calls and a fold of their results.
-A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs
-to one call at a time, so there is no race to lock against, and gradients flow because they flow
-through calls. How a reduction is cut depends on the number of items only, so the number of workers
-never changes a result.
+A fold is one call. A tree of folds is a map of calls, and a fold of their results. Other libraries
+reduce in parallel with shared accumulators and locks. Here each accumulator belongs to one call at
+a time, so there is no race, and gradients flow because they flow through calls. The cuts depend on
+the number of items only, so the number of workers never changes a result.
 """
 
 from __future__ import annotations
