@@ -703,7 +703,11 @@ def test_resize_while_graphs_are_held(fork_server: mpgrad.Pool) -> None:
         del results, more
         pool.resize(2)
         assert pool.map(abs, range(-20, 0), 1) == list(range(20, 0, -1))
-        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) == 2, timeout=100)
+        # not just two, of whom one is about to leave
+        only_these = [False, False]
+        assert pool._scheduler.wait_until(
+            lambda: [worker.retiring for worker in pool.stats().workers] == only_these, timeout=100
+        )
         assert "processes=2" in repr(pool)
         for wrong in (0, -1):
             with pytest.raises(ValueError, match="processes must be at least 1"):
