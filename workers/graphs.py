@@ -246,8 +246,11 @@ def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
     PyTorch puts such a node behind the gradients of a `once_differentiable` backward. No input is
     behind it, so the engine would skip it and silently leave out a part of the gradient. To prevent
-    this, the gradient at such an edge is requested, too.
+    this, the gradient at such an edge is requested, too. The search for such nodes takes about as
+    long as the backward, so it is left out while none has been made.
     """
+    if not ERRORS.may_have_run:
+        return []
     return [
         GradientEdge(behind, 0)
         for node in graph_behind(outputs)

@@ -281,9 +281,16 @@ class CallCounter:
         self.count = 0
         self._owner = owner
         self._name = name
+        self._is_watching = False
+
+    @property
+    def may_have_run(self) -> bool:
+        """Whether the method may have been called. In the caller's process nobody counts."""
+        return self.count > 0 or not self._is_watching
 
     def watch(self) -> None:
         """Count from now on. The process must be one of mpgrad's."""
+        self._is_watching = True
         method: Any = inspect.getattr_static(self._owner, self._name)
         # `Function.apply` is such a method since torch 2.15.
         in_c = isinstance(method, types.ClassMethodDescriptorType)

@@ -4,6 +4,7 @@ that workers keep."""
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -274,3 +275,17 @@ def test_what_can_be_differentiated_once_raises_within_a_call(pool2: mpgrad.Pool
     for _ in range(4):  # also where a backward may run early
         with pytest.raises(RuntimeError, match=r"twice .* @once_differentiable"):
             sum(pool2.map(its_derivative, [x, x])).backward()
+
+
+def fail_at_searches() -> None:
+    graphs: Any = importlib.import_module("mpgrad.workers.graphs")
+    graphs.graph_behind = None
+
+
+def test_graphs_are_not_searched_for_what_was_never_made() -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+    with mpgrad.Pool(1) as pool:
+        pool.apply(fail_at_searches)
+        (first,) = torch.autograd.grad(pool.map(lambda x: x**3, [x])[0], x, create_graph=True)
+        first.backward()
+    assert x.grad == 12
