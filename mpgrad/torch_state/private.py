@@ -332,17 +332,12 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 # loop either.
 
 
-with torch.inference_mode(False):
-    LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
-
-
-# the type of the node that a `once_differentiable` backward makes, which raises if a gradient comes
-# to it
 DELAYED_ERRORS: Any = torch._C._functions
 with torch.inference_mode(False):
-    ERROR_NODE: Any = type(
-        DELAYED_ERRORS.DelayedError(b"", 1)(torch.zeros((), requires_grad=True)).grad_fn
-    )
+    SOME_LEAF = torch.zeros((), requires_grad=True, device="cpu")
+    LEAF_NODE: Any = type(get_gradient_edge(SOME_LEAF).node)
+    # A `once_differentiable` backward makes such a node. It raises if a gradient comes to it.
+    ERROR_NODE: Any = type(DELAYED_ERRORS.DelayedError(b"", 1)(SOME_LEAF).grad_fn)
 
 
 def held_leaves(
