@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 MAIN_MODULE = threading.Lock()  # held while the main module is hidden
-NURSERY_PATIENCE = 2.0  # seconds that a fork server gets to end
+FORK_SERVER_PATIENCE = 2.0  # seconds that a fork server gets to end
 EXIT_GAP = 0.5e-3  # seconds between the first two checks whether a worker has ended
 LAST_STANDARD_STREAM = 2
 
@@ -256,7 +256,7 @@ class ForkServerProcess:
         with self._sending, self._receiving:
             self._control.close()
         try:
-            self._process.wait(NURSERY_PATIENCE)
+            self._process.wait(FORK_SERVER_PATIENCE)
         except subprocess.TimeoutExpired:  # another process has stopped it
             self._process.kill()
             self._process.wait()

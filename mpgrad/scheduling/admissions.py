@@ -278,7 +278,7 @@ class GradientSender:
 
     def _prepare(self, backward: Backward, worker: WorkerHandle) -> None:
         """Note the modes and environment of a backward, and pack its gradients."""
-        backward.grads = self._place([part for parts in backward.grads for part in parts], worker)
+        backward.grads = self._pack([part for parts in backward.grads for part in parts], worker)
         if backward.create:
             backward.derived_number = next(self._numbers)
         _, backward.modes, backward.environment = self.surroundings(backward.graph_task)
@@ -305,7 +305,7 @@ class GradientSender:
             last = self._last = BackwardContext(graph_task, current_modes(), environment)
         return last
 
-    def _place(
+    def _pack(
         self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
     ) -> Sequence[PackedTensor | Promise] | PackedTensors:
         """Copy the tensors, in their order, and leave promises as they are."""

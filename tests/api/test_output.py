@@ -31,7 +31,7 @@ def test_prints_arrive_before_the_result(pool: mpgrad.Pool) -> None:
     assert "stderr" not in seen
 
 
-def test_the_last_words_of_a_worker(fork_server: mpgrad.Pool) -> None:
+def test_the_crash_traceback_of_a_worker(fork_server: mpgrad.Pool) -> None:
     def fn(k: int) -> None:
         print("about to end")
         os._exit(3)

@@ -208,7 +208,7 @@ def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> No
 
 @pytest.mark.slow
 @linux_only("the fork server")
-def test_the_nursery_is_killed() -> None:
+def test_the_fork_server_is_killed() -> None:
     code = UNCLOSED + (
         "fork_server = psutil.Process().children()[0]\n"
         "fork_server.kill()\n"

@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"
 
 
 @pytest.fixture(autouse=True)
-def kept_nursery(fork_server: mpgrad.Pool) -> None:
+def kept_fork_server(fork_server: mpgrad.Pool) -> None:
     """Executors start in milliseconds."""
 
 

@@ -251,7 +251,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
     with mpgrad.Pool(2) as pool:
         scheduler: Any = pool._scheduler
-        place = scheduler.gradients._place
+        pack = scheduler.gradients._pack
         rehomed = []
 
         def after_a_death(parts: Any, worker: Any) -> Any:
@@ -259,11 +259,11 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
             if not rehomed and isinstance(graph.lineage, PackedCall):
                 os.kill(worker.pid, signal.SIGKILL)
                 rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
-            return place(parts, worker)
+            return pack(parts, worker)
 
         steps = penalized(functools.partial(pool.map, chunksize=1), items())
         next(steps)
-        monkeypatch.setattr(scheduler.gradients, "_place", after_a_death)
+        monkeypatch.setattr(scheduler.gradients, "_pack", after_a_death)
         found = next(steps)
         assert rehomed == [True]
     _, expected = penalized(map, items())
@@ -785,11 +785,11 @@ def test_a_retiring_worker_dies(fork_server: mpgrad.Pool) -> None:
 
 @pytest.mark.slow
 @linux_only("the fork server")
-def test_the_nursery_dies_with_graphs_in_its_children() -> None:
-    assert run_with_own_nursery() == "ok"
+def test_the_fork_server_dies_with_graphs_in_its_children() -> None:
+    assert run_with_own_fork_server() == "ok"
 
 
-def run_with_own_nursery() -> str:
+def run_with_own_fork_server() -> str:
     """In a process of its own: the fork server of this one is shared by all tests."""
     import subprocess
 

@@ -340,7 +340,7 @@ def test_many_workers_that_start_die_at_once() -> None:
 
 
 @linux_only("the fork server")
-def test_the_nursery_is_dying_and_nobody_can_know() -> None:
+def test_the_fork_server_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its
     workers were asked of it."""
     code = (
@@ -493,7 +493,7 @@ def test_a_program_that_a_call_started_and_that_outlives_its_worker(
 
 
 @linux_only("the fork server")
-def test_a_fork_while_another_thread_starts_the_nursery() -> None:
+def test_a_fork_while_another_thread_starts_the_fork_server() -> None:
     """The child waited for ever for a lock whose owner it did not have."""
     code = (
         "import threading\n"
@@ -554,7 +554,7 @@ def test_a_pool_for_which_no_descriptor_is_left() -> None:
     assert run(code) == "True True True []\n"
 
 
-def test_a_nursery_that_somebody_has_stopped() -> None:
+def test_a_fork_server_that_somebody_has_stopped() -> None:
     """The end of the last pool waited for it for ever."""
     code = (
         "pool = mpgrad.Pool(1)\n"

@@ -251,7 +251,7 @@ with mpgrad.Pool(2, maxtasksperchild=1, retries={retries}) as pool:
 
 @linux_only("the fork server")
 @pytest.mark.parametrize("retries", [0, 2])
-def test_a_nursery_that_may_not_fork(tmp_path: Path, retries: int) -> None:
+def test_a_fork_server_that_may_not_fork(tmp_path: Path, retries: int) -> None:
     # symptom: these are deaths of workers, three of which break the pool; and their reason is
     # printed, and not raised.
     (tmp_path / "sitecustomize.py").write_text(NO_FORK)

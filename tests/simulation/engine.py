@@ -721,7 +721,7 @@ class SimulatedLink:
         self.skipped: dict[int, int] = {}
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
-        self._had_farewell: tuple[int, ...] | None = None  # where it was then
+        self._had_traceback: tuple[int, ...] | None = None  # where it was then
 
     # --- the worker's end
 
@@ -802,11 +802,11 @@ class SimulatedLink:
     def kill(self, by: int = signal.SIGKILL) -> None:
         worker = self.worker
         if by == TRACEBACK_SIGNAL:
-            self._had_farewell = tuple(self.numbers[:2])
+            self._had_traceback = tuple(self.numbers[:2])
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-TRACEBACK_SIGNAL)
         else:
-            if self._had_farewell is not None:
+            if self._had_traceback is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
 
@@ -825,7 +825,7 @@ class SimulatedLink:
         part = parts[position]
         if isinstance(part, tuple):
             self.world.backward_deaths[part] += 1
-        elif self._had_farewell is not None:
+        elif self._had_traceback is not None:
             part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
             # it was about to leave it out; the scheduler may have taken it back
