@@ -9,6 +9,7 @@ or workers.
                  whether the pickle is still true
     modules      finds the parts of these modules that code uses, and rebuilds them in the worker
     classes      pickles classes by value, so that both sides have the same class; types of ctypes
+    class_states gives each operation the attributes that its classes had when it began
     reducers     pickles objects that pickle refuses, such as PyTorch's modules, caches of functools
     compiled     pickles functions and modules that torch.compile made
     streams      pickles generators of random numbers that a function captures

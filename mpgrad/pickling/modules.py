@@ -24,6 +24,7 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import copy
 import dis
 import functools
 import importlib
@@ -49,6 +50,7 @@ from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
+from mpgrad.pickling.class_states import ClassStates, place_classes
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import GlobalsSnapshot
@@ -606,6 +608,21 @@ class Namespaces:
         self.main: dict[str, Any] | None = None
         # the functions and classes of the main script that came along, by name
         self.script: dict[str, Any] = {}
+        # of the modules, which operations may share; then of the function and its items
+        self.class_states: tuple[ClassStates, ...] = (ClassStates(),)
+
+    def for_operation(self) -> Namespaces:
+        """Return the same modules for one more operation, with room for its own classes."""
+        view = copy.copy(self)
+        view.script = dict(self.script)
+        view.class_states = *self.class_states, ClassStates()
+        return view
+
+    def set_class(self, set_state: Callable[[type, Any], None], made: type, state: Any) -> None:
+        """Set the state of a class that came along, for this operation only."""
+        states = self.class_states[-1]
+        states.take(made)
+        set_state(made, state)
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -617,6 +634,7 @@ class Namespaces:
         Items may have brought more names since, and builtins may have changed.
         """
         self.script = dict(script)
+        self.class_states = (ClassStates(),)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)
 
@@ -857,12 +875,14 @@ class ModuleOverlay:
         if threading.get_ident() == self._thread:
             self._running.append(names)
             self._place(names)
+            place_classes(names.class_states)
 
     def leave(self) -> None:
         if threading.get_ident() == self._thread:
             self._running.pop()
             if self._running:
                 self._place(self._running[-1])
+                place_classes(self._running[-1].class_states)
 
     def take_back(self, names: Namespaces | None = None) -> None:
         """Restore the modules as this process has imported them.

@@ -42,7 +42,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
+from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
     ABOUT_ITSELF,
@@ -229,12 +230,6 @@ def contents_of_class(value: type) -> Content:
 
 
 OF_CODE = contents_of_class, contents_of_function, values_of
-MADE_BY_PYTHON = {
-    "__slotnames__",
-    "_abc_impl",
-    "__weakref__",
-    "__dict__",
-}  # Python adds these by itself
 
 
 # --- the pickle
@@ -682,7 +677,6 @@ class SnapshotCache:
 STATES = SnapshotCache()
 # the states without tensors that a worker's process has loaded
 LOADED: RecentValues[Namespaces] = RecentValues()
-LAST = [0]  # the number of the state loaded last; 0 if it is not kept
 
 
 # --- the state with a function, with arguments, and alone
@@ -845,25 +839,18 @@ def loaded(
     """
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
-    # States share classes, and the state loaded last has set their attributes.
-    has_old_classes = number != LAST[0] and any(
-        each.__name__.encode() in pickled for each in MAKERS
-    )
-    LAST[0] = 0
-    if found is None or has_old_classes:
-        again = Namespaces(placement)
+    if found is None:
+        found = Namespaces(placement)
         stream = io.BytesIO(pickled)
-        unpickler = TensorUnpickler(stream, tensors, (), again, streams)
+        unpickler = TensorUnpickler(stream, tensors, (), found, streams)
         with PLACED.taken_back():  # for this process's own values
             own_imports(unpickler.load())
             while stream.tell() < len(pickled):
                 module, name, value = unpickler.load()
-                again.put(module, {name: value})
-        found = found or again
+                found.put(module, {name: value})
     if is_kept:
-        LAST[0] = number
         LOADED.put(number, found)
-    return found
+    return found.for_operation()
 
 
 # --- generators of random numbers that items hold

@@ -642,13 +642,16 @@ class TensorUnpickler(ClassUnpickler):
         if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
         found = super().find_class(module, name)
-        if (
-            (module, name) == SETS_CLASS
-            and self._names is not None
-            and self._names.placement is not None
-        ):
-            return functools.partial(self._names.placement.set_class, found)
-        return found
+        if (module, name) != SETS_CLASS or self._names is None:
+            return found
+        if self._names.placement is not None:
+            found = functools.partial(self._names.placement.set_class, found)
+        # Copies, in the caller's process, belong to one operation anyway.
+        return (
+            found
+            if self._names.classes is not None
+            else functools.partial(self._names.set_class, found)
+        )
 
 
 # --- whether a pickle leads to installed packages
