@@ -13,12 +13,19 @@ Assumes: one thread runs calls. Engines in the caller's process have copies of t
 
 from __future__ import annotations
 
+import enum
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["MADE_BY_PYTHON", "ClassStates", "place_classes"]
+__all__ = [
+    "MADE_BY_PYTHON",
+    "ClassStates",
+    "attributes_of_members",
+    "place_classes",
+    "set_members",
+]
 
 ABSENT = object()
 
@@ -54,22 +61,47 @@ def place_classes(states: Iterable[ClassStates]) -> None:
 
 def own_attributes(kind: type) -> dict[str, Any]:
     """Return the attributes of a class, apart from those that Python made."""
-    return {
+    found = {
         name: value
         for name, value in vars(kind).items()
         if not (name in MADE_BY_PYTHON or isinstance(value, types.MemberDescriptorType))
     }
+    return found | {OF_MEMBERS: attributes_of_members(kind)}
 
 
 def restore(kind: type, attributes: Mapping[str, Any]) -> None:
     """Give the class these attributes, and no others, whatever its metaclass says of that."""
     now = own_attributes(kind)
-    for name in now.keys() - attributes.keys():
+    for name in now.keys() - attributes.keys() - {OF_MEMBERS}:
         type.__delattr__(kind, name)
     for name, value in attributes.items():
-        if now.get(name, ABSENT) is not value:
+        if now.get(name, ABSENT) is not value and name != OF_MEMBERS:
             type.__setattr__(kind, name, value)
+    set_members(kind, attributes.get(OF_MEMBERS, {}))
 
 
+def attributes_of_members(kind: type) -> dict[str, dict[str, Any]]:
+    """Return what the members of an enumeration have besides their names and values."""
+    members: Mapping[str, Any] = kind.__members__ if issubclass(kind, enum.Enum) else {}
+    return {
+        name: {each: value for each, value in vars(member).items() if not made_by_enum(each)}
+        for name, member in members.items()
+    }
+
+
+def set_members(kind: type, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, given in attributes.items():
+        own: dict[str, Any] = kind.__members__[name].__dict__  # type: ignore[attr-defined]
+        for each in [each for each in own if not (made_by_enum(each) or each in given)]:
+            del own[each]
+        own.update(given)
+
+
+def made_by_enum(name: str) -> bool:
+    return name.startswith("_") and name.endswith("_")
+
+
+# A key that is not an attribute's name.
+OF_MEMBERS = "the members' attributes"
 # Python adds these by itself.
 MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}

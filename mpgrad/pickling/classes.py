@@ -37,13 +37,14 @@ from typing import Any
 import cloudpickle
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as TRACKER_ID_OF
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
-from cloudpickle.cloudpickle import _class_setstate as set_class
+from cloudpickle.cloudpickle import _class_setstate as set_attributes
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
+from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -73,7 +74,7 @@ OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so the
 # Their parts could be pickled. But somebody who waits for a copy, or passes it something, would
 # wait in vain.
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
-SETS_CLASS = set_class.__module__, set_class.__name__
+SETS_CLASS = set_attributes.__module__, set_attributes.__name__
 
 
 def dumps(value: object, pickler: type[ClassPickler] | None = None) -> bytes:
@@ -149,6 +150,9 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
             *rest,
         )
     slots = slots_in(value)
+    if reduced[0] is make_enum:
+        _, arguments, (state, _), *rest = reduced
+        return make_enum, arguments, (state, attributes_of_members(value)), *rest
     if reduced[0] is not make_class or slots is None:
         return reduced
     _, arguments, (state, more), *rest = reduced
@@ -222,6 +226,13 @@ def is_slot(owner: type, name: str, member: object) -> bool:
         member.__objclass__,
         member.__name__,
     ) == (owner, name)
+
+
+def set_class(made: type, state: Any) -> None:
+    """Set the state of a class as cloudpickle does, and the attributes of an enumeration's
+    members."""
+    set_attributes(made, state)
+    set_members(made, state[1])
 
 
 def leave_ours(made: type, state: Any) -> None:

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.class_states import MADE_BY_PYTHON, attributes_of_members
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -222,10 +222,11 @@ def contents_of_function(value: types.FunctionType) -> Content:
 
 
 def contents_of_class(value: type) -> Content:
-    """Return the class's bases and the values in its body."""
+    """Return the class's bases and the values in its body, and in the members of an enumeration."""
     return (
         *value.__bases__,
         *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
+        *itertools.chain.from_iterable(map(pairs_of, attributes_of_members(value).values())),
     )
 
 

@@ -45,6 +45,9 @@ DEFINITIONS = """
 
     class Mode(enum.Enum):
         FAST = 1
+        SLOW = 2
+        def __init__(self, number): self.label = str(number)
+    Mode.FAST.weight = 1.0
     Mode.extra = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
 
     class Net(torch.nn.Module):
@@ -64,6 +67,7 @@ DEFINITIONS = """
     def rated(x): return (Params.w * x * Params.rate) ** 2
     def of_module(x): return net(x)
     def of_enum(x): return (Mode.extra * Mode.FAST.value * x) ** 2
+    def of_a_member(x): return (Params.w * Mode.FAST.weight * x * len(Mode.SLOW.label)) ** 2
     def methods(x): return Params.w * Params().scaled(x) * Params.fixed(x) * Params.of_class(x)
     def registered(x): return ((Params.w + sum(Params.registry.values())) * x) ** 2
     def inherited(x): return (Params.w * x * Params.inherited) ** 2
@@ -90,6 +94,10 @@ def a_leaf_of_a_module_class(lib: Any, step: int) -> None:
 
 def an_attribute_of_an_enum(lib: Any, step: int) -> None:
     lib.Mode.extra = torch.tensor(3.0 + step, dtype=torch.float64, requires_grad=True)
+
+
+def an_attribute_of_a_member(lib: Any, step: int) -> None:
+    lib.Mode.FAST.weight = 2.0 + step
 
 
 def all_methods(lib: Any, step: int) -> None:
@@ -127,6 +135,7 @@ CASES: dict[str, tuple[str, Change]] = {
     "a parameter of a module's class": ("of_module", a_leaf_of_a_module_class),
     "the same parameter": ("of_module", nothing),
     "an enumeration": ("of_enum", an_attribute_of_an_enum),
+    "an enumeration's member": ("of_a_member", an_attribute_of_a_member),
     "methods": ("methods", all_methods),
     "a registry": ("registered", a_registry),
     "a base": ("inherited", of_the_base),
