@@ -261,10 +261,10 @@ def begin(
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
-        initializer, initargs = classes.loads(start.initializer)
+        (initializer, initargs), functions = classes.loads_with_functions(start.initializer)
         if initializer is not None:
             with noting_those_of_initializer():
-                run_initializer(initializer, initargs)
+                run_initializer(initializer, initargs, functions)
         FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)

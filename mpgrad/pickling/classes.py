@@ -41,6 +41,7 @@ from cloudpickle.cloudpickle import _class_setstate as set_attributes
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
+from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
@@ -64,6 +65,7 @@ __all__ = [
     "dynamic",
     "follow_the_caller",
     "loads",
+    "loads_with_functions",
     "made_like_own",
     "reduce_c_type",
 ]
@@ -85,6 +87,12 @@ def dumps(value: object, pickler: type[ClassPickler] | None = None) -> bytes:
 
 def loads(pickled: bytes) -> Any:
     return ClassUnpickler(io.BytesIO(pickled)).load()
+
+
+def loads_with_functions(pickled: bytes) -> tuple[Any, list[types.FunctionType]]:
+    """Load what `dumps` gave. Returns it with the functions that came by value."""
+    unpickler = FunctionNoter(io.BytesIO(pickled))
+    return unpickler.load(), unpickler.functions
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
@@ -270,6 +278,23 @@ class ClassUnpickler(pickle.Unpickler):
             if self._copies is not None and found in MAKERS
             else found
         )
+
+
+class FunctionNoter(ClassUnpickler):
+    """Notes each function that comes by value."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.functions: list[types.FunctionType] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._make if found is make_function else found
+
+    def _make(self, *parts: Any) -> types.FunctionType:
+        made: types.FunctionType = make_function(*parts)
+        self.functions.append(made)
+        return made
 
 
 def set_copy(made: type, state: Any) -> None:

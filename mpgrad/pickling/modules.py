@@ -51,6 +51,7 @@ from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.class_states import ClassStates, place_classes
+from mpgrad.pickling.initialized import INITIALIZED, Path, noted, other_names, path_of
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import GlobalsSnapshot
@@ -610,6 +611,10 @@ class Namespaces:
         self.script: dict[str, Any] = {}
         # of the modules, which operations may share; then of the function and its items
         self.class_states: tuple[ClassStates, ...] = (ClassStates(),)
+        # What came in the places that the initializer has set, and the globals of functions. There
+        # are none without an initializer.
+        self.came: dict[Path, Any] = {}
+        self.namespaces: dict[int, dict[str, Any]] = {}
 
     def for_operation(self) -> Namespaces:
         """Return the same modules for one more operation, with room for its own classes."""
@@ -618,11 +623,29 @@ class Namespaces:
         view.class_states = *self.class_states, ClassStates()
         return view
 
+    def set_initialized(self, made: types.FunctionType) -> None:
+        """Give a function what the initializer has set, in its globals and in its attributes."""
+        contents = made.__globals__
+        module = contents.get("__name__", "")
+        own = INITIALIZED.get((module, ""), {})
+        self.came.update({(module, name): contents[name] for name in own if name in contents})
+        contents.update(own)
+        vars(made).update(INITIALIZED.get(path_of(made), {}))
+        self.namespaces[id(contents)] = contents
+
+    def keep_changed_objects(self) -> None:
+        """Put objects that the initializer changed in place under all names that they have here."""
+        if self.came:
+            other_names([*self.namespaces.values(), *map(vars, self.modules.values())], self.came)
+            self.came.clear()
+
     def set_class(self, set_state: Callable[[type, Any], None], made: type, state: Any) -> None:
         """Set the state of a class that came along, for this operation only."""
         states = self.class_states[-1]
         states.take(made)
         set_state(made, state)
+        for name, value in INITIALIZED.get(path_of(made), {}).items():
+            type.__setattr__(made, name, value)
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -681,7 +704,9 @@ class Namespaces:
         return operator.attrgetter(path)(found)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
-        values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
+        values, contents = {**names, **INITIALIZED.get((module, ""), {})}, vars(self.module(module))
+        if INITIALIZED:
+            self.came.update({(module, name): value for name, value in names.items()})
         contents.update(values)
         if self.placement is not None:
             self.placement.put(contents, values)
@@ -737,11 +762,11 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
         return
-    kept, given = made.__globals__["__builtins__"], state[1]["__globals__"]
+    kept = made.__globals__["__builtins__"]
     function_setstate(made, own_state)
     made.__globals__["__builtins__"] = kept  # inherited by functions that this one makes
     if INITIALIZED:
-        made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
+        names.set_initialized(made)
 
 
 # Pickle looks objects of these types up under their names.
@@ -969,64 +994,30 @@ OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIE
 PLACED = ModuleOverlay()
 
 
-# --- what an initializer sets in a worker
+# --- the initializer
 
 
-INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
+def run_initializer(
+    initializer: Callable[..., Any],
+    arguments: Sequence[Any],
+    functions: Sequence[types.FunctionType],
+) -> None:
+    """Run the initializer. What it sets in a worker process stays as it is there.
 
-
-def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Run the initializer. The globals that it sets in a worker process stay as they are there.
-
-    Most initializers are given for this purpose.
+    `functions` are those that were loaded with it.
     """
     if not PLACE.in_worker:  # the globals are the caller's
         initializer(*arguments)
         return
-    inner = initializer
-    while isinstance(inner, functools.partial | types.MethodType):
-        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    for name, level, _ in (
-        uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ()
-    ):
-        if not level:
-            with contextlib.suppress(ImportError):  # the initializer will get this error itself
-                imported(name)
-    places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
-    if isinstance(inner, types.FunctionType):
-        places.setdefault(inner.__module__, inner.__globals__)
-    before = {name: (dict(contents), inside(contents)) for name, contents in places.items()}
-    initializer(*arguments)
-    for name, contents in places.items():
-        values, insides = before[name]
-        now = inside(contents)
-        changed = [
-            each
-            for each in contents
-            if contents[each] is not values.get(each, before) or now[each] != insides[each]
-        ]
-        if changed := [each for each in changed if not each.startswith("__")]:
-            INITIALIZED[name] = {each: contents[each] for each in changed}
-
-
-def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Find out which objects each of the values holds."""
-    return {name: list(map(id, held_in(value))) for name, value in contents.items()}
-
-
-def held_in(value: Any) -> Iterable[Any]:
-    if type(value) is UncarriedName:
-        return ()
-    if isinstance(value, list | set | dict):
-        return [*value, *value.values()] if isinstance(value, dict) else value
-    attributes = getattr(value, "__dict__", None)
-    is_code = isinstance(value, types.ModuleType | type | types.FunctionType)
-    return tuple(attributes.values()) if isinstance(attributes, dict) and not is_code else ()
-
-
-def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
-    found = INITIALIZED.get(module, {})
-    return {name: found[name] for name in names if name in found}
+    for each in functions:
+        for name, level, _ in uses_in(each.__code__).imports:
+            if not level:
+                with contextlib.suppress(ImportError):  # the initializer will get this error itself
+                    imported(name)
+    modules = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
+    for each in functions:
+        modules.setdefault(each.__globals__.get("__name__", ""), each.__globals__)
+    noted(functools.partial(initializer, *arguments), modules, functions)
 
 
 # --- the imports of this process

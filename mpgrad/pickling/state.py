@@ -821,7 +821,9 @@ def loads_with_state(
 
     def load() -> tuple[Any, Namespaces, Streams]:
         modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
-        return loads(pickled, captures[:own], dependency_results, modules, found), modules, found
+        target = loads(pickled, captures[:own], dependency_results, modules, found)
+        modules.keep_changed_objects()
+        return target, modules, found
 
     return load() if placement is None else placement.load(load)
 
