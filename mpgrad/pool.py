@@ -28,7 +28,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.ray import Ray
-from mpgrad.engines.kinds import EngineName, EngineRequest
+from mpgrad.engines.kinds import EngineName, EngineRequest, traits_of
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
 from mpgrad.scheduling.dispatcher import scheduler_for
@@ -39,8 +39,8 @@ from mpgrad.submission.options import (
     EachOptions,
     Graphs,
     OnError,
+    PickledInitializer,
     PoolOptions,
-    pickled_initializer,
     positive,
 )
 from mpgrad.submission.starting import Source, iterator
@@ -151,9 +151,10 @@ class Pool:
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
         initargs = tuple(iterator("initargs", initargs))
+        pickled = PickledInitializer(initializer, initargs, traits_of(engine))
         self._options = options = PoolOptions(
             processes=processes,
-            initializer=None if initializer is None else pickled_initializer(initializer, initargs),
+            initializer=pickled,
             maxtasksperchild=maxtasksperchild,
             context=context,
             threads_per_worker=threads_per_worker,
@@ -181,6 +182,9 @@ class Pool:
             # At exit, `terminate_all` ends the pool.
             self._finalizer.atexit = False
             self._scheduler.start()
+            if initializer is not None and pickled.here is not None:
+                # It sets the globals that functions are pickled with.
+                self._scheduler.wait_for_worker()
             load_generators()
         # This may be a KeyboardInterrupt, or no thread is left.
         except BaseException:

@@ -324,6 +324,15 @@ class Scheduler(ABC):
 
     # --- any thread: the pool's life
 
+    def wait_for_worker(self) -> None:
+        """Return once a worker is ready, or the pool has broken."""
+        self.wait_until(
+            lambda: (
+                self.life.broken is not None
+                or any(worker.ready for worker in list(self.workers.values()))
+            )
+        )
+
     def resize(self, workers: int) -> None:
         self.life.check_open()
         self._have(workers)

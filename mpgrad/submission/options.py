@@ -6,6 +6,7 @@ Guarantees: an options object is valid and does not change. Only a pool knows wh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -28,8 +29,8 @@ __all__ = [
     "Graphs",
     "MoreOptions",
     "OnError",
+    "PickledInitializer",
     "PoolOptions",
-    "pickled_initializer",
     "positive",
 ]
 
@@ -69,7 +70,7 @@ class PoolOptions:
     """
 
     processes: int | None
-    initializer: bytes | None  # pickled, with its arguments
+    initializer: PickledInitializer
     maxtasksperchild: int | None
     context: BaseContext | str | None
     threads_per_worker: int | None
@@ -158,9 +159,7 @@ class PoolOptions:
             else usable_cpus()
             if self.processes is None
             else self.processes,
-            initializer=pickled_initializer(None, ())
-            if self.initializer is None
-            else self.initializer,
+            initializer=self.initializer.bytes,
             threads=self.threads_per_worker,
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
@@ -202,20 +201,49 @@ class CallOptions:
         return is_plain and self.on_error == "raise"
 
 
-def pickled_initializer(
-    initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
-) -> bytes:
-    """
+class PickledInitializer:
+    """An initializer and its arguments, as workers get them.
+
     Raises:
-        TypeError, pickle.PicklingError: it is no function, or cannot be carried.
+        TypeError, pickle.PicklingError: it is not a function, or cannot be pickled.
     """
-    if initializer is not None and not callable(initializer):
-        raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
-    try:
-        return classes.dumps((initializer, initargs))
-    except Exception as error:
-        given = {"initializer": initializer, "initargs": initargs}
-        not_carried(error, "the initializer or its arguments", given)
+
+    def __init__(
+        self,
+        initializer: Callable[..., object] | None,
+        initargs: tuple[Any, ...],
+        traits: Traits,
+    ) -> None:
+        if initializer is not None and not callable(initializer):
+            raise TypeError(
+                f"initializer must be a function or None (initializer: {initializer!r})"
+            )
+        whole: Any = initializer, initargs
+        # Threads of this process call it as it is. A copy would set the globals of a copy.
+        self.here = None if traits.is_process else HeldHere(whole)
+        try:
+            self.bytes = classes.dumps(self.here or whole)
+        except Exception as error:
+            given = {"initializer": initializer, "initargs": initargs}
+            not_carried(error, "the initializer or its arguments", given)
+
+
+class HeldHere:
+    """Represents, in a pickle, a value of this process, for as long as somebody holds this."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        HELD[id(self)] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return held, (id(self),)
+
+
+HELD: weakref.WeakValueDictionary[int, HeldHere] = weakref.WeakValueDictionary()
+
+
+def held(number: int) -> Any:
+    return HELD[number].value
 
 
 def check_chunksize(chunksize: object) -> None:

@@ -1,0 +1,158 @@
+"""What an initializer sets wins in its worker, as in multiprocessing and concurrent.futures.
+
+Tasks saw the caller's values: with `Executor`, with initializers that are objects or partials, and
+for names that only the initializer makes, which were a NameError.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+
+SOURCE = """
+    import builtins, numpy, torch
+
+    number = 1.0
+    table = torch.ones(2)
+    array = numpy.ones(2)
+    config = {"deep": {"er": [1.0]}}
+    buffer = bytearray(b"a")
+
+    class Settings:
+        rate = 1.0
+    class Agent:
+        def __init__(self): self.value = 1.0
+    agent = Agent()
+
+    def helper(value):
+        global from_helper
+        from_helper = value
+
+    def initialize(value):
+        global number, new
+        number = new = Settings.rate = agent.value = task.attribute = value
+        config["deep"]["er"][0] = value
+        table.fill_(value)
+        array[0] = value
+        buffer[0] = int(value)
+        builtins.mpgrad_built = value
+        helper(value)
+
+    class Callable:
+        def __call__(self, value): initialize(value)
+        def method(self, value): initialize(value)
+        @classmethod
+        def of_class(cls, value): initialize(value)
+
+    def task(x): return x * task.attribute
+    def reads_number(x): return x * number
+    def reads_new(x): return x * new
+    def reads_class(x): return x * Settings.rate
+    def reads_object(x): return x * agent.value
+    def reads_container(x): return x * config["deep"]["er"][0]
+    def reads_tensor(x): return x * float(table[1])
+    def reads_array(x): return x * float(array[0])
+    def reads_buffer(x): return x * buffer[0]
+    def reads_builtin(x): return x * mpgrad_built
+    def reads_from_helper(x): return x * from_helper
+    def calls_others(x): return reads_new(x) * task(1.0) / 5.0
+    def untouched(x): return x * constant
+    constant = 5.0
+"""
+TASKS = [
+    *("task", "reads_number", "reads_new", "reads_class", "reads_object", "reads_container"),
+    *("reads_tensor", "reads_array", "reads_buffer", "reads_builtin", "reads_from_helper"),
+    *("calls_others", "untouched"),
+]
+WAYS: dict[str, Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {
+    "a function": lambda lib: (lib.initialize, (5.0,)),
+    "a partial function": lambda lib: (functools.partial(lib.initialize, 5.0), ()),
+    "a lambda": lambda lib: (lambda: lib.initialize(5.0), ()),
+    "an object": lambda lib: (lib.Callable(), (5.0,)),
+    "a method": lambda lib: (lib.Callable().method, (5.0,)),
+    "a method of a class": lambda lib: (lib.Callable.of_class, (5.0,)),
+    "a partial of an object": lambda lib: (functools.partial(lib.Callable(), 5.0), ()),
+}
+POOLS: dict[str, Callable[..., Any]] = {
+    "Pool": functools.partial(mpgrad.Pool, 1),
+    "Executor": functools.partial(mpgrad.Executor, 1),
+    "thread": functools.partial(mpgrad.Pool, 1, engine="thread"),
+    "inline": functools.partial(mpgrad.Pool, engine="inline"),
+}
+
+
+class Script:
+    def __init__(self, source: str) -> None:
+        names = vars(self)
+        names["__name__"] = "__main__"
+        exec(source, names)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("initialized")
+    sys.path.insert(0, str(made))
+    with mpgrad.Pool(1) as pool:  # starts the fork server that imports from there
+        pool.apply(abs, (-1,))
+        yield made
+    sys.path.remove(str(made))
+
+
+@pytest.fixture(params=["module", "script"])
+def lib(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
+    source = "".join(line[4:] for line in SOURCE.splitlines(keepends=True))
+    if request.param == "script":
+        yield Script(source)
+    else:
+        (folder / "initialized_lib.py").write_text(source)
+        importlib.invalidate_caches()
+        yield importlib.import_module("initialized_lib")
+        del sys.modules["initialized_lib"]
+    vars(builtins).pop("mpgrad_built", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *itertools.product(["Pool", "Executor"], WAYS),
+        *itertools.product(["thread", "inline"], ["a function", "an object"]),
+    ],
+)
+def test_what_an_initializer_sets(lib: Any, kind: str, way: str) -> None:
+    initializer, initargs = WAYS[way](lib)
+    with POOLS[kind](initializer=initializer, initargs=initargs) as pool:
+        for name in TASKS:
+            assert list(pool.map(getattr(lib, name), [1.0, 2.0])) == [5.0, 10.0], name
+
+
+def test_what_it_did_not_set_follows_the_caller(lib: Any) -> None:
+    with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,)) as pool:
+        for lib.constant in (2.0, 3.0):
+            assert pool.map(lib.untouched, [1.0]) == [lib.constant]
+
+
+def test_gradients_of_what_it_did_not_set(lib: Any) -> None:
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,)) as pool:
+        (result,) = pool.map(lambda x: w * lib.reads_new(x), [3.0])
+        result.backward()
+    assert (result.item(), w.grad) == (30.0, torch.tensor(15.0, dtype=torch.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_in_every_context(lib: Any, context: Any) -> None:
+    with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,), context=context) as pool:
+        for name in TASKS:
+            assert pool.map(getattr(lib, name), [1.0]) == [5.0]
