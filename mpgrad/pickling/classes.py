@@ -42,8 +42,8 @@ from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduc
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_function as make_function
-from cloudpickle.cloudpickle import _make_skeleton_class as make_class
-from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
+from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
+from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
 from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.modules import (
@@ -52,6 +52,7 @@ from mpgrad.pickling.modules import (
     at_path,
     attribute_here,
     is_own,
+    is_users_own,
     name_of,
     own_import,
     pickle_finds,
@@ -146,45 +147,115 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add the slots, and the name, to the arguments that the class is made with.
+    """Add what cloudpickle leaves out of a class: its slots, its name, and the attributes of an
+    enumeration's members.
 
-    After the class is made it would be too late.
+    Slots and name are arguments. After the class is made it would be too late.
     """
-    if reduced[0] is make_class:
-        make, (*first, given, tracker_id, extra), *rest = reduced
-        reduced = (
-            make,
-            (*first, {**given, "__qualname__": value.__qualname__}, tracker_id, extra),
-            *rest,
-        )
-    slots = slots_in(value)
-    if reduced[0] is make_enum:
-        _, arguments, (state, _), *rest = reduced
+    if reduced[0] not in (make_bare_class, make_bare_enum):  # found by its name, or None's class
+        return reduced
+    make, arguments, (state, more), *rest = reduced
+    if make is make_bare_enum:
         return make_enum, arguments, (state, attributes_of_members(value)), *rest
-    if reduced[0] is not make_class or slots is None:
-        return reduced
-    _, arguments, (state, more), *rest = reduced
+    *first, given, tracker_id, extra = arguments
+    given = {**given, "__qualname__": value.__qualname__}
+    slots = slots_in(value)
     if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
-        return reduced
-    state = {name: member for name, member in state.items() if not is_slot(value, name, member)}
-    return make_slotted, (slots, *arguments), (state, more), *rest
+        slots = None
+    if slots is not None:
+        state = {name: each for name, each in state.items() if not is_slot(value, name, each)}
+    return make_class, (slots, *first, given, tracker_id, extra), (state, more), *rest
 
 
-def make_slotted(
-    slots: Sequence[str],
+def make_class(
+    slots: Sequence[str] | None,
     kind: type[type],
     name: str,
-    bases: tuple[type, ...],
-    given: Any,
-    *others: Any,
+    bases: tuple[Any, ...],
+    given: dict[str, Any],
+    tracker_id: str | None,
+    extra: object,
 ) -> type:
-    """Make a class with `__slots__`, which cloudpickle would leave out."""
-    made: type
-    try:
-        made = make_class(kind, name, bases, {**given, "__slots__": slots}, *others)
-    except TypeError:  # the metaclass adds some of them
-        made = make_class(kind, name, bases, given, *others)
+    """Make a class, or return the one that this process has under the tracker id."""
+    known: type | None = CLASS_OF.get(tracker_id)
+    if known is not None:
+        return known
+    members = {sys.intern(each): value for each, value in given.items()}
+    made = None
+    if slots is not None:
+        with contextlib.suppress(TypeError):  # the metaclass adds some of them
+            made = bare_class(kind, name, bases, {**members, "__slots__": slots})
+    tracked: type = track(tracker_id, made or bare_class(kind, name, bases, members))
+    return tracked
+
+
+def make_enum(*parts: Any) -> type:
+    """Make an enumeration, or return the one that this process has under the tracker id."""
+    bases, *_, tracker_id, _ = parts
+    made: type | None = CLASS_OF.get(tracker_id)
+    if made is None:
+        with quiet(bases):
+            made = make_bare_enum(*parts)
     return made
+
+
+def bare_class(
+    kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
+) -> type:
+    """Make a class without the user's code that ran when the class was defined.
+
+    This code is the `__init_subclass__` of bases, and methods of the metaclass. Its effects come
+    with the state of the class, and with the objects that it wrote to.
+    """
+    resolved = types.resolve_bases(bases)
+    own = is_users_own(kind.__module__)
+    with quiet(resolved):
+        if not own:
+            return types.new_class(name, bases, {"metaclass": kind}, lambda to: to.update(members))
+        make: Any = next(
+            each.__new__ for each in type.mro(kind) if not is_users_own(each.__module__)
+        )
+        if resolved is not bases:
+            members = {**members, "__orig_bases__": bases}
+        made: type = make(kind, name, resolved, members)
+        return made
+
+
+@contextlib.contextmanager
+def quiet(bases: Sequence[Any]) -> Iterator[None]:
+    """Keep this thread from running `__init_subclass__` methods of the user's classes."""
+    owners = {
+        owner: vars(owner)[BEGINS]
+        for base in bases
+        for owner in type.mro(base)
+        if BEGINS in vars(owner) and is_users_own(owner.__module__)
+    }
+    if not owners:
+        yield
+        return
+    this = threading.get_ident()
+
+    def silent(begins: Any) -> Any:
+        def begin(cls: type, /, **given: Any) -> None:
+            if threading.get_ident() != this:
+                begins.__get__(None, cls)(**given)
+
+        return classmethod(begin)
+
+    with QUIET:
+        for owner, begins in owners.items():
+            type.__setattr__(owner, BEGINS, silent(begins))
+        try:
+            yield
+        finally:
+            for owner, begins in owners.items():
+                type.__setattr__(owner, BEGINS, begins)
+
+
+BEGINS = "__init_subclass__"
+QUIET = (
+    threading.RLock()
+)  # the classes belong to the process, and some engines' workers are threads
 
 
 def made_like_own(
@@ -216,7 +287,7 @@ def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...])
             and found.__bases__ == bases
             and {e.name: e.value for e in found} == members
         )
-    slots, kind, _, bases, *_ = arguments if make is make_slotted else (None, *arguments)
+    slots, kind, _, bases, *_ = arguments
     return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots
 
 
@@ -331,7 +402,7 @@ def follow(made: type, state: Any) -> None:
     set_class(made, state)
 
 
-MAKERS = make_class, make_slotted, make_enum, made_like_own
+MAKERS = make_class, make_enum, made_like_own
 
 
 def follow_the_caller() -> None:

@@ -81,6 +81,7 @@ __all__ = [
     "find_in",
     "is_of_libraries",
     "is_own",
+    "is_users_own",
     "looks_up",
     "main_of",
     "make_function",
@@ -138,6 +139,12 @@ def stands_outside_libraries(name: str) -> bool:
         file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file
         for file in files
     )
+
+
+def is_users_own(name: str) -> bool:
+    """Whether the module is the user's own, or the main script, or known to no process but the
+    caller's."""
+    return name == "__main__" or name not in sys.modules or is_own(name)
 
 
 def files_of(module: types.ModuleType) -> list[str]:

@@ -50,6 +50,7 @@ from mpgrad.pickling.modules import (
     find_in,
     is_of_libraries,
     is_own,
+    is_users_own,
     looks_up,
     main_of,
     make_function,
@@ -528,8 +529,7 @@ def refuse_users(kind: type) -> None:
 def is_users(kind: type) -> bool:
     """Whether the class is the user's or derived from one that is. The main script's classes
     count."""
-    modules = {each.__module__ for each in kind.__mro__}
-    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
+    return any(map(is_users_own, {each.__module__ for each in kind.__mro__}))
 
 
 def is_made_by_own_code(kind: type) -> bool:

@@ -345,3 +345,67 @@ def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
         assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
     texts = {"x": "torch.Tensor", "return": "OnlyForCheckers"}
     assert any_pool.map(lambda _: twice.__annotations__, [0]) == [texts]
+
+
+def with_effects() -> dict[str, Any]:
+    """Classes whose definition runs code of the user's."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    source = """if True:
+        import abc
+
+        class Base:
+            registry, count = {}, 0
+            def __init_subclass__(cls, *, key, **rest):  # a required keyword
+                super().__init_subclass__(**rest)
+                Base.registry[key] = cls
+                Base.count += 1
+                cls.key = key
+        class A(Base, key="a"): ...
+        class B(A, key="b"): __slots__ = ("y",)
+
+        class Meta(type):
+            made = []
+            def __new__(mcs, name, bases, names, *, tag):
+                made = super().__new__(mcs, name, bases, names)
+                made.tag = tag
+                return made
+            def __init__(cls, name, bases, names, **rest): Meta.made.append(name)
+        class M(metaclass=Meta, tag="m"): ...
+
+        class Counting(abc.ABCMeta):
+            count = 0
+            def __new__(mcs, *args):
+                Counting.count += 1
+                return super().__new__(mcs, *args)
+        class Abstract(metaclass=Counting):
+            @abc.abstractmethod
+            def f(self): ...
+        class Concrete(Abstract):
+            def f(self): return 3
+
+        def registered(_):
+            same = Base.registry["a"] is A, Base.registry["b"] is B
+            return sorted(Base.registry), Base.count, A.key, B.key, same
+        def metaclass(_): return Meta.made, M.tag, isinstance(M(), M), type(M) is Meta
+        def abstract(_):
+            try: Abstract()
+            except TypeError: return Counting.count, Concrete().f()
+        def in_an_item(item): return type(item) is A, Base.count
+        def derived(_):
+            class C(A, key="c"): ...
+            return Base.count, sorted(Base.registry), C.key
+    """
+    exec(source, names)
+    return names
+
+
+def test_code_that_ran_when_a_class_was_defined_does_not_run_again(
+    any_pool: mpgrad.Pool,
+) -> None:
+    """A registry counted its classes twice in a task, and a required keyword was missing."""
+    names = with_effects()
+    for _ in range(2):
+        for each in ("registered", "metaclass", "abstract"):
+            assert any_pool.map(names[each], [0]) == [names[each](0)]
+        assert any_pool.map(names["in_an_item"], [names["A"]()]) == [(True, 2)]
+    assert any_pool.map(names["derived"], [0]) == [(3, ["a", "b", "c"], "c")]
