@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import enum
 import functools
+import inspect
 import io
 import operator
 import pickle
@@ -114,6 +115,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             return with_slots(value, dynamic_class_reduce(value))
         if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
             return reduced
+        if isinstance(value, type) and (parts := of_pydantic(value)) is not None:
+            return operator.getitem, parts
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
@@ -123,21 +126,31 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             return reduced
         if reduced is NotImplemented:
             return attribute_here, (value.__module__, value.__qualname__)
-        if (name := other_name(value)) is not None:
-            return attribute_here, (value.__module__, name)
+        if (place := other_place(value)) is not None:
+            return attribute_here, place
         OURS.add(value)
         return with_slots(value, reduced)
 
 
-def other_name(value: type) -> str | None:
-    """Return the name under which a library has a class that gives a different name.
+def of_pydantic(value: type) -> tuple[Any, Any] | None:
+    """Return the generic model of pydantic that a model was made from, and its parameters."""
+    made_from = vars(value).get("__pydantic_generic_metadata__") or {"origin": None}
+    return None if made_from["origin"] is None else (made_from["origin"], made_from["args"])
 
-    Enumerations of pybind11 are such classes.
+
+def other_place(value: type) -> tuple[str, str] | None:
+    """Return the module and the name under which a library has a class that gives other ones.
+
+    Enumerations of pybind11 give another name. The outcomes of pytest give another module.
     """
-    module = sys.modules.get(value.__module__)
-    if module is None or module.__name__ in ("__main__", "builtins") or is_own(module.__name__):
+    home = value.__module__
+    if home not in sys.modules or home == "__main__" or is_own(home):
         return None
-    return next((name for name, each in list(vars(module).items()) if each is value), None)
+    for module in list(sys.modules) if home == "builtins" else [home]:
+        for name, each in list(vars(sys.modules[module]).items()):
+            if each is value and not (module == "__main__" or is_own(module)):
+                return module, name
+    return None
 
 
 def dynamic(value: type) -> Any:
@@ -160,6 +173,14 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     *first, given, tracker_id, extra = arguments
     given = {**given, "__qualname__": value.__qualname__}
     slots = slots_in(value)
+    if vars(value).get("__pydantic_complete__"):
+        # All names of the function that defined the class. It does not need them any more.
+        state = {**state, "__pydantic_parent_namespace__": None}
+    if type(value).__module__ == "msgspec._core":
+        state = {name: each for name, each in state.items() if not is_of_struct(value, name, each)}
+        parts = given | {"__annotations__": vars(value).get("__annotations__", {})}
+        arguments = slots, *first, parts, *struct_parts(value), tracker_id, extra
+        return make_struct, arguments, (state, more), *rest
     if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
         slots = None
     if slots is not None:
@@ -197,6 +218,57 @@ def make_enum(*parts: Any) -> type:
         with quiet(bases):
             made = make_bare_enum(*parts)
     return made
+
+
+# A class of msgspec has to be made with its fields.
+def make_struct(
+    slots: Sequence[str],
+    kind: Any,
+    name: str,
+    bases: tuple[Any, ...],
+    given: dict[str, Any],
+    fields: dict[str, dict[str, Any]],
+    config: dict[str, Any],
+    tracker_id: str | None,
+    extra: object,
+) -> type:
+    """Make a class of msgspec, or return the one that this process has under the tracker id."""
+    made: type | None = CLASS_OF.get(tracker_id)
+    if made is None:
+        field = sys.modules["msgspec"].field
+        given = given | {each: field(**parts) for each, parts in fields.items() if parts}
+        with quiet(bases):
+            made = track(tracker_id, kind(name, bases, given, **config))
+    return made
+
+
+def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the arguments of `msgspec.field` for each field of the class, and its options."""
+    names, defaults = value.__struct_fields__, value.__struct_defaults__
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    fields: dict[str, dict[str, Any]] = {}
+    for name, encoded in zip(names, value.__struct_encode_fields__, strict=True):
+        if name in vars(value).get("__annotations__", {}):
+            fields[name] = {} if encoded == name else {"name": encoded}
+            default = given.get(name, sys.modules["msgspec"].NODEFAULT)
+            if hasattr(default, "factory"):
+                fields[name]["default_factory"] = default.factory
+            elif default is not sys.modules["msgspec"].NODEFAULT:
+                fields[name]["default"] = default
+    config = {
+        name: getattr(value.__struct_config__, name)
+        for name in dir(value.__struct_config__)
+        if not name.startswith("_")
+    }
+    kinds = inspect.signature(value).parameters
+    config["kw_only"] = any(kinds[name].kind is inspect.Parameter.KEYWORD_ONLY for name in fields)
+    return fields, config
+
+
+def is_of_struct(owner: type, name: str, member: object) -> bool:
+    """Whether msgspec makes this member of a class."""
+    made = name.startswith("__struct") or name in ("__slots__", "__match_args__", "__annotations__")
+    return made or is_slot(owner, name, member)
 
 
 def bare_class(
@@ -402,7 +474,7 @@ def follow(made: type, state: Any) -> None:
     set_class(made, state)
 
 
-MAKERS = make_class, make_enum, made_like_own
+MAKERS = make_class, make_enum, make_struct, made_like_own
 
 
 def follow_the_caller() -> None:

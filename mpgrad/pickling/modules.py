@@ -260,6 +260,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
                 found[each] = (
                     found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
                 )
+    if module_of(function) is not None and not READS_SCRIPT.isdisjoint(ways_in(function.__code__)):
+        yield from [WantedName("__main__", name) for name in mentioned_in(function.__code__)]
     waiting = list(found)
     while waiting:
         module = waiting.pop()
@@ -308,6 +310,7 @@ ATTRIBUTES = {
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
 # Modules of which only these attributes lead to names.
 LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}
+READS_SCRIPT = {"__main__", "sys"}  # ways by which a module's function reaches the script
 WORDS = re.compile(r"[^\W\d]\w*")
 
 

@@ -21,15 +21,18 @@ import contextvars
 import copy
 import copyreg
 import dis
+import enum
 import functools
 import gc
 import importlib
 import inspect
 import io
 import itertools
+import struct
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +52,7 @@ from torch.utils.hooks import RemovableHandle
 from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
+from mpgrad.pickling.modules import at_path, attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
     compiled_in_place,
@@ -75,6 +78,7 @@ __all__ = [
     "reduce_by_value",
     "reduce_exception",
     "reduce_module",
+    "reduce_object",
     "reduce_subclass",
     "referent",
     "weakly",
@@ -534,6 +538,171 @@ def reduce_subclass(value: object) -> Any:
     return REDUCERS[base](value) if base in INHERITED else None
 
 
+# --- objects of the user's classes
+
+
+class Way(enum.Enum):
+    """How objects of a class are pickled that pickle would change."""
+
+    BY_NAME = enum.auto()  # their `__reduce__` may return a name
+    BY_PARTS = enum.auto()  # pickle would ask them for methods, or hash them half made
+    BY_DICT = enum.auto()  # as usual, unless others hold their `__dict__`
+
+
+OWN_METHODS = "__getnewargs__", "__getnewargs_ex__", "__setstate__"
+IN_PYTHON = types.FunctionType
+IS_HEAP_TYPE = 1 << 9
+
+
+@functools.lru_cache(maxsize=4096)
+def way_of(kind: type) -> Way | None:
+    """Return None for classes whose objects pickle rebuilds as they are."""
+    if kind in copyreg.dispatch_table or kind in ClassPickler.dispatch_table:
+        return None
+    if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
+        return Way.BY_NAME
+    in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
+    usual = getattr(object, "__getstate__", None)  # since Python 3.11
+    if (
+        in_c not in (object, dict, list)
+        or kind.__reduce__ is not object.__reduce__  # type: ignore[comparison-overlap]
+        or getattr(kind, "__getstate__", usual) is not usual
+        or any(hasattr(kind, name) for name in OWN_METHODS)
+    ):
+        return None
+    asks = (getattr(kind, name, None) for name in ("__getattr__", "__getattribute__", "__hash__"))
+    return Way.BY_PARTS if any(isinstance(each, IN_PYTHON) for each in asks) else Way.BY_DICT
+
+
+def reduce_object(value: Any) -> Any:
+    """Reduce an object that pickle would refuse or change; None for any other."""
+    kind: Any = type(value)
+    way = way_of(kind)
+    if way is None:
+        return None
+    if way is Way.BY_NAME:
+        reduced = value.__reduce_ex__(5)
+        return reduce_one_of_a_kind(value, reduced) if isinstance(reduced, str) else reduced
+    attributes = attributes_in(value)
+    is_shared = attributes is not None and sys.getrefcount(attributes) > OF_ITS_OBJECT
+    return reduce_by_parts(value, is_shared) if is_shared or way is Way.BY_PARTS else None
+
+
+OF_ITS_OBJECT = 3  # references to a `__dict__`: the object's, and two of a caller that counts them
+
+
+def attributes_in(value: object) -> dict[str, Any] | None:
+    """Return the `__dict__`, whatever the class says of attributes."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots only
+        return None
+    return found
+
+
+def slots_with_values(value: object) -> dict[str, Any]:
+    found = {}
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError):  # it is empty
+            found[name] = object.__getattribute__(value, name)
+    return found
+
+
+def reduce_by_parts(value: Any, is_shared: bool = False) -> Reduced:
+    """Reduce an object to its items, attributes and slots.
+
+    Its immutable attributes come with the empty object: in a cycle it may be hashed before it gets
+    the others. If its `__dict__` is shared, for example because the object itself is its
+    `__dict__`, it gets the same dictionary.
+    """
+    attributes, slots = attributes_in(value), slots_with_values(value)
+    all_values = {**slots, **({} if is_shared else attributes or {})}
+    early = {name: each for name, each in all_values.items() if is_immutable(each)}
+    late = is_shared or len(early) < len(all_values)
+    return (
+        with_attributes,
+        (type(value), early),
+        (attributes, slots, is_shared) if late else None,
+        list.__iter__(value) if isinstance(value, list) else None,
+        iter(dict.items(value)) if isinstance(value, dict) else None,
+        set_parts,
+    )
+
+
+def is_immutable(value: object) -> bool:
+    kind = type(value)
+    return kind in IMMUTABLE or (kind in (tuple, frozenset) and all(map(is_immutable, value)))  # type: ignore[call-overload]
+
+
+IMMUTABLE = {type(None), bool, int, float, complex, str, bytes}
+
+
+def with_attributes(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], bool]) -> None:
+    attributes, slots, is_shared = parts
+    if is_shared:
+        object.__setattr__(made, "__dict__", attributes)
+    elif attributes is not None:
+        own: dict[str, Any] = object.__getattribute__(made, "__dict__")
+        own.clear()  # they get the caller's order
+        own.update({sys.intern(name): each for name, each in attributes.items()})
+    for name, value in slots.items():
+        object.__setattr__(made, name, value)
+
+
+# --- objects that are one of a kind
+
+
+def reduce_one_of_a_kind(value: Any, name: str) -> Any:
+    """Reduce an object whose `__reduce__` gave its name.
+
+    If a script or a function made the object, a worker cannot find the name. Then each process has
+    the object once, and the caller gets its own back.
+    """
+    module = getattr(value, "__module__", None) or type(value).__module__
+    if module != "__main__" and at_path(sys.modules.get(module), name) is value:
+        return name
+    _, (kind, early), parts, items, pairs, _ = reduce_by_parts(value)
+    return one_of_a_kind, (number_of(value), kind, early), parts, items, pairs, set_unless_ours
+
+
+def number_of(value: object) -> str:
+    number = NUMBERS.get(id(value))
+    if number is None or ONES[number]() is not value:
+        number = uuid.uuid4().hex
+        note_one(number, value)
+        OF_THIS_PROCESS.add(number)
+    return number
+
+
+def note_one(number: str, value: object) -> None:
+    ONES[number], NUMBERS[id(value)] = weakly(value), number
+
+
+def one_of_a_kind(number: str, kind: type, attributes: dict[str, Any]) -> Any:
+    found = ONES[number]() if number in ONES else None
+    if found is None:
+        found = with_attributes(kind, attributes)
+        note_one(number, found)
+    return found
+
+
+def set_unless_ours(made: Any, parts: Any) -> None:
+    if NUMBERS[id(made)] not in OF_THIS_PROCESS:
+        set_parts(made, parts)
+
+
+ONES: dict[str, Callable[[], Any]] = {}
+NUMBERS: dict[int, str] = {}  # of these objects, by id
+OF_THIS_PROCESS: set[str] = set()
+
+
 # --- other objects of PyTorch's
 
 
@@ -624,6 +793,16 @@ def operator_again(path: str) -> object:
         return functools.reduce(getattr, path.split("."), torch.ops)
     except AttributeError as error:
         raise AttributeError(f"this process has no operator {path} ({error}); {REGISTER}") from None
+
+
+def reduce_ufunc(value: Any) -> Any:
+    """Reduce a function that `numpy.frompyfunc` made with the Python function in it."""
+    function = next(filter(callable, gc.get_referents(value)), None)
+    if function is None:  # it has a name in its package
+        return copyreg.dispatch_table[type(value)](value)
+    identity = {} if value.identity is None else {"identity": value.identity}
+    make = functools.partial(sys.modules["numpy"].frompyfunc, **identity)
+    return make, (function, value.nin, value.nout)
 
 
 # --- modules, and TorchScript
@@ -860,6 +1039,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
     memoryview: reduce_memoryview,
+    struct.Struct: lambda value: (struct.Struct, (value.format,)),
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
     # These leave out hooks, and what single optimizers and schedulers keep in them.
@@ -869,6 +1049,8 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
 }
+if "numpy" in sys.modules:
+    REDUCERS[sys.modules["numpy"].ufunc] = reduce_ufunc
 INHERITED = {*WEAK, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS

@@ -72,6 +72,7 @@ from mpgrad.pickling.reducers import (
     named_attributes,
     reduce_exception,
     reduce_module,
+    reduce_object,
     reduce_subclass,
     referent,
     with_class,
@@ -259,6 +260,8 @@ class TensorPickler(ClassPickler):
         if issubclass(kind, BaseException) and is_rebuilt(kind):
             return reduce_exception(value)
         if (reduced := reduce_subclass(value)) is not None:
+            return reduced
+        if (reduced := reduce_object(value)) is not None:
             return reduced
         return super().reducer_override(value)
 

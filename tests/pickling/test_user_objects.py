@@ -1,0 +1,296 @@
+"""Objects that pickle refuses or changes, although a fork would simply have them.
+
+Each case is a function of an item. In a task it must give what it gives in the loop, for an object
+that the function captures, for an item and for a result.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mpgrad
+
+
+class AttributeDict(dict):  # type: ignore[type-arg]
+    """The usual recipe."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Borg:
+    state: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, shared: dict[str, Any]) -> None:
+        self.__dict__ = shared
+
+
+class Config(collections.UserDict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Dotted(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__  # raises KeyError for what pickle asks for
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Proxy:
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+class Node:
+    """Hashes by its name, and leads to other nodes, in a circle."""
+
+    def __init__(self, name: str, *others: Node) -> None:
+        self.edges: dict[Node, Any] = dict.fromkeys(others, 1.0)
+        self.friends = set(others)
+        self.name = name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and self.name == other.name
+
+    def __repr__(self) -> str:
+        edges = [(each.name, weight) for each, weight in self.edges.items()]
+        found = [each in self.edges and each in self.friends for each in self.edges]
+        return f"{self.name} {edges} {sorted(e.name for e in self.friends)} {found} {[*vars(self)]}"
+
+
+class SlottedNode:
+    __slots__ = ("name", "others")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.others: dict[SlottedNode, int] = {self: 1}
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"{self.name} {self in self.others} {len(self.others)}"
+
+
+class Sentinel:
+    """Its `__reduce__` gives a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def circle() -> Node:
+    first = Node("a")
+    second = Node("b", first)
+    first.edges[second] = 2.0
+    first.friends |= {first, second}
+    return first
+
+
+def written(config: Any) -> Any:
+    """Write in one way and read in the other."""
+    config["rate"] = 5.0
+    config.rate += 1.0
+    return config["rate"], config.rate, sorted(config)
+
+
+for kind in (AttributeDict, Borg, Config, Dotted, Proxy, Node, SlottedNode, Sentinel):
+    kind.__module__ = "__main__"  # as classes of a script: no worker can import them
+
+OBJECTS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
+    "an attribute dictionary": lambda: (AttributeDict(rate=1.0, w=[2.0]), written),
+    "one in another": lambda: (
+        AttributeDict(a=AttributeDict(b=1.0)),
+        lambda x: (x.a.b, x["a"]["b"], x.a is x["a"], vars(x) is x),
+    ),
+    "a user's dictionary": lambda: (
+        Config(rate=1.0),
+        lambda x: (x.rate, dict(x), type(x).__name__),
+    ),
+    "a dotted dictionary": lambda: (
+        Dotted(a=1.0, b=Dotted(c=2.0)),
+        lambda x: (x.a, x.b.c, dict(x)),
+    ),
+    "a proxy": lambda: (Proxy([1.0, 2.0]), lambda x: (x.count(1.0), x.target)),
+    "nodes in a circle": lambda: (circle(), repr),
+    "slotted nodes in a circle": lambda: (SlottedNode("a"), repr),
+    "a function of frompyfunc": lambda: (
+        np.frompyfunc(lambda a, b: a + b, 2, 1),
+        lambda f: (f(1, 2), f.nin),
+    ),
+    "one with an identity": lambda: (
+        np.frompyfunc(lambda a, b: a + b, 2, 1, identity=0),
+        lambda f: (f.reduce([1, 2]), f.identity),
+    ),
+    "np.vectorize": lambda: (used(np.vectorize(lambda a: 2 * a)), lambda f: f([1.0, 2.0]).tolist()),
+    "a struct": lambda: (struct.Struct("<dd"), lambda s: s.unpack(s.pack(1.0, 2.0))),
+}
+
+
+def used(vectorized: Any) -> Any:
+    vectorized([1.0])
+    return vectorized
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_that_a_fork_would_have(pool2: mpgrad.Pool, name: str) -> None:
+    thing, fn = OBJECTS[name]()
+    wanted = fn(OBJECTS[name]()[0])
+    assert pool2.map(lambda _: fn(thing), [0]) == [wanted]
+    assert pool2.map(fn, [thing]) == [wanted]
+    (back,) = pool2.map(lambda each: each, [thing])
+    assert fn(back) == wanted
+
+
+@pytest.mark.quick
+def test_an_object_and_the_dictionary_that_it_shares(pool2: mpgrad.Pool) -> None:
+    shared = {"rate": 1.0}
+    thing = Borg(shared)
+
+    def fn(rate: float) -> float:
+        shared["rate"] = rate
+        return thing.rate
+
+    assert pool2.map(fn, [3.0]) == [3.0]
+
+
+MISSING = Sentinel("MISSING")
+
+
+@pytest.mark.quick
+def test_an_object_whose_reduce_gives_a_name_is_one_of_a_kind(pool2: mpgrad.Pool) -> None:
+    local = Sentinel("LOCAL")
+
+    def fn(item: Any) -> Any:
+        return item is MISSING, item is local, MISSING if item is local else local
+
+    for _ in range(2):
+        assert pool2.map(fn, [MISSING, local, 1]) == [
+            (True, False, local),
+            (False, True, MISSING),
+            (False, False, local),
+        ]
+    assert pool2.map(lambda _: MISSING, [0])[0] is MISSING
+
+
+@pytest.mark.quick
+def test_gradients_of_tensors_in_such_objects(pool2: mpgrad.Pool) -> None:
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    config = AttributeDict(w=w)
+    node = Node("a")
+    node.edges[node] = w
+
+    def fn(x: float) -> torch.Tensor:
+        return config.w * config["w"] * node.edges[node] * x
+
+    results = pool2.map(fn, [1.0, 2.0])
+    sum(results).backward()  # type: ignore[union-attr]
+    assert w.grad == 3 * 4.0 * 3.0
+
+
+@pytest.mark.quick
+def test_outcomes_of_pytest_keep_their_class(pool2: mpgrad.Pool) -> None:
+    for outcome in (pytest.skip, pytest.fail, pytest.xfail):
+        with pytest.raises(outcome.Exception) as caught:
+            pool2.map(lambda _, outcome=outcome: outcome("no data"), [0])
+        assert type(caught.value) is outcome.Exception
+
+
+@pytest.fixture
+def module_that_reads_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "reads_script.py").write_text(
+        "import __main__, sys\n"
+        "def imports(x):\n    from __main__ import mpgrad_w\n    return mpgrad_w * x\n"
+        "def by_name(x): return __main__.mpgrad_w * x\n"
+        "def by_modules(x): return sys.modules['__main__'].mpgrad_w * x\n"
+    )
+    sys.path.append(str(tmp_path))
+    yield importlib.import_module("reads_script")
+    sys.path.remove(str(tmp_path))
+    del sys.modules["reads_script"]
+    vars(sys.modules["__main__"]).pop("mpgrad_w", None)
+
+
+def test_a_module_that_reads_the_script(
+    pool2: mpgrad.Pool, module_that_reads_the_script: Any
+) -> None:
+    module, script = module_that_reads_the_script, vars(sys.modules["__main__"])
+    for value in (2.0, 3.0):
+        script["mpgrad_w"] = w = torch.tensor(value, requires_grad=True)
+        for fn in (module.imports, module.by_name, module.by_modules):
+            w.grad = None
+            sum(pool2.map(fn, [1.0, 2.0])).backward()
+            assert w.grad == 3.0
+
+
+PACKAGES: dict[str, str] = {
+    "msgspec": """
+        class Point(msgspec.Struct, tag="p", rename={"y": "Y"}):
+            x: float
+            y: list = []
+            z: int = msgspec.field(default_factory=lambda: 3)
+            def total(self): return self.x + self.z + len(self.y)
+        class Derived(Point, kw_only=True, frozen=False):
+            key: str = "k"
+        def fn(p):
+            encoded = msgspec.json.encode(Derived(1.0, key="j"))
+            again = msgspec.json.decode(encoded, type=Derived)
+            return p.total(), type(p) is Point, encoded, again == Derived(1.0, key="j"), Point(2.0)
+        item = Point(1.0)
+    """,
+    "pydantic": """
+        import typing
+        T = typing.TypeVar("T")
+        class Reply(pydantic.BaseModel, typing.Generic[T]):
+            value: T
+        def fn(x): return Reply[float](value=x.value), isinstance(x, Reply[float])
+        item = Reply[float](value=2.0)
+    """,
+    "cachetools": """
+        import threading
+        @cachetools.cached(cachetools.LRUCache(4), lock=threading.RLock())
+        def doubled(x): return 2 * x
+        doubled(1.0)
+        def fn(x): return doubled(x) + doubled(1.0)
+        item = 3.0
+    """,
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
+    names: dict[str, Any] = {package: pytest.importorskip(package), "__name__": "__main__"}
+    lines = PACKAGES[package].splitlines(keepends=True)
+    exec("".join(line[8:] for line in lines), names)
+    (found,) = pool2.map(names["fn"], [names["item"]])
+    wanted = names["fn"](names["item"])
+    assert found == wanted
+    assert [*map(type, [found])] == [*map(type, [wanted])]
+    if package == "pydantic":
+        assert isinstance(found[0], names["Reply"][float])
