@@ -44,6 +44,7 @@ from mpgrad.environment import FOLLOWER
 from mpgrad.errors import SharedMemoryError, UncarriedResultError
 from mpgrad.memory.arena import Arena
 from mpgrad.pickling import classes, structure
+from mpgrad.pickling.initialized import SHARED
 from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
@@ -558,7 +559,7 @@ class Runner:
                     break
         self._memory.give_back_unread(*calls[len(outcomes) :])
         seconds = time.perf_counter() - started - failed_seconds
-        mutated = function is not None and function.has_written
+        mutated = (function is not None and function.has_written) or SHARED.are_written()
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()
         warned = self._warnings.take()

@@ -244,7 +244,8 @@ class Operation:
             warn(
                 "the function wrote into a tensor that it captures, or into its .grad (for example "
                 "running statistics, or a "
-                "backward of its own); the change stays in the worker: return the new value, and "
+                "backward of its own), or into a shared tensor that the initializer was given; the "
+                "change stays in the worker: return the new value, and "
                 "store it in the caller"
             )
 

@@ -36,6 +36,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
+import torch
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as TRACKER_ID_OF
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_attributes
@@ -47,6 +48,7 @@ from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
 from mpgrad.pickling.class_states import attributes_of_members, set_members
+from mpgrad.pickling.initialized import copy_of_shared
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -63,6 +65,7 @@ __all__ = [
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",
+    "InitializerPickler",
     "dumps",
     "dynamic",
     "follow_the_caller",
@@ -421,6 +424,16 @@ class ClassUnpickler(pickle.Unpickler):
             if self._copies is not None and found in MAKERS
             else found
         )
+
+
+class InitializerPickler(ClassPickler):
+    """Pickles an initializer and its arguments. Tensors in shared memory become copies."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
+            make, parts, *_ = value.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return copy_of_shared, (make, parts)
+        return super().reducer_override(value)
 
 
 class FunctionNoter(ClassUnpickler):

@@ -25,7 +25,7 @@ import torch
 
 from mpgrad.pickling.class_states import MADE_BY_PYTHON
 
-__all__ = ["INITIALIZED", "Path", "noted", "other_names", "path_of"]
+__all__ = ["INITIALIZED", "SHARED", "Path", "copy_of_shared", "noted", "other_names", "path_of"]
 
 Path = tuple[str, str]  # a module, and a name in it; an empty one for the module itself
 
@@ -38,6 +38,33 @@ ABSENT = object()
 # An object of these types has no contents, or they are noted as a place of their own.
 NOT_SEARCHED = {type(None), bool, int, float, complex, str, bytes, type, types.ModuleType}
 NOT_SEARCHED |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType}
+
+
+class SharedCopies:
+    """Copies of tensors in shared memory that the initializer was given.
+
+    In torch.multiprocessing, tasks write to such tensors, and the caller sees it.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def add(self, make: Callable[..., torch.Tensor], parts: tuple[Any, ...]) -> torch.Tensor:
+        self._copies.append(made := make(*parts))
+        return made
+
+    def are_written(self) -> bool:
+        """Whether somebody has written to one since this was asked last."""
+        before, self._versions = self._versions, [each._version for each in self._copies]
+        return before != self._versions
+
+
+SHARED = SharedCopies()
+
+
+def copy_of_shared(make: Callable[..., torch.Tensor], parts: tuple[Any, ...]) -> torch.Tensor:
+    return SHARED.add(make, parts)
 
 
 def path_of(value: types.FunctionType | type) -> Path:
@@ -56,6 +83,7 @@ def noted(
     """
     before = {path: dict(snapshots(contents)) for path, contents in places(modules, functions)}
     initialize()
+    SHARED.are_written()  # its own writes do not count
     for path, contents in places(modules, functions):
         known = before.get(path, {})
         for name, (value, inside) in snapshots(contents):

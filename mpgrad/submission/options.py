@@ -222,7 +222,7 @@ class PickledInitializer:
         # Threads of this process call it as it is. A copy would set the globals of a copy.
         self.here = None if traits.is_process else HeldHere(whole)
         try:
-            self.bytes = classes.dumps(self.here or whole)
+            self.bytes = classes.dumps(self.here or whole, classes.InitializerPickler)
         except Exception as error:
             given = {"initializer": initializer, "initargs": initargs}
             not_carried(error, "the initializer or its arguments", given)

@@ -156,3 +156,27 @@ def test_in_every_context(lib: Any, context: Any) -> None:
     with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,), context=context) as pool:
         for name in TASKS:
             assert pool.map(getattr(lib, name), [1.0]) == [5.0]
+
+
+kept: list[torch.Tensor] = []
+
+
+def keep(tensor: torch.Tensor) -> None:
+    kept[:] = [tensor.add_(1.0)]
+
+
+def write_at(place: int) -> float:
+    kept[0][place] = 5.0
+    return float(kept[0].sum())
+
+
+def test_a_write_to_a_shared_tensor_is_not_lost_in_silence(fork_server: mpgrad.Pool) -> None:
+    """In torch.multiprocessing the caller sees it."""
+    shared = torch.zeros(2).share_memory_()
+    with mpgrad.Pool(1, initializer=keep, initargs=(shared,)) as pool:
+        assert pool.map(lambda _: float(kept[0].sum()), [0]) == [2.0]
+        with pytest.warns(UserWarning, match="a shared tensor that the initializer was given"):
+            assert pool.map(write_at, [0]) == [6.0]
+    assert shared.tolist() == [0.0, 0.0]
+    with mpgrad.Pool(1, initializer=keep, initargs=(torch.zeros(2),)) as pool:
+        assert pool.map(write_at, [0]) == [6.0]  # a copy in torch.multiprocessing, too

@@ -287,7 +287,8 @@ PACKAGES: dict[str, str] = {
 def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
     names: dict[str, Any] = {package: pytest.importorskip(package), "__name__": "__main__"}
     lines = PACKAGES[package].splitlines(keepends=True)
-    exec("".join(line[8:] for line in lines), names)
+    source = "".join(line[8:] for line in lines)
+    exec(compile(source, package, "exec", dont_inherit=True), names)
     (found,) = pool2.map(names["fn"], [names["item"]])
     wanted = names["fn"](names["item"])
     assert found == wanted
