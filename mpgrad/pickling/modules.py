@@ -260,6 +260,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
                 found[each] = (
                     found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
                 )
+    if names := users_builtins() & mentioned_in(function.__code__):
+        yield from [WantedName("builtins", name) for name in names]
     if module_of(function) is not None and not READS_SCRIPT.isdisjoint(ways_in(function.__code__)):
         yield from [WantedName("__main__", name) for name in mentioned_in(function.__code__)]
     waiting = list(found)
@@ -282,6 +284,25 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
             ):
                 found[inner.__name__] = name in uses.loose
                 waiting.append(inner.__name__)
+
+
+def users_builtins() -> set[str]:
+    """Return the names that the user has put into `builtins`, as `gettext.install` does."""
+    return {
+        name for name, value in list(vars(builtins).items()) if not is_pythons_builtin(name, value)
+    }
+
+
+def is_pythons_builtin(name: str, value: Any) -> bool:
+    if name.startswith("__") or any(value is each for each in CONSTANTS):
+        return True
+    if isinstance(value, type | types.BuiltinFunctionType):
+        return value.__module__ in ("builtins", "io", "_io") and name in (value.__name__, *ALIASES)
+    return type(value).__module__ == "_sitebuiltins"  # `exit`, for example
+
+
+CONSTANTS = None, True, False, Ellipsis, NotImplemented
+ALIASES = "EnvironmentError", "IOError"  # of OSError
 
 
 def contents_of(cell: types.CellType) -> list[Any]:
@@ -690,7 +711,7 @@ class Namespaces:
             else name
         )
         found = full if fromlist else full.partition(".")[0]
-        if full in self.modules and found in self.modules:
+        if full in self.modules and found in self.modules and full not in PROCESS_WIDE:
             return self.modules[found]
         return __import__(name, globals, locals, fromlist or (), level)
 
@@ -718,6 +739,8 @@ class Namespaces:
         if INITIALIZED:
             self.came.update({(module, name): value for name, value in names.items()})
         contents.update(values)
+        if module == "builtins":  # functions have a dictionary of their own
+            self.builtins.update(values)
         if self.placement is not None:
             self.placement.put(contents, values)
 
@@ -730,6 +753,10 @@ class Namespaces:
         if isinstance(mark, OwnValueReference):
             return left_in_class(mark) if "." in mark.name else left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
+
+
+# Calls find what came for these in the process's own module, and write to it.
+PROCESS_WIDE = {"builtins", "__main__"}
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:

@@ -10,6 +10,7 @@ tenth of the time of pickling.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import operator
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
-from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of
+from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of, uses_in
 from mpgrad.pickling.reducers import annotations_of, globals_used
 from mpgrad.pickling.structure import CallerPickler, loaded
 from mpgrad.wire.messages import SCALARS, is_plain
@@ -103,6 +104,7 @@ class FunctionFingerprint:
             *annotations.values(),
             *[names.get(each, ABSENT) for each in OF_ITS_MODULE],
             *given.values(),
+            *builtins_of(function),
         ]
         for cell in cells:
             values += contents_of(cell) or [ABSENT]
@@ -159,6 +161,13 @@ class FunctionFingerprint:
         )
         self.functions, self.tensors, self.given = [], [], {}
         return not finds_names
+
+
+def builtins_of(function: types.FunctionType) -> list[object]:
+    """Return what builtins hold under the names that the function does not find in its globals."""
+    known, contents = function.__globals__, vars(builtins)
+    names = uses_in(function.__code__).names
+    return [contents.get(name, ABSENT) for name in names if name not in known]
 
 
 class MutableStateError(Exception):

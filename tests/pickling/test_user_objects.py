@@ -6,6 +6,7 @@ that the function captures, for an item and for a result.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import importlib
 import struct
@@ -295,3 +296,54 @@ def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
     assert [*map(type, [found])] == [*map(type, [wanted])]
     if package == "pydantic":
         assert isinstance(found[0], names["Reply"][float])
+
+
+BUILTINS = """
+import builtins
+def global_name(x): return mpgrad_scale * x
+def attribute(x): return builtins.mpgrad_scale * x
+def by_getattr(x): return getattr(builtins, "mpgrad_scale", 1.0) * x
+def asked(x): return hasattr(builtins, "mpgrad_scale")
+def writes(x):
+    builtins.mpgrad_scale = 7.0
+    return builtins.mpgrad_scale
+"""
+
+
+@pytest.fixture(params=["script", "module"])
+def reads_builtins(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[str], Any]]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if request.param == "script":
+        exec(BUILTINS, names)
+        yield names.__getitem__
+    else:
+        (tmp_path / "reads_builtins.py").write_text(BUILTINS)
+        sys.path.append(str(tmp_path))
+        module = importlib.import_module("reads_builtins")
+        yield lambda name: getattr(module, name)
+        sys.path.remove(str(tmp_path))
+        del sys.modules["reads_builtins"]
+    vars(builtins).pop("mpgrad_scale", None)
+
+
+def test_names_that_the_user_put_into_builtins(
+    pool2: mpgrad.Pool, reads_builtins: Callable[[str], Any]
+) -> None:
+    """As gettext.install and icecream.install do. They were a NameError, or a default was used."""
+    contents = vars(builtins)
+    for value in (2.0, 3.0):
+        contents["mpgrad_scale"] = w = torch.tensor(value, requires_grad=True)
+        for name in ("global_name", "attribute", "by_getattr"):
+            w.grad = None
+            results = pool2.map(reads_builtins(name), [1.0, 2.0])
+            assert [each.item() for each in results] == [value, 2 * value]
+            sum(results).backward()
+            assert w.grad == 3.0
+    assert pool2.map(reads_builtins("writes"), [0]) == [7.0]
+    assert contents.pop("mpgrad_scale") is w
+    assert pool2.map(reads_builtins("asked"), [0]) == [False]
+    assert pool2.map(reads_builtins("by_getattr"), [2.0]) == [2.0]
+    with pytest.raises(NameError, match="mpgrad_scale"):
+        pool2.map(reads_builtins("global_name"), [1.0])
