@@ -10,6 +10,9 @@ or workers.
     modules      finds the parts of these modules that code uses, and rebuilds them in the worker
     classes      pickles classes by value, so that both sides have the same class; types of ctypes
     class_states gives each operation the attributes that its classes had when it began
+    registrations
+                 sends what is registered for a class, for example with abc or as a pytree
+    initialized  keeps what an initializer has set in a worker
     reducers     pickles objects that pickle refuses, such as PyTorch's modules, caches of functools
     compiled     pickles functions and modules that torch.compile made
     streams      pickles generators of random numbers that a function captures

@@ -47,7 +47,6 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
-from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.initialized import copy_of_shared
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
@@ -60,6 +59,7 @@ from mpgrad.pickling.modules import (
     own_import,
     pickle_finds,
 )
+from mpgrad.pickling.registrations import register, registered_for
 
 __all__ = [
     "SETS_CLASS",
@@ -163,16 +163,16 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add what cloudpickle leaves out of a class: its slots, its name, and the attributes of an
-    enumeration's members.
+    """Add what cloudpickle leaves out of a class: its slots, its name, and its registrations.
 
     Slots and name are arguments. After the class is made it would be too late.
     """
     if reduced[0] not in (make_bare_class, make_bare_enum):  # found by its name, or None's class
         return reduced
-    make, arguments, (state, more), *rest = reduced
+    make, arguments, (state, _), *rest = reduced
+    more = registered_for(value)
     if make is make_bare_enum:
-        return make_enum, arguments, (state, attributes_of_members(value)), *rest
+        return make_enum, arguments, (state, more), *rest
     *first, given, tracker_id, extra = arguments
     given = {**given, "__qualname__": value.__qualname__}
     slots = slots_in(value)
@@ -383,10 +383,9 @@ def is_slot(owner: type, name: str, member: object) -> bool:
 
 
 def set_class(made: type, state: Any) -> None:
-    """Set the state of a class as cloudpickle does, and the attributes of an enumeration's
-    members."""
+    """Set the state of a class as cloudpickle does, and register the class."""
     set_attributes(made, state)
-    set_members(made, state[1])
+    register(made, state[1])
 
 
 def leave_ours(made: type, state: Any) -> None:

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON, attributes_of_members
+from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -60,6 +60,7 @@ from mpgrad.pickling.modules import (
     uses_in,
 )
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
+from mpgrad.pickling.registrations import registered_for
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -222,12 +223,21 @@ def contents_of_function(value: types.FunctionType) -> Content:
 
 
 def contents_of_class(value: type) -> Content:
-    """Return the class's bases and the values in its body, and in the members of an enumeration."""
+    """Return the class's bases, the values in its body, and its registrations."""
     return (
         *value.__bases__,
         *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
-        *itertools.chain.from_iterable(map(pairs_of, attributes_of_members(value).values())),
+        *parts_of(registered_for(value)),
     )
+
+
+def parts_of(value: Any) -> Iterable[Any]:
+    """Yield what is in nested containers that are new each time."""
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from parts_of(each)
+    else:
+        yield value
 
 
 OF_CODE = contents_of_class, contents_of_function, values_of

@@ -87,8 +87,8 @@ NAMES: dict[str, str] = {
     "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode_stack",
     "torch.utils._pytree": (
-        "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map_only tree_unflatten "
-        "treespec_pprint"
+        "SUPPORTED_NODES keystr register_pytree_node tree_flatten tree_flatten_with_path "
+        "tree_leaves tree_map_only tree_unflatten treespec_pprint"
     ),
 }
 

@@ -42,7 +42,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     keystr,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -116,10 +118,12 @@ __all__ = [
     "parametrize_again",
     "plus",
     "profiler_is_on",
+    "pytree_node",
     "refusing_no_grad",
     "replica_of",
     "saved_tensor_hooks",
     "set_priority",
+    "set_pytree_node",
     "shared_storage",
     "storage_from_descriptor",
     "tracer",
@@ -947,6 +951,19 @@ def load_script(code: bytes) -> torch.jit.ScriptModule:
             warnings.simplefilter("ignore", category)  # the caller saw it when scripting
         module: torch.jit.ScriptModule = load_archive(io.BytesIO(code))
     return module
+
+
+def pytree_node(kind: type) -> tuple[Any, ...] | None:
+    """Return the functions by which the class is registered as a pytree; None if it is not."""
+    node = SUPPORTED_NODES.get(kind)
+    return node and (node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)
+
+
+def set_pytree_node(kind: type, functions: tuple[Any, ...]) -> None:
+    """Register the class as a pytree, perhaps with other functions than before."""
+    flatten, unflatten, with_keys = functions
+    SUPPORTED_NODES.pop(kind, None)  # it refuses to register one again
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:

@@ -1,0 +1,122 @@
+"""What the user has registered for own classes with Python, PyTorch and other packages travels with
+the classes. Both sides.
+
+    caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
+Libraries keep such registrations in tables of their own, which a worker's import does not have:
+`isinstance` would be false there, and `torch.func` would find other leaves. For one more table, add
+a row to `REGISTRIES`, with how to look a class up in the caller and how to register it in a worker.
+
+Guarantees: registrations are only added. Nothing is registered for classes of libraries.
+"""
+
+from __future__ import annotations
+
+import abc
+import copyreg
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from mpgrad.pickling.class_states import attributes_of_members, set_members
+from mpgrad.pickling.modules import is_users_own
+from mpgrad.torch_state.private import pytree_node, set_pytree_node
+
+__all__ = ["register", "registered_for"]
+
+
+class Registry(NamedTuple):
+    """A table of registrations."""
+
+    look: Callable[[type], Any]  # in the caller; gives what can be pickled, or nothing
+    register: Callable[[type, Any], None]  # in the worker
+
+
+def registered_for(kind: type) -> dict[str, Any]:
+    """Return what is registered for a class of the user's, by the names of `REGISTRIES`."""
+    found = {name: registry.look(kind) for name, registry in REGISTRIES.items()}
+    return {name: each for name, each in found.items() if each}
+
+
+def register(kind: type, found: dict[str, Any]) -> None:
+    for name, each in found.items():
+        REGISTRIES[name].register(kind, each)
+
+
+# --- abstract base classes and single dispatch
+
+
+class LibraryTables:
+    """The objects in modules of libraries that keep a table of registrations."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._abstract: dict[type, None] = {}
+        self._dispatchers: dict[int, Any] = {}
+
+    def abstract_classes(self) -> Iterable[Any]:
+        self._look()
+        return self._abstract
+
+    def dispatchers(self) -> Iterable[Any]:
+        self._look()
+        return self._dispatchers.values()
+
+    def _look(self) -> None:
+        """Look at the modules that were imported since the last look."""
+        for name in sys.modules.keys() - self._seen:
+            self._seen.add(name)
+            module = sys.modules.get(name)
+            if not issubclass(type(module), types.ModuleType) or is_users_own(name):
+                continue
+            # No isinstance: an object that stands for another one would be made to load it.
+            for value in list(vars(module).values()):
+                if issubclass(type(value), abc.ABCMeta):
+                    self._abstract[value] = None
+                elif type(value) is types.FunctionType and "registry" in value.__dict__:
+                    self._dispatchers[id(value)] = value
+
+
+LIBRARIES = LibraryTables()
+
+
+def abstract_bases(kind: type) -> list[type]:
+    """Return the abstract classes of libraries that the class is registered with."""
+    if weakref.getweakrefcount(kind) < 2:  # each of them would have a weak reference of its own
+        return []
+    registries = ((each, abc._get_dump(each)[0]) for each in LIBRARIES.abstract_classes())  # type: ignore[attr-defined]
+    return [each for each, registry in registries if any(ref() is kind for ref in registry)]
+
+
+def register_with_bases(kind: type, bases: list[Any]) -> None:
+    for each in bases:
+        each.register(kind)
+
+
+def implementations(kind: type) -> list[tuple[Any, Any]]:
+    """Return the dispatchers of libraries that have a function for the class, and the functions."""
+    return [
+        (each, each.registry[kind]) for each in LIBRARIES.dispatchers() if kind in each.registry
+    ]
+
+
+def register_implementations(kind: type, found: list[tuple[Any, Any]]) -> None:
+    for dispatcher, implementation in found:
+        dispatcher.register(kind, implementation)
+
+
+# --- pickle
+
+
+def register_reducer(kind: type, reducer: Any) -> None:
+    copyreg.pickle(kind, reducer)
+
+
+REGISTRIES = {
+    "attributes of an enumeration's members": Registry(attributes_of_members, set_members),
+    "abc": Registry(abstract_bases, register_with_bases),
+    "functools.singledispatch": Registry(implementations, register_implementations),
+    "copyreg": Registry(copyreg.dispatch_table.get, register_reducer),
+    "torch.utils._pytree": Registry(pytree_node, set_pytree_node),
+}
