@@ -94,8 +94,10 @@ class Pool:
         retries: how often a call runs again on another worker after its worker died. 0: the call
             fails, and so do the backwards whose graphs were lost.
         timeout: seconds for each call, forward or backward. A call that takes longer is killed with
-            its worker; then it runs again or fails, as after a death. None: no limit. Engines
-            "process" and "ray" only.
+            its worker, and fails. The loading of the function does not count. None: no limit.
+            Engines "process" and "ray" only.
+        timeout_retries: how often a call runs again on another worker after it took longer than its
+            timeout.
 
     Expert arguments:
         graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it
@@ -141,6 +143,7 @@ class Pool:
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
+        timeout_retries: int = 0,
         graphs: Graphs = "auto",
         graph_memory: int | str | None = None,
         devices: Device | Sequence[Device] | None = None,
@@ -161,6 +164,7 @@ class Pool:
             deterministic=deterministic,
             retries=retries,
             timeout=timeout,
+            timeout_retries=timeout_retries,
             graphs=graphs,
             graph_memory=graph_memory,
             devices=devices,
@@ -262,8 +266,8 @@ class Pool:
                 `device`.
             WorkerDiedError: workers died while they ran one of the items, more than `retries`
                 times.
-            CallTimeoutError: one of the items took longer than `timeout`, more than `retries`
-                times.
+            CallTimeoutError: one of the items took longer than `timeout`, more than the pool's
+                `timeout_retries` times.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
             PoolClosedError: after `close` or `terminate`.
@@ -367,7 +371,8 @@ class Pool:
 
         Raises:
             Exception: the call's exception, or an error in sending it; see `map`.
-            CallTimeoutError: the call took longer than `timeout`, more than `retries` times.
+            CallTimeoutError: the call took longer than `timeout`, more than the pool's
+                `timeout_retries` times.
             ValueError: `timeout` is not more than 0, or the engine cannot end a call.
 
         Example:
@@ -375,7 +380,7 @@ class Pool:
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     pool.apply(torch.sum, (torch.ones(2, 3),), {"dim": 0})
             tensor([2., 2., 2.])
-            >>> with mpgrad.Pool(processes=1, retries=0) as pool:
+            >>> with mpgrad.Pool(processes=1) as pool:
             ...     try:
             ...         pool.apply(time.sleep, (60,), timeout=0.1)
             ...     except mpgrad.CallTimeoutError as error:

@@ -122,7 +122,7 @@ class Worker:
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
         self._warnings = TaskWarnings()
-        functions = FunctionTable(memory, worker_device)
+        self._functions = functions = FunctionTable(memory, worker_device)
         self._runner = runner = Runner(
             functions, graphs, memory, self._progress, self._warnings, worker_device
         )
@@ -134,7 +134,7 @@ class Worker:
         }
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Follow: lambda message: FOLLOWER.follow(message.environment),
-            Define: functions.define,
+            Define: self._define,
             Forget: functions.forget,
             Release: graphs.forget,
             ReturnedSlots: memory.take_back,
@@ -172,6 +172,10 @@ class Worker:
             returns := self._memory.take_returns()
         ):
             self._link.send([ReturnedSlots(returns)])
+
+    def _define(self, message: Define) -> None:
+        with self._progress.loading():
+            self._functions.define(message)
 
     def _answer(self, message: Any, payload: memoryview) -> None:
         runner, outer = self._runner, self._runner.spans

@@ -145,6 +145,15 @@ class ProgressWriter:
             in_order()
             numbers[ProgressRecord.CHUNK] = chunk
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Note that the worker loads a function, which no time limit includes."""
+        self._numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
+        try:
+            yield
+        finally:
+            self._numbers[ProgressRecord.STARTED] = time.monotonic_ns()
+
     def begin_item(self, offset: int) -> None:
         """Note the item of a bundle, in case the worker dies of it. -1 is for none."""
         self._numbers[ProgressRecord.OFFSET] = offset

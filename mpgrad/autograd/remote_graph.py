@@ -358,6 +358,7 @@ class Backward(PendingOutcome):
         "number",
         "parts",
         "reached",
+        "timeouts",
         "waits",
         "wanted",
         "was_eager",
@@ -421,6 +422,7 @@ class Backward(PendingOutcome):
         # it was sent before, and may have freed its graph; that is no mistake of the caller's
         self.again = False
         self.deaths = 0  # of workers that ran it
+        self.timeouts = 0  # how often it took too long
         self.idle_deaths = 0  # of workers that had it next
         # what came
         # of the graph of the gradients, where there is to be one

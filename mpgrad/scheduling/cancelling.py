@@ -248,4 +248,4 @@ def overdue_at(worker: WorkerHandle) -> float:
         return math.inf
     if worker.link.keeps_time:
         return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
-    return worker.under_way.begun()[1] + chunk.timeout
+    return worker.under_way.limited_since + chunk.timeout

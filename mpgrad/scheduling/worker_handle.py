@@ -403,6 +403,18 @@ class SentChunks:
             self.since, progress_record[ProgressRecord.STARTED] / 1e9
         )
 
+    @property
+    def limited_since(self) -> float:
+        """Since when the time limit of the running call counts, or of the call that is next.
+
+        No limit includes the loading of a function.
+        """
+        since, progress_record = self.begun()[1], self.progress_record
+        if progress_record is None:
+            return since
+        started = progress_record[ProgressRecord.STARTED]
+        return time.monotonic() if started == ProgressRecord.LOADING else max(since, started / 1e9)
+
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
         """Whether the worker runs the call at this position of this chunk; -1 means any call."""
         return (
@@ -630,6 +642,8 @@ class Settings(NamedTuple):
     calls: int | None
     # A call runs again so often after its worker died. With 0, lost work is lost.
     retries: int
+    # A call runs again so often after it took too long.
+    timeout_retries: int
     # Graphs in a worker may take so many bytes. Beyond that they are dropped and rebuilt.
     graph_bytes: int | None
     # Graphs are dropped, too, if memory is about to run out.

@@ -54,6 +54,7 @@ class MoreOptions(TypedDict, total=False):
     deterministic: bool
     retries: int
     timeout: float | None
+    timeout_retries: int
     graphs: Graphs
     graph_memory: int | str | None
     devices: Device | Sequence[Device] | None
@@ -77,6 +78,7 @@ class PoolOptions:
     deterministic: bool
     retries: int
     timeout: float | None
+    timeout_retries: int
     graphs: Graphs
     graph_memory: int | str | None
     devices: Device | Sequence[Device] | None
@@ -106,6 +108,7 @@ class PoolOptions:
             raise ValueError(f'ray is for engine "ray" (engine: {self.engine!r})')
         if is_process:
             at_least("retries", self.retries, 0)
+        at_least("timeout_retries", self.timeout_retries, 0)
         self.seconds(None)
 
     @property
@@ -164,6 +167,7 @@ class PoolOptions:
             threads=self.threads_per_worker,
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
+            timeout_retries=self.timeout_retries,
             graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
             spares_memory=self.predicts,
             devices=codes,
