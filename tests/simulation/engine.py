@@ -175,11 +175,17 @@ class World:
     """The clock, the random numbers, the truth, and all workers that ever were."""
 
     def __init__(
-        self, rates: Rates, retries: int, remote: bool = False, listens: bool = False
+        self,
+        rates: Rates,
+        retries: int,
+        timeout_retries: int = 0,
+        remote: bool = False,
+        listens: bool = False,
     ) -> None:
         self.random = random.Random()
         self.rates = rates
         self.retries = retries
+        self.timeout_retries = timeout_retries
         self.remote = remote  # workers are behind agents, which share no memory with the caller
         self.now = 1000.0
         self.tasks: list[Task] = []
@@ -190,6 +196,7 @@ class World:
         self.environments: dict[int, set[bytes]] = {}  # by backward, those in which it may run
         self.environments_of_functions: dict[int, bytes] = {}
         self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
+        self.backward_timeouts: Counter[tuple[int, int]] = Counter()
         self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
         self.starts_fail = False  # the pool may break for it
@@ -363,6 +370,9 @@ class SimulatedWorker:
                 yield from self._backward(message)
             case Collect():
                 self._collect(message)
+            case Define():
+                yield from self._load(message)
+                return False
             case _:
                 self._hear(message)
                 return False
@@ -372,8 +382,6 @@ class SimulatedWorker:
         match message:
             case Follow():
                 self.environment = message.environment
-            case Define():
-                self._define(message)
             case Forget():
                 for function in message.functions:
                     self.check(
@@ -410,6 +418,20 @@ class SimulatedWorker:
                 self.check(False, "a worker is told what it does not understand", message)
 
     # --- functions and memory
+
+    @property
+    def is_loading(self) -> bool:
+        return self.numbers[ProgressRecord.STARTED] == ProgressRecord.LOADING
+
+    def _load(self, message: Define) -> Steps[None]:
+        """It may take longer than any call may."""
+        self.numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
+        yield
+        self.world.now += self.world.random.choice((0.0, 0.0, 1.0))
+        yield
+        self._define(message)
+        self.numbers[ProgressRecord.STARTED] = int(self.world.now * 1e9)
+        yield
 
     def _define(self, message: Define) -> None:
         function = message.function
@@ -511,6 +533,11 @@ class SimulatedWorker:
                 "a call runs though it has killed too many workers",
                 task.number,
             )
+            self.check(
+                task.overdue <= self.world.timeout_retries,
+                "a call runs though it took too long too often",
+                task.number,
+            )
             held = self._lent_to_us(call.tensors)
             for _ in range(task.steps):
                 yield
@@ -590,6 +617,12 @@ class SimulatedWorker:
             self.check(
                 self.environment in environments,
                 "a backward runs in the environment of another",
+                call,
+            )
+            self.check(
+                self.world.backward_timeouts[call.call, call.graph_task]
+                <= self.world.timeout_retries,
+                "a backward runs though it took too long too often",
                 call,
             )
             found: Any = None
@@ -722,6 +755,7 @@ class SimulatedLink:
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
         self._had_traceback: tuple[int, ...] | None = None  # where it was then
+        self._limits: dict[int, float] = {}  # of chunks that are not answered
 
     # --- the worker's end
 
@@ -802,13 +836,23 @@ class SimulatedLink:
     def kill(self, by: int = signal.SIGKILL) -> None:
         worker = self.worker
         if by == TRACEBACK_SIGNAL:
-            self._had_traceback = tuple(self.numbers[:2])
+            self._check_time()
+            self._had_traceback = tuple(self.numbers[:3])
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-TRACEBACK_SIGNAL)
         else:
             if self._had_traceback is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
+
+    def _check_time(self) -> None:
+        """That the call, or the one that is next, has had its time since the worker began it, or
+        could have begun it."""
+        worker, now = self.worker, self.world.now
+        limit = self._limits[next(iter(self._unanswered))]
+        started = worker.numbers[ProgressRecord.STARTED] / 1e9
+        if not self.keeps_time and (worker.is_loading or now < started + limit):
+            raise CheckFailed("a worker is ended before its time", f"worker {worker.number}")
 
     def _tell_truth(self) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
@@ -823,9 +867,14 @@ class SimulatedLink:
         if not parts:  # a request for a sum
             return
         part = parts[position]
+        is_told = self._had_traceback is not None and not self.lost
+        if is_told and self._had_traceback != tuple(self.numbers[:3]):
+            return  # it ended in that moment, and nobody is to blame
         if isinstance(part, tuple):
-            self.world.backward_deaths[part] += 1
-        elif self._had_traceback is not None:
+            is_overdue = is_told and has_begun
+            counts = self.world.backward_timeouts if is_overdue else self.world.backward_deaths
+            counts[part] += 1
+        elif is_told and has_begun:
             part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
             # it was about to leave it out; the scheduler may have taken it back
@@ -872,6 +921,10 @@ class SimulatedLink:
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""
+        if seconds is None:
+            self._limits.pop(chunk, None)
+        else:
+            self._limits[chunk] = seconds
 
     def close(self) -> None:
         self._answers.clear()
@@ -895,7 +948,6 @@ class AgentLink(SimulatedLink):
         self.progress_record = memoryview(bytearray(PROGRESS_RECORD_BYTES)).cast("q")
         self._lent = 0  # how often something was, and has not been given back
         self._skips: list[tuple[int, int]] = []  # that the agent has not written yet
-        self._limits: dict[int, float] = {}
         self._heard_at = world.now
         self._followed_until = 0.0
 
@@ -933,7 +985,9 @@ class AgentLink(SimulatedLink):
     def next_moment(self) -> float | None:
         """When a call will have taken too long of which that was not told."""
         chunk, position, moment = self._next_overrun()
-        return None if moment == float("inf") or self.overrun == (chunk, position) else moment
+        is_stuck = self.worker.is_loading and self.worker.is_hung
+        is_told = self.overrun == (chunk, position)
+        return None if moment == float("inf") or is_told or is_stuck else moment
 
     def _next_overrun(self) -> tuple[int, int, float]:
         """As in `cluster.agent`."""
@@ -945,13 +999,12 @@ class AgentLink(SimulatedLink):
         if not limits:
             return -1, -1, float("inf")
         chunk = limits[0]
+        started = self.worker.numbers[ProgressRecord.STARTED] / 1e9
+        if self.worker.is_loading:
+            started = self.world.now
         if chunk == at:
-            return (
-                chunk,
-                position,
-                self.worker.numbers[ProgressRecord.STARTED] / 1e9 + self._limits[chunk],
-            )
-        return chunk, -1, self._heard_at + self._limits[chunk]
+            return chunk, position, started + self._limits[chunk]
+        return chunk, -1, max(self._heard_at, started) + self._limits[chunk]
 
     def _tell_where(self) -> None:
         for place in range(ProgressRecord.SKIPPED):
@@ -965,10 +1018,7 @@ class AgentLink(SimulatedLink):
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         self._heard_at = self.world.now
-        if seconds is None:
-            self._limits.pop(chunk, None)
-        else:
-            self._limits[chunk] = seconds
+        super().limit(chunk, seconds)
 
     def carry(self, holder: Any) -> None:
         self._lent += 1

@@ -86,6 +86,7 @@ class Program(NamedTuple):
     seed: int
     workers: int
     retries: int
+    timeout_retries: int
     calls: int | None
     keeps: bool  # graphs may be dropped, and are made again without retries
     nodes: int
@@ -118,6 +119,7 @@ def program_of(seed: int) -> Program:
         seed=seed,
         workers=choose.randrange(1, 4),
         retries=retries,
+        timeout_retries=choose.choice((0, 0, 1)),
         calls=choose.choice((None, None, None, 1, 2, 5)),
         keeps=keeps,
         nodes=choose.choice((0, 0, 2)),
@@ -193,7 +195,9 @@ class History:
 
     def __init__(self, program: Program, listens: bool = False) -> None:
         self.program = program
-        self.world = World(program.rates, program.retries, program.remote, listens)
+        self.world = World(
+            program.rates, program.retries, program.timeout_retries, program.remote, listens
+        )
         self.asked: list[Asked] = []
         self.asked_of: dict[int, Asked] = {}  # by task
         self.graphs: list[Graph] = []
@@ -216,6 +220,7 @@ class History:
                 workers=self.program.workers,
                 calls=self.program.calls,
                 retries=self.program.retries,
+                timeout_retries=self.program.timeout_retries,
                 graph_bytes=1 if self.program.keeps else None,
                 remote=self.program.remote,
             )
@@ -276,7 +281,7 @@ class History:
             scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {
-                worker.number for worker in hung
+                worker.number for worker in hung if not worker.is_loading
             }:
                 raise CheckFailed(
                     "a call takes too long, and nobody ends it", f"workers {sorted(overdue)}"
@@ -693,16 +698,12 @@ class History:
             case CancelledError():
                 return asked.is_cancelled
             case CallTimeoutError():
-                is_overdue = (
-                    task.overdue > 0 and task.deaths + task.unsure_deaths + task.overdue > retries
-                )
+                is_overdue = task.overdue > self.program.timeout_retries
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
-                tried = task.deaths + task.unsure_deaths + task.overdue
-                killed = tried > retries or task.idle_deaths + task.overdue > max(
-                    retries, IDLE_DEATHS
-                )
+                killed = task.deaths + task.unsure_deaths > retries
+                killed = killed or task.idle_deaths > max(retries, IDLE_DEATHS)
                 # of a lost node all fails that it was given: also what could not be sent, which is
                 # not seen here
                 killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
@@ -741,16 +742,17 @@ class History:
         retries, life = self.program.retries, self.scheduler.life
         if sent.promised is not None and self._is_explained_backward(sent.promised, error):
             return True
-        deaths = self.world.backward_deaths[sent.call, sent.graph_task]
+        this = sent.call, sent.graph_task
+        deaths, timeouts = self.world.backward_deaths[this], self.world.backward_timeouts[this]
+        # without retries
+        is_lost = retries == 0 and (this in self.world.caught_backwards or not self.program.keeps)
         match error:
             case CancelledError():
                 return sent.is_cancelled
-            case WorkerDiedError() | CallTimeoutError():
-                is_caught = (
-                    sent.call,
-                    sent.graph_task,
-                ) in self.world.caught_backwards or not self.program.keeps
-                return deaths > retries or (retries == 0 and is_caught) or life.broken is not None
+            case CallTimeoutError():
+                return timeouts > self.program.timeout_retries or is_lost
+            case WorkerDiedError():
+                return deaths > retries or is_lost or life.broken is not None
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
