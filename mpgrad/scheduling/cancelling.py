@@ -4,10 +4,10 @@
     cancel with grace    as cancel, and a worker that runs such a call gets a grace period for it
     kill                 as cancel, and a worker that runs such a call is killed at once
 
-A call that takes longer than its `timeout` is *overdue*. So is one that its worker does not begin in
-this time, unless the worker loads a function. The worker is asked to write its stack and end, and
-is killed `TRACEBACK_PATIENCE` seconds later. The other calls of a killed worker go to other workers
-(see `supervisor`).
+A call that takes longer than its `timeout` is *overdue*. So is one that its worker does not begin
+in this time, unless the worker loads a function. The worker is asked to write its stack and end,
+and is killed `TRACEBACK_PATIENCE` seconds later. The other calls of a killed worker go to other
+workers (see `supervisor`).
 Assumes: called by the scheduling thread.
 """
 
