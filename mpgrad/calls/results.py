@@ -2,16 +2,14 @@
 differentiable future. Caller only.
 
 All of them make tensors and autograd nodes in the thread that asks, never in the scheduling thread.
-The scheduling thread only sets the state of a future, so that no third thread is needed. The locks
-that it takes for this belong to `concurrent.futures`, which holds them for an instant and runs no
-user code meanwhile. Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of `imap`
-gives results one by one, and takes items from its source only as they are needed.
+The scheduling thread only sets the state of a future, for which it takes no lock (see
+`mpgrad.calls.futures`). Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of
+`imap` gives results one by one, and takes items from its source only as they are needed.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import logging
 import math
@@ -23,9 +21,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpgrad.callbacks import later, report
+from mpgrad.calls.futures import UnlockedFuture
 from mpgrad.calls.operations import (
     Dependency,
     FailedResult,
@@ -208,7 +207,7 @@ class TaskException(Exception):
     gives what it really was."""
 
 
-class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener):
+class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks
     for it.
 
@@ -231,7 +230,6 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
         super().__init__()
         self._scheduler = scheduler
         self._number = next(scheduler.uncollected.numbers)
-        self._told = False  # that it was cancelled
         self._failed: FailedResult | None = None
         self._operation = begin(self)
 
@@ -361,21 +359,13 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
             1
         """
         self._tells = True
-        super().add_done_callback(functools.partial(later, fn))
+        super().add_done_callback(fn)
 
     def _dependency(self) -> Dependency | None:
         return self._operation.dependency()
 
     def _taken(self) -> Any:
         return self._operation.take()
-
-    def _starts(self) -> bool:
-        """That it was cancelled is told once. A call that a dying worker had not begun starts again
-        elsewhere."""
-        if self.running() or self._told:
-            return not self._told
-        self._told = not self.set_running_or_notify_cancel()
-        return not self._told
 
     def _on_finished(self) -> None:
         """Has callbacks run; makes no value."""
@@ -385,12 +375,12 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
         try:
             self._failed = failed = outcome if isinstance(outcome, FailedResult) else None
             if failed is None or failed.is_cancelled:
-                self.set_result(cast(R, None))  # the value is made by who asks for it
+                self._end(None)  # the value is made by who asks for it
             else:
                 self._scheduler.uncollected.note(self._number, failed)
-                self.set_exception(TaskException())  # and so is the exception
+                self._end(TaskException())  # and so is the exception
         except BaseException:
-            # a callback of the caller, of which concurrent.futures itself takes only an Exception
+            # a callback of the caller; an Exception of it is taken before
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
