@@ -33,7 +33,7 @@ from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats, Progress, ProgressState, reported
+from mpgrad.stats import PoolStats, Progress, ProgressState, reporter_of
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -829,8 +829,12 @@ class Pool:
             done, left = self._scheduler.tally()
             return ProgressState(done - before, done - before + left)
 
-        with reported(progress, look):
+        reporter = reporter_of(self._scheduler.callbacks, progress, look, is_of_pool=True)
+        try:
             yield
+        finally:
+            if reporter is not None:
+                reporter.end()
 
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()

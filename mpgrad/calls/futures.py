@@ -12,7 +12,7 @@ nobody.
 `concurrent.futures.wait` and `as_completed` read a future's private attributes: under its lock they
 look at its state, and register a *waiter*, whose event they wait for. They find stand-ins here:
 
-    _condition    `FrozenState` excludes nobody. The thread that holds it sees one and the same state.
+    _condition    `FrozenState` excludes nobody. Its thread sees one and the same state.
     _waiters      `Registry` registers a waiter unless the thread has seen a state that is final.
     event         `Bell` keeps the futures that have ended, for the waiter's own thread.
 Guarantees: a waiter is told of each future once, if it has seen the future before its end.

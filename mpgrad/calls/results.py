@@ -35,6 +35,7 @@ from mpgrad.calls.operations import (
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import DeferredValue
+from mpgrad.stats import Reporter, attended
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
@@ -106,9 +107,8 @@ class AsyncResult(Listener, Generic[R]):
         fetch: Callable[[Operation], R],
         callback: Callable[[R], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        report: Callable[[Operation], Callable[[], object]],
+        report: Callable[[Operation], Reporter | None],
     ) -> None:
-        """`report`: returns what is called by who has waited until all is done."""
         self._scheduler = scheduler
         self._number = next(scheduler.uncollected.numbers)
         self._fetch = fetch
@@ -120,7 +120,7 @@ class AsyncResult(Listener, Generic[R]):
         self._is_collected = False  # somebody has asked for the result, or whether there is one
         self._tells = callback is not None or error_callback is not None
         self._operation = begin(self)
-        self._on_awaited = report(self._operation)
+        self._reporter = report(self._operation)
 
     @not_compiled
     def get(self, timeout: float | None = None) -> R:
@@ -132,6 +132,10 @@ class AsyncResult(Listener, Generic[R]):
         """
         if not self._wait(timeout):
             raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        return self._take()
+
+    def _take(self) -> R:
+        """The result, which has come."""
         self._collect()
         with self._lock:
             if not self._fetched:
@@ -149,12 +153,13 @@ class AsyncResult(Listener, Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         timeout = seconds_or_none("timeout", timeout)
         try:
-            is_ready = self._scheduler.wait_until(self.ready, timeout)
+            with attended(self._scheduler.callbacks, self._reporter):
+                is_ready = self._scheduler.wait_until(self.ready, timeout)
+                if is_ready and self._reporter is not None:
+                    self._reporter.end()
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
-        if is_ready:
-            self._on_awaited()
         return is_ready
 
     def ready(self) -> bool:
@@ -177,7 +182,7 @@ class AsyncResult(Listener, Generic[R]):
         failed = self._operation.first_failure()
         if failed is None:
             if self._callback is not None:
-                later(call_back, self._callback, self.get)
+                later(call_back, self._callback, self._take)
         elif self._error_callback is not None:
             later(call_back, self._error_callback, failed.error)
         else:
@@ -315,7 +320,8 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            return self._scheduler.wait_until(self.done, timeout)
+            with attended(self._scheduler.callbacks):
+                return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
@@ -412,7 +418,7 @@ class ResultIterator(Listener, Generic[R]):
         pack: Callable[[Operation], Iterator[Callable[[], PackedCall]]],
         window: float,
         ordered: bool,
-        report: Callable[[Operation], Callable[[], object]],
+        report: Callable[[Operation], Reporter | None],
         step: int = 1,
     ) -> None:
         """`step`: how many items are taken at a time, once the window is full."""
@@ -426,7 +432,7 @@ class ResultIterator(Listener, Generic[R]):
         self._turn = threading.RLock()  # the source of the items is the caller's code
         self._operation = begin(self)
         self._calls = pack(self._operation)  # each packs one call
-        self._on_awaited = report(self._operation)
+        self._reporter = report(self._operation)
         weakref.finalize(self, dropped, scheduler, self._operation, window).atexit = False
         self._fill()
 
@@ -445,7 +451,8 @@ class ResultIterator(Listener, Generic[R]):
                 can still be asked for.
         """
         timeout = seconds_or_none("timeout", timeout)
-        with self._turn:  # several threads may share the iterator
+        # several threads may share the iterator
+        with self._turn, attended(self._scheduler.callbacks, self._reporter):
             if self._next == self._operation.added:
                 self._end()
             try:
@@ -486,7 +493,8 @@ class ResultIterator(Listener, Generic[R]):
         return self._next in self._operation.outcomes if self._ordered else bool(self._arrived)
 
     def _end(self) -> None:
-        self._on_awaited()
+        if self._reporter is not None:
+            self._reporter.end()
         error, self._source_error = self._source_error, None
         raise StopIteration if error is None else error
 
