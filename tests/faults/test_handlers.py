@@ -97,7 +97,7 @@ class Handler:
 
 def attempt(pool: mpgrad.Pool, folder: Path, way: Callable[..., Any], at: int) -> bool:
     """Whether the handler came."""
-    go = folder / str(at)
+    go = folder / f"{way.__name__} {at}"
     futures = [pool.submit(until, go) for _ in range(2)]
 
     def handle() -> None:
@@ -128,33 +128,64 @@ def attempt(pool: mpgrad.Pool, folder: Path, way: Callable[..., Any], at: int) -
     return handler.left <= 0
 
 
-def main(name: str, folder: Path) -> None:
+def main(folder: Path, engine: str, stride: int) -> None:
     """Give up with a traceback of all threads where it hangs."""
-    way = next(way for way in WAYS if way.__name__ == name)
-    with mpgrad.Pool(2, engine="thread") as pool:
-        at = 1
-        while True:
-            faulthandler.dump_traceback_later(PATIENCE / 3, exit=True)
-            if not attempt(pool, folder, way, at):
-                break
-            at += 1
+    with mpgrad.Pool(2, engine=engine) as pool:
+        for way in WAYS:
+            at = 1
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+            while attempt(pool, folder, way, at):
+                faulthandler.dump_traceback_later(PATIENCE, exit=True)
+                at += stride
+            assert at > 20, way
     faulthandler.cancel_dump_traceback_later()
     print("moments", at)
 
 
-@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
-def test_a_handler_that_waits_for_the_pool(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stride"),
+    [
+        ("thread", 24),
+        pytest.param("process", 7, marks=pytest.mark.slow),
+        pytest.param("thread", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_handler_that_waits_for_the_pool(tmp_path: Path, engine: str, stride: int) -> None:
     # symptom: a hang for ever. cause: the main thread was in the lock of a future, which the
     # scheduling thread needed to say that the future was done.
     ended = subprocess.run(
-        [sys.executable, __file__, way, str(tmp_path)],
+        [sys.executable, __file__, str(tmp_path), engine, str(stride)],
         capture_output=True,
         text=True,
         timeout=10 * PATIENCE,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout.split()[1]) > 20
+    assert ended.returncode == 0 and ended.stdout.startswith("moments"), ended.stderr
+
+
+def test_futures_of_several_kinds_together(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    """Threads of `concurrent.futures` tell the same waiter as the scheduling threads of pools."""
+    with mpgrad.Pool(1, engine="thread") as other, concurrent.futures.ThreadPoolExecutor(2) as one:
+        for _ in range(20):
+            futures: list[Future[Any]] = []
+            for k in range(3):
+                futures += [each.submit(abs, -k) for each in (pool2, one, other)]
+            cancelled = pool2.submit(until, Path("/"))
+            cancelled.cancel()
+            for when in ("FIRST_COMPLETED", "FIRST_EXCEPTION", "ALL_COMPLETED"):
+                assert concurrent.futures.wait(futures, PATIENCE, when).done
+            taken = [*concurrent.futures.as_completed([cancelled, *futures, *futures], PATIENCE)]
+            assert len(taken) == 10 and {*taken} == {cancelled, *futures}
+            failed = pool2.submit(divmod, 1, 0)
+            late = one.submit(time.sleep, 0.05)
+            done, not_done = concurrent.futures.wait([failed, late], PATIENCE, "FIRST_EXCEPTION")
+            assert failed in done and (late in not_done or late.done())
+        endless = other.submit(until, tmp_path / "go")
+        assert concurrent.futures.wait([endless], 0.01) == ({*()}, {endless})
+        with pytest.raises(concurrent.futures.TimeoutError):
+            [*concurrent.futures.as_completed([endless], 0.01)]
+        (tmp_path / "go").touch()
+        assert not endless._bells and not endless._frozen
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
