@@ -13,7 +13,7 @@ Any other thread that calls `later` is the caller's. This happens with engine "i
 end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
 itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
-While nobody else shows the progress of an operation, this thread does (see `mpgrad.stats`).
+While nobody else shows the progress of an operation, this thread does (see `mpgrad.progress`).
 
 This module also repeats in the caller what tasks printed, logged and warned of. There the caller's
 streams, handlers and filters decide about it.
@@ -64,7 +64,7 @@ PATIENCE = 0.2
 LOOK_EVERY = 0.1
 
 
-class Watched(Protocol):
+class PeriodicJob(Protocol):
     """Something that a waiting thread does now and then, or the callbacks thread."""
 
     @property
@@ -105,9 +105,9 @@ class CallbackThread(threading.Thread):
         self.done = 0
         self._stuck_at = -1
         self._behind: list[CallbackWaiter] = []
-        self.watched: list[Watched] = []
+        self.watched: list[PeriodicJob] = []
 
-    def watch(self, item: Watched) -> None:
+    def watch(self, item: PeriodicJob) -> None:
         """Look at the item every `LOOK_EVERY` seconds, until it is closed."""
         self.watched.append(item)
         self._acts.put(look_around)

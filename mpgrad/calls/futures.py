@@ -13,8 +13,8 @@ nobody.
 look at its state, and register a *waiter*, whose event they wait for. They find stand-ins here:
 
     _condition    `FrozenState` excludes nobody. Its thread sees one and the same state.
-    _waiters      `Registry` registers a waiter unless the thread has seen a state that is final.
-    event         `Bell` keeps the futures that have ended, for the waiter's own thread.
+    _waiters      `WaiterTable` registers a waiter unless the thread has seen a state that is final.
+    event         `EndedFutures` keeps the futures that have ended, for the waiter's own thread.
 Guarantees: a waiter is told of each future once, if it has seen the future before its end.
 """
 
@@ -51,7 +51,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
         self._result = None
         self._exception: BaseException | None = None
         self._callbacks: list[Callable[[concurrent.futures.Future[R]], object]] = []
-        self._bells: list[Bell] = []
+        self._bells: list[EndedFutures] = []
         # how deep each thread is inside `_condition`, and the state that it sees there
         self._frozen: dict[int, tuple[int, str]] = {}
 
@@ -119,8 +119,8 @@ class UnlockedFuture(concurrent.futures.Future[R]):
         return FrozenState(self)
 
     @property
-    def _waiters(self) -> Registry:  # type: ignore[override]
-        return Registry(self)
+    def _waiters(self) -> WaiterTable:  # type: ignore[override]
+        return WaiterTable(self)
 
 
 def call_back(
@@ -173,15 +173,15 @@ class FrozenState:
         self.release()
 
 
-class Registry:
+class WaiterTable:
     """Stands for a future's list of waiters."""
 
     def __init__(self, future: UnlockedFuture[Any]) -> None:
         self._future = future
 
     def append(self, waiter: Any) -> None:
-        if not isinstance(waiter.event, Bell):
-            waiter.event = Bell(waiter)
+        if not isinstance(waiter.event, EndedFutures):
+            waiter.event = EndedFutures(waiter)
         # The state as the waiter's thread has seen it: if that was final, nobody tells it.
         if self._future._state in FINAL:
             return
@@ -193,7 +193,7 @@ class Registry:
         taken_from(self._future._bells, waiter.event)
 
 
-class Bell:
+class EndedFutures:
     """Stands for the event of a waiter.
 
     `threading.Event` has a lock, which the waiter's thread may hold while a handler of a signal

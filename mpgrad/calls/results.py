@@ -35,7 +35,7 @@ from mpgrad.calls.operations import (
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import DeferredValue
-from mpgrad.stats import Reporter, attended
+from mpgrad.progress import Reporter, attended
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 

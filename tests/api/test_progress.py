@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.stats
+import mpgrad.progress
 from mpgrad import PoolStats, WorkerStats
-from mpgrad.stats import Bar, ProgressState, Reporter, seconds_left
+from mpgrad.progress import Bar, ProgressState, Reporter, seconds_left
 from mpgrad.torch_state.private import current_graph_task
 
 ITEMS = range(-7, 0)
@@ -367,7 +367,7 @@ def test_nothing_is_made_where_nothing_is_asked_for(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        mpgrad.stats.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
+        mpgrad.progress.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
     )
     for run in FORMS.values():
         assert run(pool2, False) == [7, 6, 5, 4, 3, 2, 1]
