@@ -315,7 +315,7 @@ def test_an_interrupt_in_a_function(
     results = None
     assert len(told) == 1
     assert fresh_pool.map(abs, range(-5, 0)) == [5, 4, 3, 2, 1]
-    assert not fresh_pool._scheduler.callbacks.watched
+    assert all(each.is_closed for each in fresh_pool._scheduler.callbacks.watched)
 
 
 def test_an_exit_in_the_callbacks_thread(
