@@ -31,9 +31,10 @@ from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
+from mpgrad.progress import Progress, ProgressState, reporter_of
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats, Progress, ProgressState, reported
+from mpgrad.stats import PoolStats
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -243,8 +244,9 @@ class Pool:
             chunksize: the number of items that are sent together. None: it follows the measured
                 cost of a call.
             progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
-                a function of (done, total, seconds left), where None means not known. Another
-                thread calls it when they change, at most ten times a second.
+                a function of (done, total, seconds left), where None means not known. It is called
+                when they change, at most ten times a second, by the thread that waits for the
+                results. While no thread waits, or during a backward, a thread of the pool calls it.
             timeout: seconds for each call. None: the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the other items are
                 cancelled. "return": each exception takes the place of the result, and gradients
@@ -834,8 +836,12 @@ class Pool:
             done, left = self._scheduler.tally()
             return ProgressState(done - before, done - before + left)
 
-        with reported(progress, look):
+        reporter = reporter_of(self._scheduler.callbacks, progress, look, is_of_pool=True)
+        try:
             yield
+        finally:
+            if reporter is not None:
+                reporter.end()
 
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()

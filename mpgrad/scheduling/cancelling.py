@@ -68,8 +68,6 @@ class Canceller:
     # --- operations and backwards
 
     def cancel(self, operation: Operation) -> None:
-        # A future that was cancelled tells the threads that wait for it.
-        operation.starts()
         operation.cancel()
         for worker in self._workers.values():
             worker.under_way.cancel(operation)
