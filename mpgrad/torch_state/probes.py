@@ -176,10 +176,12 @@ def gradients_at_edges() -> None:
 
     x, y = leaf(), leaf()
     inner, aside = same(x * 3), same(y * 3)
-    # as in a worker: the output's edge keeps the graph, in which the inputs' nodes are looked up
+    # As in a worker, the output's edge alone keeps the graph in which the inputs' nodes are.
     output = private.edge_that_keeps(same(inner * inner))
     inputs = [GradientEdge(each.grad_fn, 0) for each in (inner, aside)]
     del inner
+    # a dead node makes torch 2.8 crash
+    expect([True, True], [private.is_alive(edge.node) for edge in inputs])
     found = private.gradients(
         [output], [*inputs, x, y], [torch.ones_like(x)], keep=False, create=False
     )
