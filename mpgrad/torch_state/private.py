@@ -204,11 +204,14 @@ def references_of_graphs() -> int:
 
 
 def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
-    """Return the edge to a tensor whose node is written in Python. It keeps the graph behind
-    alive."""
+    """Return an edge from which a backward can start, for a tensor whose node is written in Python.
+
+    It keeps the graph behind alive. It may lead to a view of the tensor, so no gradient can be
+    asked for at this edge.
+    """
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        # from torch 2.9 on, and made by way of a view
+        # torch 2.9 and newer keep the graph by a view that they make
         if getattr(edge, "ownership_token", None) is not None:
             return edge
     with torch.enable_grad():
