@@ -90,6 +90,7 @@ from mpgrad.wire.tensor_refs import (
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
 from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
 from mpgrad.workers.graphs import (
+    CHECKPOINTS,
     HOOKS,
     Edge,
     Entrance,
@@ -98,9 +99,9 @@ from mpgrad.workers.graphs import (
     dress,
     edge_of,
     edges_at,
+    errors_behind,
     gradients_at,
     leaves_behind,
-    runs_whole,
     still_there,
 )
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -216,6 +217,7 @@ class CallRun:
         self.graph: GraphEdges | None = None  # of all items, once all have run
         self.unused: Sequence[int] = ()  # inputs that the graph does not reach, see `Result`
         self.strays: list[tuple[int, str]] = []  # see `Result`
+        self.errors: list[tuple[int, str]] = []  # see `Result`
         self._call = call
         self._refs = refs
         self._given = given
@@ -260,6 +262,12 @@ class CallRun:
             self.strays.append((len(self.tensors) + number, words))
             if found[number].is_leaf:
                 self._kept_leaves.append(found[number])
+
+    def note_errors(self, found: Sequence[torch.Tensor]) -> None:
+        """Find what a backward of the results of an item would raise."""
+        self.errors += [
+            (len(self.tensors) + number, words) for number, words in errors_behind(found).items()
+        ]
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Connect the results of an item, or of all items, to the graph. Return those that have a
@@ -506,6 +514,7 @@ class BackwardResult(NamedTuple):
     # the caller's devices of these gradients, in a pool with devices
     caller_devices: Sequence[int] | None = None
     reached: Sequence[int] = ()  # captures that the gradients depend on, see `Gradients`
+    errors: Sequence[tuple[int, str]] = ()  # see `Gradients`
 
 
 class Runner:
@@ -608,7 +617,14 @@ class Runner:
                 graph = graph if eager.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             result = Result(
-                shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays
+                shape,
+                refs,
+                run.graph is not None,
+                gradients,
+                bundle,
+                run.unused,
+                run.strays,
+                run.errors,
             )
             sums = None if gradients is None else run.sums
             del run, packed
@@ -644,7 +660,7 @@ class Runner:
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
         run = CallRun(call, function, refs, given, entrances, worker_device, eager)
-        before = runs_whole()
+        before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
             if call.bundle:
@@ -670,15 +686,17 @@ class Runner:
             needs_grad = any(map(NEEDS_GRAD, found))
             if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
+            if needs_grad:
+                run.note_errors(found)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
-                reentrant = runs_whole() != before
+                reentrant = CHECKPOINTS.count != before
                 found = run.take_eagerly(stage.offset, found, reentrant, hooks, stage)
-                before = runs_whole()
+                before = CHECKPOINTS.count
             run.tensors += found
         if eager is None and (
-            outputs := run.connect(run.tensors, reentrant := runs_whole() != before)
+            outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
         ):
             run.enter(outputs, reentrant)
         begin_item(-1)
@@ -732,6 +750,7 @@ class Runner:
         payload = Payload()
         outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
         reached: list[tuple[int, Sequence[int]]] = []
+        errors: list[tuple[int, Sequence[tuple[int, str]]]] = []
         stage = Stage(self.spans)
         with under(message.modes):
             for position, call in enumerate(calls):
@@ -748,6 +767,8 @@ class Runner:
                             break
                     if found is not None and found.reached:
                         reached.append((position, found.reached))
+                    if found is not None and found.errors:
+                        errors.append((position, found.errors))
                     outcomes.append(
                         MissingGraph()
                         if found is None
@@ -761,7 +782,9 @@ class Runner:
         for call in calls[len(outcomes) :]:
             self._memory.give_back_unread(*call.before, call)
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
+        return Gradients(
+            chunk, outcomes, self._warnings.take(), dropped, nbytes, reached, errors
+        ), payload
 
     def _step(
         self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
@@ -836,10 +859,12 @@ class Runner:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             graph.function.sums.of(call.graph_task, call.levels, len(of_captures)).add(of_captures)
         reached: Sequence[int] = ()
+        errors: Sequence[tuple[int, str]] = ()
         if call.graph is not None:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
             if connected:
                 reached = graph.function.search.behind(connected, graph.reentrant)
+                errors = list(errors_behind(connected).items())
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
@@ -848,7 +873,10 @@ class Runner:
         elif not call.keep:
             self._graphs.note_emptied(call.call)
         return BackwardResult(
-            gradients, graph.caller_devices(call.wanted, call.captures and call.apart), reached
+            gradients,
+            graph.caller_devices(call.wanted, call.captures and call.apart),
+            reached,
+            errors,
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[CollectedSums, Payload]:

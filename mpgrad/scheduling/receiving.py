@@ -360,6 +360,8 @@ class Answers:
         self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.backwards[position].reached = reached
+        for position, errors in message.errors:
+            chunk.backwards[position].errors = errors
         # These backwards were cancelled before they began.
         for backward in chunk.backwards[len(message.outcomes) :]:
             worker.graphs.note_rest(backward)
