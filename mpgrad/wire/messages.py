@@ -466,6 +466,9 @@ class Results(NamedTuple):
     graphs. `reached` are the captures that results depend on, each once. They are numbered among
     the captures that need gradients, and only those count that have a history or hooks in the
     caller.
+
+    With `more` these are the outcomes of the first calls only, because the next one takes long.
+    Another answer follows.
     """
 
     chunk: int
@@ -478,11 +481,12 @@ class Results(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[int] = ()
+    more: bool = False
 
 
 class Gradients(NamedTuple):
-    """The outcomes of backwards. `reached` has, by position of the backward, the captures on which
-    its differentiable gradients depend, as in `Results`."""
+    """The outcomes of backwards. `reached` has, by position of the outcome, the captures on which
+    its differentiable gradients depend, as in `Results`, which also explains `more`."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]
@@ -490,6 +494,7 @@ class Gradients(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[tuple[int, Sequence[int]]] = ()
+    more: bool = False
 
 
 class PrintedText(NamedTuple):
