@@ -153,7 +153,8 @@ class CallQueue:
                 richest, most = worker, load
         has_taken = False
         for worker in others:
-            moment = self._late_at(worker)
+            # Without an idle worker nobody waits for these calls yet, and a message is not free.
+            moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
             if moment <= now or worker is richest:
                 for operation, calls in worker.under_way.take_back():
                     self.put_back(operation, calls)
@@ -166,7 +167,7 @@ class CallQueue:
     def note_given(self, worker: WorkerHandle) -> None:
         """Note that the worker was given a chunk, of which calls may have to be taken back."""
         if worker.under_way.has_for_others:
-            self.look_at = min(self.look_at, time.monotonic() + LATE * self._chunk_seconds.shortest)
+            self.look_at = min(self.look_at, time.monotonic() + LONG_CALL)
 
     def _late_at(self, worker: WorkerHandle) -> float:
         """Return when the worker will have run a call for longer than such calls take.

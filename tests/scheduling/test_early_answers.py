@@ -296,7 +296,7 @@ def test_what_waits_behind_a_slow_call_while_others_are_busy(
         behind = [executor.submit(waits_for, None) for _ in range(2)]
         long = [executor.submit(time.sleep, 0.06) for _ in range(10)]
         try:
-            time.sleep(0.05)
+            time.sleep(0.15)
             other.touch()
             assert mpgrad.wait([busy, *behind], timeout=ENOUGH).done == {busy, *behind}
             assert not all(future.done() for future in long)
