@@ -67,6 +67,7 @@ from mpgrad.wire.messages import (
     Results,
     Span,
     Structure,
+    WarningReport,
     is_plain,
     plain_structure,
     split,
@@ -88,6 +89,7 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
+from mpgrad.workers.early import EarlyAnswers
 from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
 from mpgrad.workers.graphs import (
     CHECKPOINTS,
@@ -204,6 +206,7 @@ class CallRun:
         given: list[torch.Tensor],
         entrances: Sequence[Entrance],
         worker_device: WorkerDevice,
+        early: EarlyAnswers,
         eager: EagerOptions | None,
     ) -> None:
         """`given` are the tensors of `refs`, which are the call's references for this worker.
@@ -224,6 +227,7 @@ class CallRun:
         self._entrances = entrances
         self._function = function
         self._worker_device = worker_device
+        self._early = early
         self._outputs: list[Edge] = []  # without losses whose eager backward has run
         self._codes: list[int] = []  # devices of the outputs, in a pool with devices
         self._has_graph = False
@@ -340,7 +344,8 @@ class CallRun:
                 *map(still_there, captures),
             ]
             gradient = torch.full_like(loss, how.gradient)
-            found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
+            with self._early:
+                found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
         except BaseException:
             # the caller's backward, which makes the graph again, will raise the error again
             return False
@@ -507,6 +512,67 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
 # --- chunks
 
 
+class ForwardAnswer:
+    """The results of a chunk's calls that were not sent yet."""
+
+    def __init__(self, chunk: int, function: Function | None) -> None:
+        self.chunk = chunk
+        self.function = function
+        self.sent = 0  # the number of outcomes that were sent before
+        self.began = time.perf_counter()  # after the calls whose outcomes were sent
+        self.ended = self.began  # after the last call
+        self._begin()
+
+    def _begin(self) -> None:
+        self.payload = Payload()
+        self.outcomes: list[Result | Failure] = []
+        self.own_seconds = self.eager_seconds = self.failed_seconds = 0.0
+
+    def take(self, runner: Runner, more: bool) -> tuple[Results, Payload]:
+        """Return what there is, and begin anew."""
+        function, payload = self.function, self.payload
+        results = Results(
+            self.chunk,
+            self.outcomes,
+            self.ended - self.began - self.failed_seconds,
+            self.own_seconds,
+            self.eager_seconds,
+            function is not None and function.has_written,
+            *runner.take_notes(),
+            () if function is None else function.search.take_found(),
+            more,
+        )
+        self.sent += len(self.outcomes)
+        self.began = self.ended
+        self._begin()
+        return results, payload
+
+
+class BackwardAnswer:
+    """The gradients of a chunk's backwards that were not sent yet."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.sent = 0  # the number of outcomes that were sent before
+        self._begin()
+
+    def _begin(self) -> None:
+        self.payload = Payload()
+        self.outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
+        self.reached: list[tuple[int, Sequence[int]]] = []
+        self.errors: list[tuple[int, Sequence[tuple[int, str]]]] = []
+
+    def take(self, runner: Runner, more: bool) -> tuple[Gradients, Payload]:
+        """Return what there is, and begin anew."""
+        payload = self.payload
+        gradients = Gradients(
+            self.chunk, self.outcomes, *runner.take_notes(), self.reached, self.errors, more
+        )
+        self.sent += len(self.outcomes)
+        self._begin()
+        return gradients, payload
+
+
 class BackwardResult(NamedTuple):
     """The outcome of one step of a backward."""
 
@@ -529,6 +595,7 @@ class Runner:
         progress: ProgressWriter,
         task_warnings: TaskWarnings,
         worker_device: WorkerDevice,
+        early: EarlyAnswers,
     ) -> None:
         self._functions = functions
         self._graphs = graphs
@@ -536,7 +603,29 @@ class Runner:
         self._progress = progress
         self._warnings = task_warnings
         self._worker_device = worker_device
+        self._early = early
+        self._answer: ForwardAnswer | BackwardAnswer | None = None  # of the current chunk
         self.spans: list[Span] | None = None  # of the current chunk, for a timeline
+        self.done = 0  # the number of calls or backwards of the last chunk that ran
+
+    def take_early(self) -> tuple[Results | Gradients, Payload] | None:
+        """Return what the current chunk has given up to now, if that was not sent."""
+        answer = self._answer
+        return answer.take(self, more=True) if answer is not None and answer.outcomes else None
+
+    def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
+        """Return the warnings and dropped graphs since the last answer, and the kept bytes."""
+        return self._warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
+
+    @contextlib.contextmanager
+    def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
+        """Within this, finished outcomes of the answer may be sent early."""
+        outer, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = outer
+            self.done = answer.sent + len(answer.outcomes)
 
     # --- forward
 
@@ -544,54 +633,42 @@ class Runner:
         chunk, calls = message.chunk, message.calls
         found = self._functions[message.function]
         function = found if isinstance(found, Function) else None
-        payload = Payload()
-        outcomes: list[Result | Failure] = []
-        own_seconds = eager_seconds = failed_seconds = 0.0
-        started = time.perf_counter()
-        with under(message.modes), NOTHING if function is None else function.running():
+        answer = ForwardAnswer(chunk, function)
+        with (
+            self._answering(answer),
+            under(message.modes),
+            NOTHING if function is None else function.running(),
+        ):
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
                 # it takes back the calls that were not noted.
                 self._progress.begin(chunk, position)
                 if self._progress.is_skipped(chunk):
                     break
+                if answer.outcomes:
+                    self._early.note_call()
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
                 outcome = (
-                    self._call(message, call, found, incoming, payload, stage)
+                    self._call(message, call, found, incoming, answer, stage)
                     if isinstance(found, Function)
                     else found
                 )
-                outcomes.append(outcome)
+                answer.outcomes.append(outcome)
                 # raises if the device cannot go on after an error, which ends the worker
                 self._worker_device.finish()
                 if function is None:
                     self._memory.give_back_unread(call)
+                answer.ended = time.perf_counter()
                 if isinstance(outcome, Result):
-                    own_seconds += stage.own_seconds
-                    eager_seconds += stage.backward_seconds
+                    answer.own_seconds += stage.own_seconds
+                    answer.eager_seconds += stage.backward_seconds
                     continue
-                failed_seconds += time.perf_counter() - begun
+                answer.failed_seconds += answer.ended - begun
                 if message.stop_at_failure:
                     break
-        self._memory.give_back_unread(*calls[len(outcomes) :])
-        seconds = time.perf_counter() - started - failed_seconds
-        mutated = function is not None and function.has_written
-        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        reached = () if function is None else function.search.take_found()
-        warned = self._warnings.take()
-        return Results(
-            chunk,
-            outcomes,
-            seconds,
-            own_seconds,
-            eager_seconds,
-            mutated,
-            warned,
-            dropped,
-            nbytes,
-            reached,
-        ), payload
+        self._memory.give_back_unread(*calls[self.done :])
+        return answer.take(self, more=False)
 
     def _call(
         self,
@@ -599,7 +676,7 @@ class Runner:
         call: ForwardCall,
         function: Function,
         incoming: memoryview,
-        payload: Payload,
+        answer: ForwardAnswer,
         stage: Stage,
     ) -> Result | Failure:
         """Return the outcome of a call. Its memory is lent, and its graph is put into the table if
@@ -609,6 +686,8 @@ class Runner:
             eager = None if function.code.is_cut_short else message.eager
             run = self._run(message, call, function, incoming, stage, eager)
             packed = self._pack(run, call.origin, stage)
+            # Not before the run: meanwhile an earlier payload may have been sent.
+            payload = answer.payload
             refs = self._memory.lend(packed, payload)
             graph = run.graph
             gradients = None
@@ -659,30 +738,33 @@ class Runner:
         given, entrances = (
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
-        run = CallRun(call, function, refs, given, entrances, worker_device, eager)
+        run = CallRun(call, function, refs, given, entrances, worker_device, self._early, eager)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
-            args, kwargs = arguments(call, stage.offset, own, function.modules)
             pickled = structure_of(call, stage.offset)
-            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             item = call.item + stage.offset
-            if message.seed is not None:
-                worker_device.seed_item(message.seed, item)
-            if function.streams:
-                function.streams.begin(item)
-            started = time.perf_counter()
-            try:
-                value = function.target(*args, **kwargs)
-            except BaseException:
-                stage.given = given_in_words(args, kwargs)
-                raise
-            stage.ran(started)
-            stage.phase = "result"
-            shape, found = result_structure(value, kind)
+            with self._early:
+                args, kwargs = arguments(call, stage.offset, own, function.modules)
+                copied = (
+                    copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
+                )
+                if message.seed is not None:
+                    worker_device.seed_item(message.seed, item)
+                if function.streams:
+                    function.streams.begin(item)
+                started = time.perf_counter()
+                try:
+                    value = function.target(*args, **kwargs)
+                except BaseException:
+                    stage.given = given_in_words(args, kwargs)
+                    raise
+                stage.ran(started)
+                stage.phase = "result"
+                shape, found = result_structure(value, kind)
             needs_grad = any(map(NEEDS_GRAD, found))
             if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
@@ -747,15 +829,14 @@ class Runner:
 
     def backward(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
-        payload = Payload()
-        outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
-        reached: list[tuple[int, Sequence[int]]] = []
-        errors: list[tuple[int, Sequence[tuple[int, str]]]] = []
+        answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with under(message.modes):
+        with self._answering(answer), under(message.modes):
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
+                if answer.outcomes:
+                    self._early.note_call()
                 stage.position = position
                 steps = deque([*call.before, call])
                 try:
@@ -766,25 +847,24 @@ class Runner:
                         if found is None:
                             break
                     if found is not None and found.reached:
-                        reached.append((position, found.reached))
+                        answer.reached.append((len(answer.outcomes), found.reached))
                     if found is not None and found.errors:
-                        errors.append((position, found.errors))
-                    outcomes.append(
+                        answer.errors.append((len(answer.outcomes), found.errors))
+                    answer.outcomes.append(
                         MissingGraph()
                         if found is None
-                        else self._memory.lend_all(found.gradients, found.caller_devices, payload)
+                        else self._memory.lend_all(
+                            found.gradients, found.caller_devices, answer.payload
+                        )
                     )
                 except BaseException as error:
-                    outcomes.append(failure(error, "backward"))
+                    answer.outcomes.append(failure(error, "backward"))
                 self._worker_device.finish()
                 self._memory.give_back_unread(*steps)
                 self._graphs.trim()
-        for call in calls[len(outcomes) :]:
+        for call in calls[self.done :]:
             self._memory.give_back_unread(*call.before, call)
-        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(
-            chunk, outcomes, self._warnings.take(), dropped, nbytes, reached, errors
-        ), payload
+        return answer.take(self, more=False)
 
     def _step(
         self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
@@ -849,7 +929,7 @@ class Runner:
         grads = added_up(given, call.parts)
         started = time.perf_counter()
         try:
-            with graph.function.running():
+            with graph.function.running(), self._early:
                 gradients = graph.run_backward(
                     grads, call.wanted, call.captures, call.keep, create, call.levels
                 )

@@ -22,7 +22,7 @@ import signal
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -297,6 +297,8 @@ class SimulatedWorker:
         self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
         self.lent: set[int] = set()
         self.environment = b""
+        # sends what a chunk has given, while a later call of it runs; None where there is nothing
+        self._early: Callable[[], None] | None = None
         self._free = [place * SLOT_BYTES for place in range(1, SLAB_SLOTS)]
         self._returns: Counter[int] = Counter()
         self._waits = False
@@ -307,6 +309,23 @@ class SimulatedWorker:
         return self.alive and not (
             self.is_hung or self.is_late or (self._waits and not self.frames)
         )
+
+    @property
+    def has_early_answer(self) -> bool:
+        """A thread of its own sends it, also while the worker hangs in a call."""
+        return self.alive and self.at_call and self._early is not None
+
+    def answer_early(self) -> None:
+        self.world.note(f"worker {self.number} answers early")
+        early, self._early = self._early, None
+        assert early is not None
+        early()
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """The chunk and the position of the call that it runs now; (-1, -1) if none."""
+        is_at = self.alive and self.at_call and not self.link.has_more()
+        return tuple(self.numbers[:2]) if is_at else (-1, -1)  # type: ignore[return-value]
 
     def step(self) -> None:
         try:
@@ -490,7 +509,7 @@ class SimulatedWorker:
         return [ReturnedSlots(returned)] if returned else []
 
     def _answer(self, message: Any, payload: bytearray) -> None:
-        self.at_call = False
+        self.at_call, self._early = False, None
         self.link.answer([*self._take_returns(), message], payload)
 
     # --- where it is
@@ -510,6 +529,31 @@ class SimulatedWorker:
     def _forward(self, message: Forward) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
+        sent = 0
+
+        def results(more: bool) -> Results:
+            nonlocal sent
+            sent += len(outcomes)
+            seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
+            dropped = self._take_dropped()
+            return Results(
+                message.chunk,
+                outcomes[:],
+                seconds,
+                seconds,
+                0.0,
+                False,
+                [],
+                dropped,
+                0,
+                more=more,
+            )
+
+        def early() -> None:
+            self.link.answer([*self._take_returns(), results(more=True)], payload[:])
+            outcomes.clear()
+            payload.clear()
+
         self.check(
             message.function in self.functions,
             "a worker is to run a function that it does not have",
@@ -522,6 +566,7 @@ class SimulatedWorker:
             if self._is_skipped(message.chunk):
                 break
             self.at_call = True
+            self._early = early if outcomes else None
             task = self._task_of(call, message.function)
             self.check(
                 self.environment == task.environment,
@@ -544,17 +589,14 @@ class SimulatedWorker:
             if "kills" in task.traits:
                 self.die(-signal.SIGKILL)
                 yield
+            self._early = None
             outcomes.append(self._outcome(call, task, held, payload))
             yield
             if isinstance(outcomes[-1], Failure) and message.stop_at_failure:
                 break
-        for call in message.calls[len(outcomes) :]:
+        for call in message.calls[sent + len(outcomes) :]:
             self._returns.update(self._lent_to_us(call.tensors))
-        seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
-        results = Results(
-            message.chunk, outcomes, seconds, seconds, 0.0, False, [], self._take_dropped(), 0
-        )
-        self._answer(results, payload)
+        self._answer(results(more=False), payload)
 
     def _task_of(self, call: ForwardCall, function: int) -> Task:
         assert isinstance(call.structure, int)
@@ -609,9 +651,22 @@ class SimulatedWorker:
     def _backward(self, message: Backwards) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
+        sent = 0
+
+        def gradients(more: bool) -> Gradients:
+            nonlocal sent
+            sent += len(outcomes)
+            return Gradients(message.chunk, outcomes[:], [], self._take_dropped(), 0, more=more)
+
+        def early() -> None:
+            self.link.answer([*self._take_returns(), gradients(more=True)], payload[:])
+            outcomes.clear()
+            payload.clear()
+
         for position, call in enumerate(message.calls):
             if self._is_skipped(message.chunk):
                 break
+            self._early = early if outcomes else None
             yield
             environments = self.world.environments[call.graph_task]
             self.check(
@@ -633,10 +688,10 @@ class SimulatedWorker:
                 if found is None or isinstance(found, Failure):
                     break
             outcomes.append(MissingGraph() if found is None else found)
-        for call in message.calls[len(outcomes) :]:
+        for call in message.calls[sent + len(outcomes) :]:
             for step in (*call.before, call):
                 self._give_back_unread(step)
-        self._answer(Gradients(message.chunk, outcomes, [], self._take_dropped(), 0), payload)
+        self._answer(gradients(more=False), payload)
 
     def _give_back_unread(self, step: Recompute | RecomputeBackward | BackwardCall) -> None:
         if isinstance(step, Recompute):
@@ -809,7 +864,8 @@ class SimulatedLink:
             frame = self._answers.popleft()
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
-                    self._unanswered.pop(message.chunk, None)
+                    if not getattr(message, "more", False):
+                        self._unanswered.pop(message.chunk, None)
                     if self.world.events is not None:
                         self.world.note(
                             f"worker {self.number} has answered chunk {message.chunk}: "

@@ -12,6 +12,9 @@ Checked after each turn of the scheduler
     - each backward that has no reply waits for others, or is in one backlog, or under way with one
       worker
     - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
+    - no call waits behind a running one for longer than `WAIT` seconds, if there are other workers:
+      then the next one that is idle gets it
+    - a worker may send what a chunk has given before the chunk's end
 and at the end
     - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
       names its call
@@ -40,6 +43,12 @@ from mpgrad.errors import (
     WorkerDiedError,
 )
 
+# seconds that a call may take before those behind it are taken back: twice what it takes in
+# `engine` at most, if it is a bundle, and messages
+WAIT = 1.0
+# Nobody knows which call of a chunk runs there, so the time of all of them counts.
+REMOTE_WAIT = 5.0
+SEEN = 1e-3  # as in `worker_handle`
 IDLE_DEATHS = 2  # as in `recovery`
 START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
@@ -209,6 +218,9 @@ class History:
         self._looks = 0  # at the clock, since a worker could do something
         self._staffed_at = 0.0  # when there was last a worker that takes calls
         self._count = 0  # of operations
+        # by worker: what it runs, and the moments of turns since which calls wait behind
+        # that
+        self._waits: dict[int, tuple[tuple[int, int], list[float]]] = {}
 
     def run(self) -> None:
         with adapter.simulated(self.world):
@@ -262,12 +274,20 @@ class History:
         has_turn = scheduler.has_turn or any(
             each.link.has_more() or each.link.has_exited() for each in world.workers
         )
-        if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
+        early = [each for each in world.workers if each.has_early_answer]
+        if early and world.random.random() < 0.2:
+            world.random.choice(early).answer_early()
+        elif (
+            has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4)
+        ):
             scheduler.turn()
+            self._check_waits()
         elif able:
             world.step(world.random.choice(able))
         elif not patient:
             return False
+        elif early:
+            world.random.choice(early).answer_early()
         elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
             world.random.choice(late).is_late = False
         elif (
@@ -626,6 +646,36 @@ class History:
             self._staffed_at = self.world.now
         elif isinstance(broken, OSError) and self.world.now - self._staffed_at < START_PATIENCE:
             raise CheckFailed("a pool breaks without patience", repr(broken))
+
+    def _check_waits(self) -> None:
+        """After a turn: calls do not wait behind a running one while there are other workers, and
+        somebody looks again before that takes too long."""
+        scheduler, now = self.scheduler, self.world.now
+        if scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_awake:
+            return
+        waits, self._waits = self._waits, {}
+        takers = adapter.takers(scheduler)
+        for number in scheduler.workers:
+            if not takers - {number}:
+                continue
+            running = self.world.workers[number - 1].running
+            if not adapter.calls_behind(scheduler, number, running):
+                continue
+            before, turns = waits.get(number, (running, []))
+            # Of the turns in which calls wait too long, the first only has the worker skip them.
+            # An agent says when it has.
+            turns = [*turns, now] if before == running else [now]
+            self._waits[number] = running, turns
+            wait = REMOTE_WAIT if self.program.remote else WAIT
+            late = [each for each in turns if each - turns[0] > wait]
+            if late and now - late[0] > 2 * SEEN and not self.program.remote:
+                raise CheckFailed(
+                    "a call waits behind another one that takes long", f"worker {number}"
+                )
+            if scheduler.next_look is None or scheduler.next_look > now + wait:
+                raise CheckFailed(
+                    "nobody looks at calls that wait behind another one", f"worker {number}"
+                )
 
     def check_states(self) -> None:
         """Between two events: everything is somewhere, once."""
