@@ -13,6 +13,8 @@ Any other thread that calls `later` is the caller's. This happens with engine "i
 end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
 itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
+While nobody else shows the progress of an operation, this thread does (see `mpgrad.progress`).
+
 This module also repeats in the caller what tasks printed, logged and warned of. There the caller's
 streams, handlers and filters decide about it.
 Guarantees: queued code runs once, in order, and before the pool has been joined. A caller that gets
@@ -34,7 +36,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mpgrad.errors import RemoteError, RemoteTraceback, write
 from mpgrad.pickling import classes
@@ -58,6 +60,30 @@ log = logging.getLogger("mpgrad")
 
 # seconds that a caller that has its result waits for one callback, handler or stream
 PATIENCE = 0.2
+# seconds between two looks at what the thread watches
+LOOK_EVERY = 0.1
+
+
+class PeriodicJob(Protocol):
+    """Something that a waiting thread does now and then, or the callbacks thread."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there is nothing to do any more."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is for this thread."""
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether it is for the callbacks thread."""
+
+    def tick(self) -> None:
+        """Do it if it is time to. Exceptions of the user's code are not raised."""
+
+    def end(self) -> None:
+        """Do it for the last time."""
 
 
 class CallbackWaiter(NamedTuple):
@@ -79,6 +105,22 @@ class CallbackThread(threading.Thread):
         self.done = 0
         self._stuck_at = -1
         self._behind: list[CallbackWaiter] = []
+        self.watched: list[PeriodicJob] = []
+
+    def watch(self, item: PeriodicJob) -> None:
+        """Look at the item every `LOOK_EVERY` seconds, until it is closed."""
+        self.watched.append(item)
+        self._acts.put(look_around)
+
+    def tick(self, everything: bool = False) -> None:
+        """Do what is for the present thread; with `everything`, what is for nobody else."""
+        for item in list(self.watched):
+            if item.is_here or (everything and item.is_nowhere):
+                item.tick()
+            if item.is_closed:
+                # Another thread may be faster.
+                with contextlib.suppress(ValueError):
+                    self.watched.remove(item)
 
     def catch_up(self, patience: float = PATIENCE) -> None:
         """Wait until all code that is queued by now has run.
@@ -117,7 +159,9 @@ class CallbackThread(threading.Thread):
     # --- this thread
 
     def run(self) -> None:
-        while (act := self._acts.get()) is not None:
+        while (act := self._next()) is not None:
+            if act is look_around:
+                continue
             try:
                 act()
             # This includes SystemExit, because further acts have to run.
@@ -134,6 +178,22 @@ class CallbackThread(threading.Thread):
                     with contextlib.suppress(ValueError):
                         self._behind.remove(waiter)
                         waiter.lock.release()
+        for item in list(self.watched):
+            if item.is_nowhere:
+                with contextlib.suppress(BaseException):
+                    item.end()
+
+    def _next(self) -> Callable[[], object] | None:
+        while True:
+            # If a log handler raised, the thread goes on.
+            with contextlib.suppress(BaseException):
+                self.tick(everything=True)
+            with contextlib.suppress(queue.Empty):
+                return self._acts.get(timeout=LOOK_EVERY if self.watched else None)
+
+
+def look_around() -> None:
+    """Stands for no act: the thread has something new to watch."""
 
 
 class ThreadState(threading.local):

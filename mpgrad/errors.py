@@ -161,14 +161,16 @@ class CallTimeoutError(TimeoutError):
     Attributes:
         item: index of the item within its map; None for a submitted call, or if no single item
             can be named.
-        phase: "forward", "backward" or "loading the function" (its modules and captures).
+        phase: "forward" or "backward".
         call: the name of the call, such as "item 3 of simulate".
         seconds: the timeout.
+        detail: the rest of the message (number of tries).
         stack: the worker's Python stack, or "" if it could not write one (a stopped process).
+        worker: the number of the worker, or None if it is not known.
 
     Example:
         >>> import time, mpgrad
-        >>> with mpgrad.Pool(processes=1, retries=0) as pool:
+        >>> with mpgrad.Pool(processes=1) as pool:
         ...     try:
         ...         pool.map(time.sleep, [60], timeout=0.1)
         ...     except mpgrad.CallTimeoutError as error:
@@ -184,6 +186,7 @@ class CallTimeoutError(TimeoutError):
         detail: str = "",
         stack: str = "",
         call: str = "a call",
+        worker: int | None = None,
     ) -> None:
         self.item = item
         self.phase = phase
@@ -191,13 +194,16 @@ class CallTimeoutError(TimeoutError):
         self.seconds = seconds
         self.detail = detail
         self.stack = stack
-        super().__init__(item, phase, seconds, detail, stack, call)
+        self.worker = worker
+        super().__init__(item, phase, seconds, detail, stack, call, worker)
         note_stack(self, stack)
 
     def __str__(self) -> str:
         limits = f"{self.seconds} s, phase: {self.phase}"
+        number = "" if self.worker is None else f" (worker: {self.worker})"
         message = (
             f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
+            f"{number}"
         )
         return f"{message}; {self.detail}" if self.detail else message
 

@@ -29,8 +29,9 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import DifferentiableFuture, LateError, ResultIterator, seconds_or_none
 from mpgrad.errors import RemoteTraceback, suggests, traceback_of, write
 from mpgrad.pool import Pool
+from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats, Progress
+from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
 from mpgrad.submission.starting import Source, callable_of, iterator
 from mpgrad.tasks.wrappers import Initializer

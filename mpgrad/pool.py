@@ -31,9 +31,10 @@ from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest, traits_of
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager, suggests
+from mpgrad.progress import Progress, ProgressState, reporter_of
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import PoolStats, Progress, ProgressState, reported
+from mpgrad.stats import PoolStats
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -94,8 +95,10 @@ class Pool:
         retries: how often a call runs again on another worker after its worker died. 0: the call
             fails, and so do the backwards whose graphs were lost.
         timeout: seconds for each call, forward or backward. A call that takes longer is killed with
-            its worker; then it runs again or fails, as after a death. None: no limit. Engines
-            "process" and "ray" only.
+            its worker, and fails. The loading of the function does not count. None: no limit.
+            Engines "process" and "ray" only.
+        timeout_retries: how often a call runs again on another worker after it took longer than its
+            timeout.
 
     Expert arguments:
         graphs: "auto" keeps the graph of each call, but runs the backwards of losses early once it
@@ -141,6 +144,7 @@ class Pool:
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
+        timeout_retries: int = 0,
         graphs: Graphs = "auto",
         graph_memory: int | str | None = None,
         devices: Device | Sequence[Device] | None = None,
@@ -162,6 +166,7 @@ class Pool:
             deterministic=deterministic,
             retries=retries,
             timeout=timeout,
+            timeout_retries=timeout_retries,
             graphs=graphs,
             graph_memory=graph_memory,
             devices=devices,
@@ -243,8 +248,9 @@ class Pool:
             chunksize: the number of items that are sent together. None: it follows the measured
                 cost of a call.
             progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
-                a function of (done, total, seconds left), where None means not known. Another
-                thread calls it when they change, at most ten times a second.
+                a function of (done, total, seconds left), where None means not known. It is called
+                when they change, at most ten times a second, by the thread that waits for the
+                results. While no thread waits, or during a backward, a thread of the pool calls it.
             timeout: seconds for each call. None: the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the other items are
                 cancelled. "return": each exception takes the place of the result, and gradients
@@ -266,8 +272,8 @@ class Pool:
                 `device`.
             WorkerDiedError: workers died while they ran one of the items, more than `retries`
                 times.
-            CallTimeoutError: one of the items took longer than `timeout`, more than `retries`
-                times.
+            CallTimeoutError: one of the items took longer than `timeout`, more than the pool's
+                `timeout_retries` times.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
             PoolClosedError: after `close` or `terminate`.
@@ -371,7 +377,8 @@ class Pool:
 
         Raises:
             Exception: the call's exception, or an error in sending it; see `map`.
-            CallTimeoutError: the call took longer than `timeout`, more than `retries` times.
+            CallTimeoutError: the call took longer than `timeout`, more than the pool's
+                `timeout_retries` times.
             ValueError: `timeout` is not more than 0, or the engine cannot end a call.
 
         Example:
@@ -379,7 +386,7 @@ class Pool:
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     pool.apply(torch.sum, (torch.ones(2, 3),), {"dim": 0})
             tensor([2., 2., 2.])
-            >>> with mpgrad.Pool(processes=1, retries=0) as pool:
+            >>> with mpgrad.Pool(processes=1) as pool:
             ...     try:
             ...         pool.apply(time.sleep, (60,), timeout=0.1)
             ...     except mpgrad.CallTimeoutError as error:
@@ -833,8 +840,12 @@ class Pool:
             done, left = self._scheduler.tally()
             return ProgressState(done - before, done - before + left)
 
-        with reported(progress, look):
+        reporter = reporter_of(self._scheduler.callbacks, progress, look, is_of_pool=True)
+        try:
             yield
+        finally:
+            if reporter is not None:
+                reporter.end()
 
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()

@@ -225,6 +225,7 @@ def shown_stack(text: str) -> str:
     """
     threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
     found: list[str] = []
+    idle: list[str] = []
     for title, *lines in threads:
         frames = [frame for line in lines if (frame := STACK_FRAME.fullmatch(line)) is not None]
         own = [is_own(frame["file"]) for frame in frames]
@@ -237,8 +238,10 @@ def shown_stack(text: str) -> str:
                 for frame, ours in zip(frames[:inside], own, strict=False)
                 if not (ours or is_import(frame))
             ]
-        found += [title, *itertools.chain.from_iterable(map(with_source, kept))] if kept else []
-    return "\n".join(found)
+        if kept:
+            some = idle if all(own) else found
+            some += [title, *itertools.chain.from_iterable(map(with_source, kept))]
+    return "\n".join(found or idle)
 
 
 def is_import(frame: re.Match[str]) -> bool:

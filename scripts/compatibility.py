@@ -27,7 +27,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 EPILOG = (
-    "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, "
+    "exit status: 0 if all suites passed, 1 if one failed or could not be run, "
     "2 for wrong arguments"
 )
 
@@ -77,7 +77,11 @@ HEADS = (
     "of these when repeated",
     "failed",
     "skipped",
+    "commit",
+    "date",
 )
+# how tox begins to say that a Python is missing, see `reason_in`
+NO_INTERPRETER = "could not find python interpreter"
 # what the page says of tests that were skipped, and what pytest's reason contains; the first that
 # fits counts
 WHY_SKIPPED = {
@@ -134,6 +138,14 @@ def tried(name: str, workdir: Path) -> Entry:
         }
     finally:
         shutil.rmtree(workdir / name, ignore_errors=True)
+
+
+def kept(old: Entry | None, new: Entry) -> Entry:
+    """The new entry, or the old one if its tests ran and the interpreter is missing now. The page
+    says that it is old."""
+    if not old or "versions" not in old or not new.get("reason", "").startswith(NO_INTERPRETER):
+        return new
+    return {**old, "kept": new["date"]}
 
 
 def kind(name: str) -> str:
@@ -309,6 +321,8 @@ def lines_of(entries: Entries) -> Iterator[str]:
     )
     yield ""
     for name, entry in entries.items():
+        if "kept" in entry:
+            yield f"* `{name}`: not run on {entry['kept']}, as its interpreter could not be had"
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"
         yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
@@ -341,7 +355,8 @@ def cells(name: str, entry: Entry) -> list[object]:
         ]
     else:
         counts = [entry["outcome"], "", "", ""]
-    return [f"`{name}`", *versions, entry["tests"], *counts]
+    ran = [entry.get("commit", ""), entry["date"]]
+    return [f"`{name}`", *versions, entry["tests"], *counts, *ran]
 
 
 # --- the command
@@ -357,12 +372,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     new: Entries = {}
     for name in options.only or MATRIX:
-        new[name] = tried(name, options.workdir.resolve())
+        new[name] = kept(read().get(name), tried(name, options.workdir.resolve()))
         write(merged(read(), new))  # after each: what is done stays, whatever becomes of the next
     if not options.only:
         write(new)  # without what the matrix no longer has
-    print(*(f"{name}: {entry['outcome']}" for name, entry in new.items()), sep="\n")
-    return int(any(entry["outcome"] != "passed" for entry in new.values()))
+    outcomes = {
+        name: "no interpreter" if "kept" in entry else entry["outcome"]
+        for name, entry in new.items()
+    }
+    print(*(f"{name}: {outcome}" for name, outcome in outcomes.items()), sep="\n")
+    return int(any(outcome != "passed" for outcome in outcomes.values()))
 
 
 def environment(name: str) -> str:

@@ -8,6 +8,7 @@ the memory that it has borrowed.
     main         entry points, and the loop that passes each message to the part that handles it;
                  what multiprocessing gives its children
     run          runs the calls and backwards of chunks, and notes which one it is running
+    early        sends what finished calls gave while a later call of their chunk runs for long
     graphs       the graphs that are kept here, and how gradients enter and leave them
     functions    functions until they are forgotten; sums of captures' gradients; stray leaves
     memory       lent and borrowed memory, and whether memory is short; the worker's device

@@ -72,6 +72,8 @@ class Outlet:
         self._link = link
         self._pid = os.getpid()
         self._thread = threading.current_thread()
+        # taken to send, see `EarlyAnswers`
+        self.turn = threading.RLock()
         self._waiting: deque[Message] = deque()
         self._is_sending = False
         self._streams = (
@@ -106,7 +108,8 @@ class Outlet:
         try:
             self._is_sending = True
             while self._waiting:
-                self._link.send(drained(self._waiting))
+                with self.turn:
+                    self._link.send(drained(self._waiting))
         finally:
             self._is_sending = False
 

@@ -68,7 +68,7 @@ from mpgrad.torch_state.private import (
     graph_behind,
     held_leaves,
     is_held,
-    leading_to,
+    outputs_leading_to,
     plus,
 )
 from mpgrad.wire.messages import Define, Failure, Forget
@@ -408,18 +408,11 @@ class StrayLeaves:
             for number, each in given.items()
             if (words := self._words_of(each, copied))
         }
-        if found := [
-            (node, words) for node in nodes if (words := self._words_of(node.variable, copied))
-        ]:
-            users, seen = graph_behind(outputs, (ENTRY_NODE,)), set[Any]()
-            leading = {
-                each: words for node, words in found for each in leading_to(node, users, seen)
-            }
-            strays |= {
-                number: leading[each.grad_fn]
-                for number, each in enumerate(outputs)
-                if each.grad_fn in leading
-            }
+        if found := {
+            node: words for node in nodes if (words := self._words_of(node.variable, copied))
+        }:
+            users = graph_behind(outputs, (ENTRY_NODE,))
+            strays |= outputs_leading_to(found, outputs, users)
         return strays
 
     def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:

@@ -60,8 +60,10 @@ from mpgrad.torch_state.private import (
     graph_behind,
     is_alive,
     node_type,
+    outputs_leading_to,
     over,
     plus,
+    words_of_error,
 )
 from mpgrad.wire.messages import Release
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef
@@ -83,9 +85,9 @@ __all__ = [
     "dress",
     "edge_of",
     "edges_at",
+    "errors_behind",
     "gradients_at",
     "leaves_behind",
-    "runs_whole",
     "still_there",
 ]
 
@@ -241,25 +243,6 @@ def gradients_at(
     return [None if edge is None else next(rest) for edge in edges]
 
 
-def delayed_errors(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Return the edges behind nodes that raise when a gradient comes to them.
-
-    PyTorch puts such a node behind the gradients of a `once_differentiable` backward. No input is
-    behind it, so the engine would skip it and silently leave out a part of the gradient. To prevent
-    this, the gradient at such an edge is requested, too. The search for such nodes takes about as
-    long as the backward, so it is left out while none has been made.
-    """
-    if not ERRORS.may_have_run:
-        return []
-    return [
-        GradientEdge(behind, 0)
-        for node in graph_behind(outputs)
-        if type(node) is ERROR_NODE
-        for behind, _ in node.next_functions
-        if behind is not None
-    ]
-
-
 def still_there(edge: Edge | None) -> Edge | None:
     """Return the edge, or None if the call has frozen its leaf, or its node has ended."""
     if isinstance(edge, torch.Tensor):
@@ -295,14 +278,24 @@ def taken(edge: Edge) -> torch.Tensor | None:
 
 
 CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
-ERRORS = CallCounter(DELAYED_ERRORS, "DelayedError")  # see `delayed_errors`
+ERRORS = CallCounter(DELAYED_ERRORS, "DelayedError")  # see `errors_behind`
 HOOKS = CallCounter(torch.Tensor, "register_hook")
 
 
-def runs_whole() -> int:
-    """Return a number that changes when a function makes a graph that has to run as a whole, by
-    `backward()`: one with a reentrant checkpoint, or with a node that only raises."""
-    return CHECKPOINTS.count + ERRORS.count
+def errors_behind(outputs: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Return what a backward of each output raises if it runs through all of the graph, by number
+    of the output.
+
+    PyTorch puts a node that only raises behind the gradients of a `once_differentiable` backward.
+    It leads to no input. So a backward for given inputs passes it by, in the loop and here. Only
+    the caller knows whether a backward is for all there is, so it raises the error. The search
+    takes about as long as the backward, so it is left out while no such node has been made.
+    """
+    if not ERRORS.may_have_run:
+        return {}
+    users = graph_behind(outputs)
+    errors = {node: words_of_error(node) for node in users if type(node) is ERROR_NODE}
+    return outputs_leading_to(errors, outputs, users)
 
 
 # --- the table
@@ -318,10 +311,9 @@ class GraphEdges(NamedTuple):
     outputs: list[Edge]  # of the outputs that need gradients, in order
     # of the inputs that need gradients, in order; None if the outputs do not depend on the input
     inputs: Sequence[Edge | None]
-    # whether it can only run as a whole, by `backward()`; see `runs_whole`
+    # whether it can only run as a whole, by `backward()`, because it has a reentrant checkpoint
     reentrant: bool = False
     devices: DeviceMap | None = None
-    errors: Sequence[GradientEdge] = ()  # see `delayed_errors`
 
     def run_backward(
         self,
@@ -346,9 +338,7 @@ class GraphEdges(NamedTuple):
         found: list[torch.Tensor | None] = [None] * len(edges)
         if given:
             outputs, incoming = zip(*given, strict=True)
-            found = gradients_at(
-                [*edges, *self.errors], outputs, incoming, self.reentrant, keep, create, levels
-            )[: len(edges)]
+            found = gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
         if self.reentrant:
             return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
         return found
@@ -368,10 +358,7 @@ class GraphEdges(NamedTuple):
         gradients came in at the edges `entered`."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
-        errors = delayed_errors(outputs)
-        return GraphEdges(
-            self.function, list(map(edge_of, outputs)), edges, devices=devices, errors=errors
-        )
+        return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
 
 
 class GraphTable:

@@ -10,9 +10,9 @@ or a thread of the parent). Worker's side.
 Guarantees: every request is answered once, whatever the task raises. A task's exception ends the
     task, not the worker.
 Assumes: one thread calls `handle`. Inline, that may happen within `handle`, because a task may use
-    the pool again. In a process this is the only thread. The process dies with the process that
-    made it: the kernel kills it, or, without such a kernel (`PORTABLE`), it ends at its next read,
-    at the end of the pipe.
+    the pool again. In a process the only other thread is that of `EarlyAnswers`. The process dies
+    with the process that made it: the kernel kills it, or, without such a kernel (`PORTABLE`), it
+    ends at its next read, at the end of the pipe.
 
 A worker is not one of multiprocessing's processes. But a task may start processes, connect to a
 manager or make shared memory. Then it finds the same state as in such a process: the caller's
@@ -86,6 +86,7 @@ from mpgrad.wire.messages import (
 )
 from mpgrad.wire.tensor_refs import Payload
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, register_crash_traceback
+from mpgrad.workers.early import EarlyAnswers
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
 from mpgrad.workers.graphs import CHECKPOINTS, ERRORS, HOOKS, GraphTable
 from mpgrad.workers.memory import MemoryMonitor, WorkerDevice, WorkerMemory, worker_device
@@ -122,9 +123,10 @@ class Worker:
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
         self._warnings = TaskWarnings()
-        functions = FunctionTable(memory, worker_device)
+        self._functions = functions = FunctionTable(memory, worker_device)
+        self.early = EarlyAnswers(self._send_early)
         self._runner = runner = Runner(
-            functions, graphs, memory, self._progress, self._warnings, worker_device
+            functions, graphs, memory, self._progress, self._warnings, worker_device, self.early
         )
         self._records = False  # whether it records a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
@@ -134,7 +136,7 @@ class Worker:
         }
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Follow: lambda message: FOLLOWER.follow(message.environment),
-            Define: functions.define,
+            Define: self._define,
             Forget: functions.forget,
             Release: graphs.forget,
             ReturnedSlots: memory.take_back,
@@ -161,6 +163,10 @@ class Worker:
         self._send(ReadyReport(pid, self._progress.address))
 
     def handle(self, frame: Frame) -> None:
+        with self.early.turn:
+            self._handle(frame)
+
+    def _handle(self, frame: Frame) -> None:
         self._worker_device.arrive()
         for message in frame.messages:
             if type(message) in self._requests:
@@ -173,6 +179,10 @@ class Worker:
         ):
             self._link.send([ReturnedSlots(returns)])
 
+    def _define(self, message: Define) -> None:
+        with self._progress.loading():
+            self._functions.define(message)
+
     def _answer(self, message: Any, payload: memoryview) -> None:
         runner, outer = self._runner, self._runner.spans
         spans: list[Span] | None = [] if self._records else None
@@ -182,11 +192,26 @@ class Worker:
             answered, outgoing = self._requests[type(message)](message, payload)
         finally:
             runner.spans = outer
+        if self.early.error is not None:
+            raise self.early.error
         recorded = []
         if spans is not None and self._records:
-            done = len(answered.outcomes) if isinstance(answered, (Results, Gradients)) else 0
+            done = runner.done if isinstance(answered, (Results, Gradients)) else 0
             recorded.append(ChunkTrace(message.chunk, done, began, time.monotonic_ns(), spans))
+        self.before_answer()
         self._send(answered, outgoing.parts, recorded)
+
+    def _send_early(self) -> bool:
+        """Send what the running chunk has given. Return whether there was anything.
+
+        What was printed without an end of line waits for the chunk's end, because another call has
+        begun.
+        """
+        found = self._runner.take_early()
+        if found is not None:
+            answered, outgoing = found
+            self._send(answered, outgoing.parts)
+        return found is not None
 
     def _record(self, message: Record) -> None:
         """Start or stop to record. Inline, a chunk that is running goes on as it began."""
@@ -196,7 +221,6 @@ class Worker:
         self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[ChunkTrace] = ()
     ) -> None:
         """Send an answer, with what the parent needs to know about memory."""
-        self.before_answer()
         self._memory.announce_slabs()
         messages: list[Message] = []
         if returns := self._memory.take_returns():
@@ -217,7 +241,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     """Answer frames until `Stop` or the end of the link. The caller's side has the other end of the
     socket."""
     link = Channel(end, blocking=True)
-    outlet = None
+    outlet = worker = None
     setting = contextlib.ExitStack()
     try:
         first = link.receive()
@@ -235,6 +259,10 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
+            outlet.turn = worker.early.turn
+            os.register_at_fork(before=worker.early.stop)
+        if worker is not None:
+            worker.early.is_on = True
         while worker is not None and (frame := link.receive()) is not None:
             last = frame.messages[-1]
             if type(last) is Stop:
@@ -246,6 +274,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     except (EOFError, ConnectionError):
         return  # the parent is gone
     finally:
+        if worker is not None:
+            worker.early.stop()
         setting.close()
         if outlet is not None:
             outlet.close()

@@ -68,6 +68,7 @@ from mpgrad.wire.messages import (
     Results,
     Span,
     Structure,
+    WarningReport,
     is_plain,
     plain_structure,
     split,
@@ -89,8 +90,10 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
+from mpgrad.workers.early import EarlyAnswers
 from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
 from mpgrad.workers.graphs import (
+    CHECKPOINTS,
     HOOKS,
     Edge,
     Entrance,
@@ -99,9 +102,9 @@ from mpgrad.workers.graphs import (
     dress,
     edge_of,
     edges_at,
+    errors_behind,
     gradients_at,
     leaves_behind,
-    runs_whole,
     still_there,
 )
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -145,6 +148,15 @@ class ProgressWriter:
             numbers[ProgressRecord.POSITION] = position
             in_order()
             numbers[ProgressRecord.CHUNK] = chunk
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Note that the worker loads a function, which no time limit includes."""
+        self._numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
+        try:
+            yield
+        finally:
+            self._numbers[ProgressRecord.STARTED] = time.monotonic_ns()
 
     def begin_item(self, offset: int) -> None:
         """Note the item of a bundle, in case the worker dies of it. -1 is for none."""
@@ -195,6 +207,7 @@ class CallRun:
         given: list[torch.Tensor],
         entrances: Sequence[Entrance],
         worker_device: WorkerDevice,
+        early: EarlyAnswers,
         eager: EagerOptions | None,
     ) -> None:
         """`given` are the tensors of `refs`, which are the call's references for this worker.
@@ -208,12 +221,14 @@ class CallRun:
         self.graph: GraphEdges | None = None  # of all items, once all have run
         self.unused: Sequence[int] = ()  # inputs that the graph does not reach, see `Result`
         self.strays: list[tuple[int, str]] = []  # see `Result`
+        self.errors: list[tuple[int, str]] = []  # see `Result`
         self._call = call
         self._refs = refs
         self._given = given
         self._entrances = entrances
         self._function = function
         self._worker_device = worker_device
+        self._early = early
         self._outputs: list[Edge] = []  # without losses whose eager backward has run
         self._codes: list[int] = []  # devices of the outputs, in a pool with devices
         self._has_graph = False
@@ -252,6 +267,12 @@ class CallRun:
             self.strays.append((len(self.tensors) + number, words))
             if found[number].is_leaf:
                 self._kept_leaves.append(found[number])
+
+    def note_errors(self, found: Sequence[torch.Tensor]) -> None:
+        """Find what a backward of the results of an item would raise."""
+        self.errors += [
+            (len(self.tensors) + number, words) for number, words in errors_behind(found).items()
+        ]
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Connect the results of an item, or of all items, to the graph. Return those that have a
@@ -324,7 +345,8 @@ class CallRun:
                 *map(still_there, captures),
             ]
             gradient = torch.full_like(loss, how.gradient)
-            found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
+            with self._early:
+                found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
         except BaseException:
             # the caller's backward, which makes the graph again, will raise the error again
             return False
@@ -491,6 +513,67 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
 # --- chunks
 
 
+class ForwardAnswer:
+    """The results of a chunk's calls that were not sent yet."""
+
+    def __init__(self, chunk: int, function: Function | None) -> None:
+        self.chunk = chunk
+        self.function = function
+        self.sent = 0  # the number of outcomes that were sent before
+        self.began = time.perf_counter()  # after the calls whose outcomes were sent
+        self.ended = self.began  # after the last call
+        self._begin()
+
+    def _begin(self) -> None:
+        self.payload = Payload()
+        self.outcomes: list[Result | Failure] = []
+        self.own_seconds = self.eager_seconds = self.failed_seconds = 0.0
+
+    def take(self, runner: Runner, more: bool) -> tuple[Results, Payload]:
+        """Return what there is, and begin anew."""
+        function, payload = self.function, self.payload
+        results = Results(
+            self.chunk,
+            self.outcomes,
+            self.ended - self.began - self.failed_seconds,
+            self.own_seconds,
+            self.eager_seconds,
+            (function is not None and function.has_written) or SHARED.are_written(),
+            *runner.take_notes(),
+            () if function is None else function.search.take_found(),
+            more,
+        )
+        self.sent += len(self.outcomes)
+        self.began = self.ended
+        self._begin()
+        return results, payload
+
+
+class BackwardAnswer:
+    """The gradients of a chunk's backwards that were not sent yet."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.sent = 0  # the number of outcomes that were sent before
+        self._begin()
+
+    def _begin(self) -> None:
+        self.payload = Payload()
+        self.outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
+        self.reached: list[tuple[int, Sequence[int]]] = []
+        self.errors: list[tuple[int, Sequence[tuple[int, str]]]] = []
+
+    def take(self, runner: Runner, more: bool) -> tuple[Gradients, Payload]:
+        """Return what there is, and begin anew."""
+        payload = self.payload
+        gradients = Gradients(
+            self.chunk, self.outcomes, *runner.take_notes(), self.reached, self.errors, more
+        )
+        self.sent += len(self.outcomes)
+        self._begin()
+        return gradients, payload
+
+
 class BackwardResult(NamedTuple):
     """The outcome of one step of a backward."""
 
@@ -498,6 +581,7 @@ class BackwardResult(NamedTuple):
     # the caller's devices of these gradients, in a pool with devices
     caller_devices: Sequence[int] | None = None
     reached: Sequence[int] = ()  # captures that the gradients depend on, see `Gradients`
+    errors: Sequence[tuple[int, str]] = ()  # see `Gradients`
 
 
 class Runner:
@@ -512,6 +596,7 @@ class Runner:
         progress: ProgressWriter,
         task_warnings: TaskWarnings,
         worker_device: WorkerDevice,
+        early: EarlyAnswers,
     ) -> None:
         self._functions = functions
         self._graphs = graphs
@@ -519,7 +604,29 @@ class Runner:
         self._progress = progress
         self._warnings = task_warnings
         self._worker_device = worker_device
+        self._early = early
+        self._answer: ForwardAnswer | BackwardAnswer | None = None  # of the current chunk
         self.spans: list[Span] | None = None  # of the current chunk, for a timeline
+        self.done = 0  # the number of calls or backwards of the last chunk that ran
+
+    def take_early(self) -> tuple[Results | Gradients, Payload] | None:
+        """Return what the current chunk has given up to now, if that was not sent."""
+        answer = self._answer
+        return answer.take(self, more=True) if answer is not None and answer.outcomes else None
+
+    def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
+        """Return the warnings and dropped graphs since the last answer, and the kept bytes."""
+        return self._warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
+
+    @contextlib.contextmanager
+    def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
+        """Within this, finished outcomes of the answer may be sent early."""
+        outer, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = outer
+            self.done = answer.sent + len(answer.outcomes)
 
     # --- forward
 
@@ -527,54 +634,42 @@ class Runner:
         chunk, calls = message.chunk, message.calls
         found = self._functions[message.function]
         function = found if isinstance(found, Function) else None
-        payload = Payload()
-        outcomes: list[Result | Failure] = []
-        own_seconds = eager_seconds = failed_seconds = 0.0
-        started = time.perf_counter()
-        with under(message.modes), NOTHING if function is None else function.running():
+        answer = ForwardAnswer(chunk, function)
+        with (
+            self._answering(answer),
+            under(message.modes),
+            NOTHING if function is None else function.running(),
+        ):
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
                 # it takes back the calls that were not noted.
                 self._progress.begin(chunk, position)
                 if self._progress.is_skipped(chunk):
                     break
+                if answer.outcomes:
+                    self._early.note_call()
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
                 outcome = (
-                    self._call(message, call, found, incoming, payload, stage)
+                    self._call(message, call, found, incoming, answer, stage)
                     if isinstance(found, Function)
                     else found
                 )
-                outcomes.append(outcome)
+                answer.outcomes.append(outcome)
                 # raises if the device cannot go on after an error, which ends the worker
                 self._worker_device.finish()
                 if function is None:
                     self._memory.give_back_unread(call)
+                answer.ended = time.perf_counter()
                 if isinstance(outcome, Result):
-                    own_seconds += stage.own_seconds
-                    eager_seconds += stage.backward_seconds
+                    answer.own_seconds += stage.own_seconds
+                    answer.eager_seconds += stage.backward_seconds
                     continue
-                failed_seconds += time.perf_counter() - begun
+                answer.failed_seconds += answer.ended - begun
                 if message.stop_at_failure:
                     break
-        self._memory.give_back_unread(*calls[len(outcomes) :])
-        seconds = time.perf_counter() - started - failed_seconds
-        mutated = (function is not None and function.has_written) or SHARED.are_written()
-        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        reached = () if function is None else function.search.take_found()
-        warned = self._warnings.take()
-        return Results(
-            chunk,
-            outcomes,
-            seconds,
-            own_seconds,
-            eager_seconds,
-            mutated,
-            warned,
-            dropped,
-            nbytes,
-            reached,
-        ), payload
+        self._memory.give_back_unread(*calls[self.done :])
+        return answer.take(self, more=False)
 
     def _call(
         self,
@@ -582,7 +677,7 @@ class Runner:
         call: ForwardCall,
         function: Function,
         incoming: memoryview,
-        payload: Payload,
+        answer: ForwardAnswer,
         stage: Stage,
     ) -> Result | Failure:
         """Return the outcome of a call. Its memory is lent, and its graph is put into the table if
@@ -592,6 +687,8 @@ class Runner:
             eager = None if function.code.is_cut_short else message.eager
             run = self._run(message, call, function, incoming, stage, eager)
             packed = self._pack(run, call.origin, stage)
+            # Not before the run: meanwhile an earlier payload may have been sent.
+            payload = answer.payload
             refs = self._memory.lend(packed, payload)
             graph = run.graph
             gradients = None
@@ -600,7 +697,14 @@ class Runner:
                 graph = graph if eager.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             result = Result(
-                shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays
+                shape,
+                refs,
+                run.graph is not None,
+                gradients,
+                bundle,
+                run.unused,
+                run.strays,
+                run.errors,
             )
             sums = None if gradients is None else run.sums
             del run, packed
@@ -635,42 +739,47 @@ class Runner:
         given, entrances = (
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
-        run = CallRun(call, function, refs, given, entrances, worker_device, eager)
-        before = runs_whole()
+        run = CallRun(call, function, refs, given, entrances, worker_device, self._early, eager)
+        before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
-            args, kwargs = arguments(call, stage.offset, own, function.modules)
             pickled = structure_of(call, stage.offset)
-            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             item = call.item + stage.offset
-            if message.seed is not None:
-                worker_device.seed_item(message.seed, item)
-            if function.streams:
-                function.streams.begin(item)
-            started = time.perf_counter()
-            try:
-                value = function.target(*args, **kwargs)
-            except BaseException:
-                stage.given = given_in_words(args, kwargs)
-                raise
-            stage.ran(started)
-            stage.phase = "result"
-            shape, found = result_structure(value, kind)
+            with self._early:
+                args, kwargs = arguments(call, stage.offset, own, function.modules)
+                copied = (
+                    copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
+                )
+                if message.seed is not None:
+                    worker_device.seed_item(message.seed, item)
+                if function.streams:
+                    function.streams.begin(item)
+                started = time.perf_counter()
+                try:
+                    value = function.target(*args, **kwargs)
+                except BaseException:
+                    stage.given = given_in_words(args, kwargs)
+                    raise
+                stage.ran(started)
+                stage.phase = "result"
+                shape, found = result_structure(value, kind)
             needs_grad = any(map(NEEDS_GRAD, found))
             if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
+            if needs_grad:
+                run.note_errors(found)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
-                reentrant = runs_whole() != before
+                reentrant = CHECKPOINTS.count != before
                 found = run.take_eagerly(stage.offset, found, reentrant, hooks, stage)
-                before = runs_whole()
+                before = CHECKPOINTS.count
             run.tensors += found
         if eager is None and (
-            outputs := run.connect(run.tensors, reentrant := runs_whole() != before)
+            outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
         ):
             run.enter(outputs, reentrant)
         begin_item(-1)
@@ -721,14 +830,14 @@ class Runner:
 
     def backward(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
-        payload = Payload()
-        outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
-        reached: list[tuple[int, Sequence[int]]] = []
+        answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with under(message.modes):
+        with self._answering(answer), under(message.modes):
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
+                if answer.outcomes:
+                    self._early.note_call()
                 stage.position = position
                 steps = deque([*call.before, call])
                 try:
@@ -739,21 +848,24 @@ class Runner:
                         if found is None:
                             break
                     if found is not None and found.reached:
-                        reached.append((position, found.reached))
-                    outcomes.append(
+                        answer.reached.append((len(answer.outcomes), found.reached))
+                    if found is not None and found.errors:
+                        answer.errors.append((len(answer.outcomes), found.errors))
+                    answer.outcomes.append(
                         MissingGraph()
                         if found is None
-                        else self._memory.lend_all(found.gradients, found.caller_devices, payload)
+                        else self._memory.lend_all(
+                            found.gradients, found.caller_devices, answer.payload
+                        )
                     )
                 except BaseException as error:
-                    outcomes.append(failure(error, "backward"))
+                    answer.outcomes.append(failure(error, "backward"))
                 self._worker_device.finish()
                 self._memory.give_back_unread(*steps)
                 self._graphs.trim()
-        for call in calls[len(outcomes) :]:
+        for call in calls[self.done :]:
             self._memory.give_back_unread(*call.before, call)
-        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
+        return answer.take(self, more=False)
 
     def _step(
         self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
@@ -818,7 +930,7 @@ class Runner:
         grads = added_up(given, call.parts)
         started = time.perf_counter()
         try:
-            with graph.function.running():
+            with graph.function.running(), self._early:
                 gradients = graph.run_backward(
                     grads, call.wanted, call.captures, call.keep, create, call.levels
                 )
@@ -828,10 +940,12 @@ class Runner:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             graph.function.sums.of(call.graph_task, call.levels, len(of_captures)).add(of_captures)
         reached: Sequence[int] = ()
+        errors: Sequence[tuple[int, str]] = ()
         if call.graph is not None:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
             if connected:
                 reached = graph.function.search.behind(connected, graph.reentrant)
+                errors = list(errors_behind(connected).items())
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
@@ -840,7 +954,10 @@ class Runner:
         elif not call.keep:
             self._graphs.note_emptied(call.call)
         return BackwardResult(
-            gradients, graph.caller_devices(call.wanted, call.captures and call.apart), reached
+            gradients,
+            graph.caller_devices(call.wanted, call.captures and call.apart),
+            reached,
+            errors,
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[CollectedSums, Payload]:

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -38,7 +38,7 @@ from mpgrad.autograd.remote_graph import (
     RemoteGraph,
     forget_at_end_of_backward,
 )
-from mpgrad.errors import LostGradientError
+from mpgrad.errors import LostGradientError, add_note
 from mpgrad.torch_state.private import (
     Level,
     apply,
@@ -49,6 +49,7 @@ from mpgrad.torch_state.private import (
     levels_of,
     node_type,
     outside_transforms,
+    run_as_is,
     set_priority,
     transforms_are_active,
     will_run,
@@ -84,7 +85,8 @@ class Call(torch.autograd.Function):
         """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads
         to.
 
-        `root` is given where some depend on leaves of the worker's own: see `check_strays`.
+        `root` is given where some depend on nodes of the worker's own that a backward may not run:
+        see `check_wanted_of_worker`.
         """
         ctx.set_materialize_grads(False)
         ctx.graph = graph
@@ -104,6 +106,7 @@ class Call(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Placeholders for the gradients of the inputs, which are under way when this returns."""
         gates, capture_node = edges_of(ctx)
@@ -118,7 +121,7 @@ class Call(torch.autograd.Function):
         graph_task = current_graph_task()
         promises = ctx.graph.take_promises(graph_task)
         if ctx.has_root:
-            check_strays(ctx.graph, grads, promises)
+            check_wanted_of_worker(ctx.graph, grads, promises)
         if not (wanted or captures):
             try:
                 for _, promise in promises:
@@ -155,27 +158,49 @@ class Call(torch.autograd.Function):
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders
 
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> NoReturn:
+        """Refuse PyTorch's compiled autograd, which asks for this before it traces a backward.
 
-def check_strays(
+        It would trace the sending and the waiting, in another order than the engine's.
+        """
+        raise RuntimeError(
+            "PyTorch's compiled autograd cannot run the backward of a pool's results; turn it off "
+            "around this backward, with torch._dynamo.compiled_autograd._disable(), or with "
+            "torch._dynamo.config.compiled_autograd = False before anything is compiled"
+        )
+
+
+def check_wanted_of_worker(
     graph: RemoteGraph,
     grads: Sequence[torch.Tensor | None],
     promises: Sequence[tuple[int, Promise]],
 ) -> None:
     """Where nobody has said which gradients are wanted, those of leaves that only the worker has
-    are too.
+    are too, and so is what leads to nodes that only raise.
 
     Raises:
-        LostGradientError: names one of them.
+        LostGradientError: names one of these leaves.
+        RuntimeError: has the words of such a node, as PyTorch raises it.
     """
+    if not leaf_will_run(ROOT_EDGE.node):
+        return
     given = {output for output, _ in promises} | {
         output for output, grad in enumerate(grads) if grad is not None
     }
-    reached = [words for output, words in (graph.strays or {}).items() if output in given]
-    if reached and leaf_will_run(ROOT_EDGE.node):
+    raised = [words for output, words in graph.errors.items() if output in given]
+    reached = [words for output, words in graph.strays.items() if output in given]
+    if raised or reached:
         name = graph.owner.names.words(graph.given(grads))
-        error = LostGradientError(
-            f"a gradient of {name} would be lost: its result depends on {reached[0]}"
+        error = (
+            RuntimeError(raised[0])
+            if raised
+            else LostGradientError(
+                f"a gradient of {name} would be lost: its result depends on {reached[0]}"
+            )
         )
+        if raised:
+            add_note(error, f"raised for {name}, phase: backward")
         hide_own_frames(error)
         raise error
 
@@ -183,7 +208,7 @@ def check_strays(
 def strays_behind(output: torch.Tensor) -> list[str]:
     """Leaves that only a worker has, and that what it sent depends on, in words."""
     graph = getattr(output.grad_fn, "graph", None)
-    return [] if graph is None else list((graph.strays or {}).values())
+    return [] if graph is None else list(graph.strays.values())
 
 
 def are_all_given(
@@ -395,7 +420,7 @@ def attach(
         node.graph, node.number = graph, number
         waits = node.source is None or not node.source.hidden
         set_priority(node, (WAIT if waits else SEND) + graph.number)
-    root = None if graph.strays is None else ROOT
+    root = ROOT if graph.strays or graph.errors else None
     if root is None and token is None and not any(tensor.requires_grad for tensor in gated):
         token = ROOT
     if torch.is_grad_enabled():

@@ -20,6 +20,7 @@ from mpgrad.torch_state.private import (
     current_graph_task,
     node_type,
     plus,
+    run_as_is,
     set_priority,
     wait_for_devices,
     when_backward_ends,
@@ -71,6 +72,7 @@ class Gate(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
         """The worker's gradient, for which it waits; None where that goes on as a promise."""
         graph, number, graph_task = ctx.graph, ctx.number, current_graph_task()
@@ -110,6 +112,7 @@ class LeafGate(torch.autograd.Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
         graph, graph_task = ctx.graph, current_graph_task()
         try:
@@ -182,6 +185,7 @@ class CaptureGate(torch.autograd.Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """For each capture its gradient, over all calls of the backward; waits for the workers."""
         owner, graph_task = ctx.owner, current_graph_task()
@@ -212,6 +216,7 @@ class SingleOutput(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -171,6 +171,9 @@ class CaptureReach:
         return capture
 
 
+NONE: Mapping[int, str] = {}
+
+
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released
     with the last of them."""
@@ -180,6 +183,7 @@ class RemoteGraph:
         "_backwards",
         "call",
         "eager",
+        "errors",
         "family",
         "gates_behind",
         "has_further",
@@ -214,8 +218,10 @@ class RemoteGraph:
         self.index = index  # of its item, or of those of a bundle
         self.members: BundleItems | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
-        # by output: a leaf of the worker's own that it depends on, in words
-        self.strays: dict[int, str] | None = None
+        # by output: a leaf of the worker's own that it depends on, in words; and what a backward
+        # of all there is behind it raises, in words
+        self.strays: Mapping[int, str] = NONE
+        self.errors: Mapping[int, str] = NONE
         # read in place by the worker, with their versions then
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         # There is one of these for every call that is kept, so containers come when something is to
@@ -346,6 +352,7 @@ class Backward(PendingOutcome):
         "derived",
         "derived_number",
         "environment",
+        "errors",
         "further",
         "grads",
         "graph_task",
@@ -358,6 +365,7 @@ class Backward(PendingOutcome):
         "number",
         "parts",
         "reached",
+        "timeouts",
         "waits",
         "wanted",
         "was_eager",
@@ -421,6 +429,7 @@ class Backward(PendingOutcome):
         # it was sent before, and may have freed its graph; that is no mistake of the caller's
         self.again = False
         self.deaths = 0  # of workers that ran it
+        self.timeouts = 0  # how often it took too long
         self.idle_deaths = 0  # of workers that had it next
         # what came
         # of the graph of the gradients, where there is to be one
@@ -428,6 +437,7 @@ class Backward(PendingOutcome):
         self.derived: RemoteGraph | None = None  # that graph
         # captures that it depends on, of those with more behind them
         self.reached: Sequence[int] = ()
+        self.errors: Sequence[tuple[int, str]] = ()  # of that graph, by output
         self._left = len(wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: Sequence[torch.Tensor | None] = ()
@@ -541,6 +551,7 @@ class Backward(PendingOutcome):
             if derived is not None and self.further is not None:
                 places = arrived.connected()
                 outputs = [each for place in places if (each := found[place]) is not None]
+                derived.errors = dict(self.errors)
                 attached = self.further(derived, outputs, self.reached)
                 for place, output in zip(places, attached, strict=True):
                     found[place] = output

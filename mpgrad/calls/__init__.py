@@ -6,5 +6,6 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
     operations   one map, submit or reduce, from packed calls to results; dependencies to results;
                  what came of a call: a result, or an exception
     backwards    where autograd nodes send backwards; captures' sums; predicted gradients
+    futures      a future whose state no lock guards
     results      what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
 """

@@ -301,12 +301,8 @@ class Operation:
             if call.bundle:
                 items = owners(outcome.result.bundle)
                 graph.members = BundleItems([items[number] for number in inner], call.leaf_items)
-            if strays := dict(outcome.result.strays):
-                graph.strays = {
-                    output: strays[number]
-                    for output, number in enumerate(inner)
-                    if number in strays
-                }
+            graph.strays = by_output(outcome.result.strays, inner)
+            graph.errors = by_output(outcome.result.errors, inner)
             token = None if self.captures is None else self.captures.token()
             outputs = attach(
                 graph, [tensors[number] for number in inner], token, gated, call.leaves
@@ -408,6 +404,13 @@ def under_others(grad: bool, inference: bool) -> Iterator[None]:
     """Modes that this thread is not in."""
     with outside_transforms(), torch.inference_mode(inference), torch.set_grad_enabled(grad):
         yield
+
+
+def by_output(found: Sequence[tuple[int, str]], inner: Sequence[int]) -> dict[int, str]:
+    """What was found of tensors of a result, by output of its node: `inner` are the tensors that
+    are outputs."""
+    words = dict(found)
+    return {output: words[number] for output, number in enumerate(inner) if number in words}
 
 
 def let_go(outcome: Outcome) -> None:

@@ -197,6 +197,7 @@ class PackedCall:
         "packed",
         "route",
         "structure",
+        "timeouts",
         "ungated",
     )
 
@@ -229,6 +230,7 @@ class PackedCall:
         self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
         self.origin = 0  # the device it comes from
         self.deaths = 0  # of workers that ran this call
+        self.timeouts = 0  # how often it took too long
         self.idle_deaths = 0  # of workers that had it next
 
     def forget_tensors(self) -> None:

@@ -2,16 +2,14 @@
 differentiable future. Caller only.
 
 All of them make tensors and autograd nodes in the thread that asks, never in the scheduling thread.
-The scheduling thread only sets the state of a future, so that no third thread is needed. The locks
-that it takes for this belong to `concurrent.futures`, which holds them for an instant and runs no
-user code meanwhile. Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of `imap`
-gives results one by one, and takes items from its source only as they are needed.
+The scheduling thread only sets the state of a future, for which it takes no lock (see
+`mpgrad.calls.futures`). Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of
+`imap` gives results one by one, and takes items from its source only as they are needed.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import logging
 import math
@@ -23,9 +21,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpgrad.callbacks import later, report
+from mpgrad.calls.futures import UnlockedFuture
 from mpgrad.calls.operations import (
     Dependency,
     FailedResult,
@@ -36,6 +35,7 @@ from mpgrad.calls.operations import (
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import DeferredValue
+from mpgrad.progress import Reporter, attended
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
@@ -107,9 +107,8 @@ class AsyncResult(Listener, Generic[R]):
         fetch: Callable[[Operation], R],
         callback: Callable[[R], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        report: Callable[[Operation], Callable[[], object]],
+        report: Callable[[Operation], Reporter | None],
     ) -> None:
-        """`report`: returns what is called by who has waited until all is done."""
         self._scheduler = scheduler
         self._number = next(scheduler.uncollected.numbers)
         self._fetch = fetch
@@ -121,7 +120,7 @@ class AsyncResult(Listener, Generic[R]):
         self._is_collected = False  # somebody has asked for the result, or whether there is one
         self._tells = callback is not None or error_callback is not None
         self._operation = begin(self)
-        self._on_awaited = report(self._operation)
+        self._reporter = report(self._operation)
 
     @not_compiled
     def get(self, timeout: float | None = None) -> R:
@@ -133,6 +132,10 @@ class AsyncResult(Listener, Generic[R]):
         """
         if not self._wait(timeout):
             raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        return self._take()
+
+    def _take(self) -> R:
+        """The result, which has come."""
         self._collect()
         with self._lock:
             if not self._fetched:
@@ -150,12 +153,13 @@ class AsyncResult(Listener, Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         timeout = seconds_or_none("timeout", timeout)
         try:
-            is_ready = self._scheduler.wait_until(self.ready, timeout)
+            with attended(self._scheduler.callbacks, self._reporter):
+                is_ready = self._scheduler.wait_until(self.ready, timeout)
+                if is_ready and self._reporter is not None:
+                    self._reporter.end()
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
-        if is_ready:
-            self._on_awaited()
         return is_ready
 
     def ready(self) -> bool:
@@ -178,7 +182,7 @@ class AsyncResult(Listener, Generic[R]):
         failed = self._operation.first_failure()
         if failed is None:
             if self._callback is not None:
-                later(call_back, self._callback, self.get)
+                later(call_back, self._callback, self._take)
         elif self._error_callback is not None:
             later(call_back, self._error_callback, failed.error)
         else:
@@ -208,7 +212,7 @@ class TaskException(Exception):
     gives what it really was."""
 
 
-class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener):
+class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks
     for it.
 
@@ -231,7 +235,6 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
         super().__init__()
         self._scheduler = scheduler
         self._number = next(scheduler.uncollected.numbers)
-        self._told = False  # that it was cancelled
         self._failed: FailedResult | None = None
         self._operation = begin(self)
 
@@ -317,7 +320,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            return self._scheduler.wait_until(self.done, timeout)
+            with attended(self._scheduler.callbacks):
+                return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
@@ -361,21 +365,13 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
             1
         """
         self._tells = True
-        super().add_done_callback(functools.partial(later, fn))
+        super().add_done_callback(fn)
 
     def _dependency(self) -> Dependency | None:
         return self._operation.dependency()
 
     def _taken(self) -> Any:
         return self._operation.take()
-
-    def _starts(self) -> bool:
-        """That it was cancelled is told once. A call that a dying worker had not begun starts again
-        elsewhere."""
-        if self.running() or self._told:
-            return not self._told
-        self._told = not self.set_running_or_notify_cancel()
-        return not self._told
 
     def _on_finished(self) -> None:
         """Has callbacks run; makes no value."""
@@ -385,12 +381,12 @@ class DifferentiableFuture(concurrent.futures.Future[R], DeferredValue, Listener
         try:
             self._failed = failed = outcome if isinstance(outcome, FailedResult) else None
             if failed is None or failed.is_cancelled:
-                self.set_result(cast(R, None))  # the value is made by who asks for it
+                self._end(None)  # the value is made by who asks for it
             else:
                 self._scheduler.uncollected.note(self._number, failed)
-                self.set_exception(TaskException())  # and so is the exception
+                self._end(TaskException())  # and so is the exception
         except BaseException:
-            # a callback of the caller, of which concurrent.futures itself takes only an Exception
+            # a callback of the caller; an Exception of it is taken before
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
@@ -422,7 +418,7 @@ class ResultIterator(Listener, Generic[R]):
         pack: Callable[[Operation], Iterator[Callable[[], PackedCall]]],
         window: float,
         ordered: bool,
-        report: Callable[[Operation], Callable[[], object]],
+        report: Callable[[Operation], Reporter | None],
         step: int = 1,
     ) -> None:
         """`step`: how many items are taken at a time, once the window is full."""
@@ -436,7 +432,7 @@ class ResultIterator(Listener, Generic[R]):
         self._turn = threading.RLock()  # the source of the items is the caller's code
         self._operation = begin(self)
         self._calls = pack(self._operation)  # each packs one call
-        self._on_awaited = report(self._operation)
+        self._reporter = report(self._operation)
         weakref.finalize(self, dropped, scheduler, self._operation, window).atexit = False
         self._fill()
 
@@ -455,7 +451,8 @@ class ResultIterator(Listener, Generic[R]):
                 can still be asked for.
         """
         timeout = seconds_or_none("timeout", timeout)
-        with self._turn:  # several threads may share the iterator
+        # several threads may share the iterator
+        with self._turn, attended(self._scheduler.callbacks, self._reporter):
             if self._next == self._operation.added:
                 self._end()
             try:
@@ -496,7 +493,8 @@ class ResultIterator(Listener, Generic[R]):
         return self._next in self._operation.outcomes if self._ordered else bool(self._arrived)
 
     def _end(self) -> None:
-        self._on_awaited()
+        if self._reporter is not None:
+            self._reporter.end()
         error, self._source_error = self._source_error, None
         raise StopIteration if error is None else error
 

@@ -615,14 +615,15 @@ class AgentWorker(Pipe):
         at, position, started = ProgressRecord.BETWEEN, -1, 0.0
         if found := self.where():
             at, position = found[ProgressRecord.CHUNK], found[ProgressRecord.POSITION]
-            started = found[ProgressRecord.STARTED] / 1e9
+            is_loading = found[ProgressRecord.STARTED] == ProgressRecord.LOADING
+            started = time.monotonic() if is_loading else found[ProgressRecord.STARTED] / 1e9
         for chunk in [chunk for chunk in self.limits if chunk < at]:
             del self.limits[chunk]
         chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
         return (
             (chunk, position, started + seconds)
             if chunk == at
-            else (chunk, -1, self.heard_at + seconds)
+            else (chunk, -1, max(self.heard_at, started) + seconds)
         )
 
     def take_crash_traceback(self) -> str:

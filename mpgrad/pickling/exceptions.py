@@ -387,6 +387,19 @@ REMEDIES = {
     ): "return what "
     "was to be put into it, and pass what was to be taken out; or use a queue of a "
     "multiprocessing.Manager()",
+    ("torch.nn.parallel.distributed.DistributedDataParallel",): "carry the module that it was made "
+    "of (its .module), and leave the wrapper in the caller",
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+        "torch.distributed.fsdp.FSDPModule",
+    ): "carry a module that is not sharded, with its full state dict "
+    "(torch.distributed.checkpoint.state_dict)",
+    (
+        "torch.distributed.distributed_c10d.ProcessGroup",
+        "torch.distributed.distributed_c10d.Store",
+        "torch.distributed.distributed_c10d.Work",
+    ): "workers are no ranks of its group: communicate in the caller, or call "
+    "torch.distributed.init_process_group in the worker, with Pool(initializer=...)",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("torch.jit.Future",): "pass what it gives (wait())",

@@ -845,6 +845,11 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
 
     It returns None for any other module.
     """
+    if is_of_a_rank(value):
+        raise TypeError(
+            f"a module that belongs to a process group ({type(value).__qualname__}), of which "
+            "workers are no ranks"
+        )
     if isinstance(value, torch.jit.ScriptModule):
         tensors = {
             **dict(value.named_parameters(remove_duplicate=False)),
@@ -882,6 +887,16 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         return reduced
     own: Any = reduced or value.__reduce_ex__(5)
     return with_compiled_call(own, compiled)
+
+
+def is_of_a_rank(value: Module) -> bool:
+    """Whether the module exchanges gradients or parameters with the ranks of a process group."""
+    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+        return True
+    sharding = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
+    return sharding is not None and isinstance(
+        value, (sharding.FullyShardedDataParallel, sharding.FSDPModule)
+    )
 
 
 UNEXPORTED = (

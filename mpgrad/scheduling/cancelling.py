@@ -4,9 +4,10 @@
     cancel with grace    as cancel, and a worker that runs such a call gets a grace period for it
     kill                 as cancel, and a worker that runs such a call is killed at once
 
-A call that takes longer than its `timeout` is *overdue*. Its worker is asked to write its stack and
-end, and is killed `TRACEBACK_PATIENCE` seconds later. The other calls of a killed worker go to
-other workers (see `supervisor`).
+A call that takes longer than its `timeout` is *overdue*. So is one that its worker does not begin
+in this time, unless the worker loads a function. The worker is asked to write its stack and end,
+and is killed `TRACEBACK_PATIENCE` seconds later. The other calls of a killed worker go to other
+workers (see `supervisor`).
 Assumes: called by the scheduling thread.
 """
 
@@ -67,8 +68,6 @@ class Canceller:
     # --- operations and backwards
 
     def cancel(self, operation: Operation) -> None:
-        # A future that was cancelled tells the threads that wait for it.
-        operation.starts()
         operation.cancel()
         for worker in self._workers.values():
             worker.under_way.cancel(operation)
@@ -248,4 +247,4 @@ def overdue_at(worker: WorkerHandle) -> float:
         return math.inf
     if worker.link.keeps_time:
         return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
-    return worker.under_way.begun()[1] + chunk.timeout
+    return worker.under_way.limited_since + chunk.timeout

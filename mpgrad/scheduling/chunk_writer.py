@@ -29,6 +29,7 @@ one by one before the first answer.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections import deque
@@ -83,7 +84,8 @@ __all__ = [
 ]
 
 
-class Chunk(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Chunk:
     """The work in one message that a worker has been sent and has not answered: calls of an
     operation, backwards, or a request for a sum."""
 
@@ -94,6 +96,13 @@ class Chunk(NamedTuple):
     request: SumRequest | None
     # seconds for each call
     timeout: float | None
+    # how many calls or backwards of the message were answered early; they are not here any more
+    answered: int = 0
+
+    def note_answered(self, count: int) -> None:
+        """Let go of the first calls or backwards, because they are answered."""
+        self.answered += count
+        del self.calls[:count], self.backwards[:count]
 
     def fail_backwards(self, make: Callable[[], BaseException]) -> None:
         """Settle the chunk's backwards and its request with the exception that `make` gives."""

@@ -24,12 +24,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.callbacks import OF_THREAD, report
+from mpgrad.callbacks import LOOK_EVERY, OF_THREAD, report
 from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.worker_handle import Settings
+from mpgrad.torch_state.private import current_graph_task
 
 __all__ = [
     "Dispatcher",
@@ -117,10 +118,22 @@ class Dispatcher(Scheduler):
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         self.life.check_process()
-        is_satisfied = satisfied() or self._wait(satisfied, timeout)
+        is_satisfied = satisfied() or self._wait_and_tick(satisfied, timeout)
         if is_satisfied and self.callbacks.done != self.callbacks.added:
             self.callbacks.catch_up()
         return is_satisfied
+
+    def _wait_and_tick(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait, and show the progress that this thread attends."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while any(item.is_here for item in self.callbacks.watched):
+            left = end - time.monotonic()
+            if self._wait(satisfied, min(left, LOOK_EVERY)):
+                return True
+            if left <= LOOK_EVERY:
+                return False
+            self.callbacks.tick()
+        return self._wait(satisfied, None if end == math.inf else end - time.monotonic())
 
     def _wait(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
         if OF_THREAD.callbacks is self.callbacks:
@@ -269,10 +282,21 @@ class InlineScheduler(Scheduler):
         self.wake()
 
     def wake(self) -> None:
+        while self._work_on():
+            # Functions that show progress run between calls, without the lock.
+            if self.callbacks.watched:
+                self._tick()
+
+    def _tick(self) -> None:
+        if current_graph_task() == -1:
+            self.callbacks.tick(everything=True)
+
+    def _work_on(self) -> bool:
+        """Do a step. Return whether there may be more to do."""
         with self._turn:
             try:
-                while not self.life.has_ended and self._step():
-                    pass
+                if not self.life.has_ended and self._step():
+                    return True
             except BaseException as error:
                 interrupted = (
                     "an inline pool was interrupted in the middle of its own work "
@@ -287,6 +311,7 @@ class InlineScheduler(Scheduler):
                 raise
             if self.life.is_stopping and not self.life.has_ended:
                 self.end()
+        return False
 
     def _step(self) -> bool:
         """Work, have the worker work, and take its answers.

@@ -128,39 +128,46 @@ class CallQueue:
                 place += 1
         return None
 
-    def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
-        """Take back calls that have not begun, if some workers have run dry; return these workers.
+    def take_back(self, workers: Collection[WorkerHandle]) -> bool:
+        """Take back calls that have not begun, and return whether any were.
 
-        Costs are not known beforehand. So calls are taken from the worker that has most, if they
-        are worth a message. They are also taken from each worker that runs a call for longer than
-        such calls take, because nobody knows when that call ends. See `look_at`.
+        Costs are not known beforehand. So calls are taken back from each worker that runs a call
+        for longer than such calls take, because nobody knows when that call ends. If some workers
+        have run dry, calls are also taken from the worker that has most, if they are worth a
+        message. See `look_at`.
         """
-        self.look_at = math.inf
-        dry, others = list[WorkerHandle](), list[WorkerHandle]()
-        for worker in workers:
-            if worker.under_way.chunks:
-                others.append(worker)
-            elif worker.ready and not worker.retiring:
-                dry.append(worker)
-        if not (dry and others) or self.has_calls:
-            return []
-        others = [worker for worker in others if worker.under_way.has_for_others]
-        if not others:
-            return []
-        loads = {worker: self._unbegun_seconds(worker) for worker in others}
-        richest = max(loads, key=loads.__getitem__)
         now = time.monotonic()
+        takers = [worker for worker in workers if worker.ready and not worker.retiring]
+        is_dry = not (self.has_calls or all(worker.under_way.chunks for worker in takers))
+        if not is_dry and now < self.look_at:
+            return False
+        self.look_at = math.inf
+        others = [
+            worker
+            for worker in workers
+            if worker.under_way.has_for_others and takers not in ([], [worker])
+        ]
+        richest, most = None, self._chunk_seconds.shortest
+        for worker in others if is_dry else ():
+            if (load := self._unbegun_seconds(worker)) >= most:
+                richest, most = worker, load
+        has_taken = False
         for worker in others:
-            moment = self._late_at(worker)
-            if moment <= now or (
-                worker is richest and loads[richest] >= self._chunk_seconds.shortest
-            ):
+            # Without an idle worker nobody waits for these calls yet, and a message is not free.
+            moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
+            if moment <= now or worker is richest:
                 for operation, calls in worker.under_way.take_back():
                     self.put_back(operation, calls)
+                    has_taken = True
                 moment = max(moment, now + SEEN)
             if worker.under_way.has_for_others:
                 self.look_at = min(self.look_at, moment)
-        return dry
+        return has_taken
+
+    def note_given(self, worker: WorkerHandle) -> None:
+        """Note that the worker was given a chunk, of which calls may have to be taken back."""
+        if worker.under_way.has_for_others:
+            self.look_at = min(self.look_at, time.monotonic() + LONG_CALL)
 
     def _late_at(self, worker: WorkerHandle) -> float:
         """Return when the worker will have run a call for longer than such calls take.
@@ -321,24 +328,24 @@ class Deliveries:
         A second chunk has to wait for the first, perhaps for long, while another worker starts or
         becomes idle. So a second chunk is given only if it is known to be short.
         """
-        queue = self._queue
-        for depth in range(CHUNKS_UNDER_WAY):
-            for worker in self.workers.values():
-                if (
-                    (queue.operations or worker.backlog)
-                    and worker.ready
-                    and len(worker.under_way.chunks) <= depth
-                ):
-                    self.give(worker)
-        dry = queue.take_back(self.workers.values())
-        for _ in range(CHUNKS_UNDER_WAY):
-            for worker in dry:
-                self.give(worker)
+        self._give_all()
+        if self._queue.take_back(self.workers.values()):
+            self._give_all()
         return [
             each
             for each in self.workers.values()
             if each.retiring and each.ready and not each.backlog
         ]
+
+    def _give_all(self) -> None:
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in self.workers.values():
+                if (
+                    (self._queue.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
+                    self.give(worker)
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
@@ -355,6 +362,7 @@ class Deliveries:
         if share is not None:
             number = next(self._chunk_numbers)
             self._transmit_chunk(worker, number, *worker.forward(number, *share))
+            self._queue.note_given(worker)
 
     def _transmit_chunk(
         self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload

@@ -140,7 +140,10 @@ class Receiver:
         worker.link.kill()
         self._supervisor.lose(worker)
 
-    def _take(self, worker: WorkerHandle, number: int) -> Chunk:
+    def _take(self, worker: WorkerHandle, number: int, more: bool = False) -> Chunk:
+        """Take the chunk that a message answers. If more of it follows, the chunk stays."""
+        if more:
+            return worker.under_way.chunks[number]
         chunk = worker.take(number)
         self._taken = number, chunk
         return chunk
@@ -152,7 +155,7 @@ class Receiver:
                 case Results():
                     self._results(worker, message, frame.payload)
                 case Gradients():
-                    chunk = self._take(worker, message.chunk)
+                    chunk = self._take(worker, message.chunk, message.more)
                     self.backwards_done += sum(
                         not isinstance(each, MissingGraph) for each in message.outcomes
                     )
@@ -217,6 +220,8 @@ class Receiver:
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
         worker.ready = True
+        # Calls may wait behind long ones of other workers.
+        self._queue.look_at = 0.0
         self._supervisor.note_ready()
         trace = self._tracer.trace
         # If the workers do not know of the timeline yet, this one is told with the others.
@@ -237,7 +242,7 @@ class Receiver:
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
         """Measure and deliver the results, and put skipped calls back into the queue."""
-        chunk = self._take(worker, message.chunk)
+        chunk = self._take(worker, message.chunk, message.more)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
@@ -258,11 +263,12 @@ class Receiver:
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload)
         self._reading = False
+        chunk.note_answered(done)
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
-        if left := chunk.calls[done:]:
+        if chunk.calls and not message.more:
             # These calls were skipped, so they have not begun.
-            self._queue.put_back(operation, [call for _, call in left])
+            self._queue.put_back(operation, [call for _, call in chunk.calls])
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -360,9 +366,12 @@ class Answers:
         self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.backwards[position].reached = reached
-        # These backwards were cancelled before they began.
-        for backward in chunk.backwards[len(message.outcomes) :]:
-            worker.graphs.note_rest(backward)
+        for position, errors in message.errors:
+            chunk.backwards[position].errors = errors
+        if not message.more:
+            # These backwards were cancelled before they began.
+            for backward in chunk.backwards[len(message.outcomes) :]:
+                worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, MissingGraph):
                 worker.graphs.note_lost(backward.call)
@@ -379,6 +388,7 @@ class Answers:
             else:
                 worker.graphs.note_no_rest(backward)
                 self._gradients_of(backward, worker, found, payload)
+        chunk.note_answered(len(message.outcomes))
 
     def _gradients_of(
         self,

@@ -8,9 +8,10 @@ next backward rebuilds the graph right before it.
     backward under way, or waiting ──► another worker, where the graph is missing:
         [Recompute, [RecomputeBackward ...,]] BackwardCall
     a sum of captures' gradients ──► an error for its graph owner, which asks for each part
-Guarantees: an item fails only if more than `retries` workers died while they ran it, or if more
-    than `retries` and more than `IDLE_DEATHS` workers died when it was next. Without retries the
-    items before it in the chunk fail, too, as do all items that a lost node agent had.
+Guarantees: an item fails only if more than `retries` workers died while they ran it, if it took too
+    long more than `timeout_retries` times, or if more than `retries` and more than `IDLE_DEATHS`
+    workers died when it was next. Without retries the items before it in the chunk fail, too, as do
+    all items that a lost node agent had.
 Assumes: called by the scheduling thread.
 """
 
@@ -29,7 +30,7 @@ from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
@@ -41,6 +42,7 @@ GRAPH_LOST = (
     "0)"
 )
 OVERRAN = "the pool ended it, because another call ran past its timeout ({} s)"
+NOT_BEGUN = "the pool ended it, because it did not begin the call within the timeout ({} s)"
 SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = (
     "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or "
@@ -58,14 +60,15 @@ class Recovery:
         self,
         workers: Mapping[int, WorkerHandle],
         function_cache: FunctionCache,
-        retries: int,
+        settings: Settings,
         life: Lifecycle,
         readmit: Callable[[Operation], None],
     ) -> None:
         """Take `readmit`, which is called if an operation has calls for workers again."""
         self._workers = workers
         self._function_cache = function_cache
-        self._retries = retries
+        self._retries = settings.retries
+        self._timeout_retries = settings.timeout_retries
         self._life = life
         self._readmit = readmit
         self._kills_for_memory = kills_for_memory()
@@ -82,8 +85,8 @@ class Recovery:
     ) -> bool:
         """Blame the call that was running, or else was next, because it may have killed the worker.
 
-        After more than `retries` deaths the call fails. Return False if the call had been taken
-        back: the worker had only looked whether it should begin.
+        After more than `retries` deaths or `timeout_retries` time-outs the call fails. Return False
+        if the call had been taken back: the worker had only looked whether it should begin.
 
         `position` is the call's place in the first chunk. If the running call is a bundle, `offset`
         is the item's place in it. If the node agent was lost, both are as old as its last report.
@@ -98,12 +101,19 @@ class Recovery:
         if place >= len(parts):
             return False
         accused = parts[place]
-        # If the call had not begun, the worker was loading its function, which took too long.
-        if position >= 0 or worker.overdue is not None:
-            accused.deaths += 1
-        else:
+        is_overdue = position >= 0 and worker.overdue is not None
+        if position < 0:
             accused.idle_deaths += 1
-        is_known = position >= 0 or worker.link.lost
+            fails = accused.idle_deaths > max(self._retries, IDLE_DEATHS)
+        elif is_overdue:
+            accused.timeouts += 1
+            is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
+            fails = accused.timeouts > self._timeout_retries or is_lost
+        else:
+            accused.deaths += 1
+            fails = accused.deaths > self._retries
+        # A worker that loads a function has no time limit.
+        is_known = position >= 0 or worker.link.lost or worker.overdue is not None
         phase = (
             "backward"
             if chunk.operation is None
@@ -113,15 +123,15 @@ class Recovery:
         )
 
         def error(_: Part = accused) -> BaseException:
-            return self._death(worker, code, item_of(accused, position, offset), phase, accused)
+            item = item_of(accused, position, offset)
+            return self._death(worker, code, item, phase, accused, is_overdue)
 
+        # Without retries what had run in the chunk may not run again.
+        first = 0 if self._retries == 0 and position >= 0 else place
         # The caller asked for a timeout, so it is no warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
-        if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
-            fail(
-                chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error
-            )
+        fail(chunk, slice(first, place + fails), error)
         return True
 
     def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
@@ -150,24 +160,31 @@ class Recovery:
         index: int | range | None,
         phase: str,
         accused: Part,
+        is_overdue: bool = False,
     ) -> BaseException:
         """Make the error of a call that fails. It says how the worker died and how often the call
-        was tried."""
+        was tried. `is_overdue`: the call took too long."""
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
-        tried, idle = accused.deaths, accused.idle_deaths
-        details = [
-            f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: "
-            f"{self._retries})"
-        ] * (tried > 0)
+        tried, idle = accused.deaths + accused.timeouts, accused.idle_deaths
+        limit = (
+            f"timeout_retries: {self._timeout_retries}"
+            if is_overdue
+            else f"retries: {self._retries}"
+        )
+        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} ({limit})"] * (
+            tried > 0
+        )
         if idle:
             details.append(
                 f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next"
             )
-        if worker.overdue is not None:
+        if is_overdue and worker.overdue is not None:
             return CallTimeoutError(
-                item, phase, worker.overdue, "; ".join(details), worker.stack, call
+                item, phase, worker.overdue, "; ".join(details), worker.stack, call, worker.number
             )
+        if worker.overdue is not None:
+            details.append(NOT_BEGUN.format(worker.overdue))
         if worker.unreadable:
             return SharedMemoryError(f"{worker.unreadable} ({call}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:

@@ -342,7 +342,7 @@ class WorkerSupervisor:
         if worker.link.lost:
             # The worker has not ended because of its overdue call.
             worker.overdue = None
-        elif worker.termination is not None and worker.termination.begun != begun:
+        elif worker.termination is not None and worker.termination.begun[1] != begun[1]:
             # The overdue call ended in that moment.
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())

@@ -392,24 +392,40 @@ class SentChunks:
     def begun(self) -> tuple[int, float]:
         """Return the position of the running call in the first chunk, and since when it runs.
 
-        The position is -1 if no call runs.
+        The position is -1 if no call runs. It counts calls that are not answered.
         """
-        chunk = next(iter(self.chunks), None)
+        number, chunk = next(iter(self.chunks.items()), (None, None))
         progress_record = self.progress_record
-        if progress_record is None or progress_record[ProgressRecord.CHUNK] != chunk:
+        if (
+            chunk is None
+            or progress_record is None
+            or progress_record[ProgressRecord.CHUNK] != number
+        ):
             return -1, self.since
         in_order()
-        return progress_record[ProgressRecord.POSITION], max(
+        return progress_record[ProgressRecord.POSITION] - chunk.answered, max(
             self.since, progress_record[ProgressRecord.STARTED] / 1e9
         )
 
+    @property
+    def limited_since(self) -> float:
+        """Since when the time limit of the running call counts, or of the call that is next.
+
+        No limit includes the loading of a function.
+        """
+        since, progress_record = self.begun()[1], self.progress_record
+        if progress_record is None:
+            return since
+        started = progress_record[ProgressRecord.STARTED]
+        return time.monotonic() if started == ProgressRecord.LOADING else max(since, started / 1e9)
+
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
-        """Whether the worker runs the call at this position of this chunk; -1 means any call."""
-        return (
-            call is not None
-            and call[0] == next(iter(self.chunks), None)
-            and call[1] in (-1, self.begun()[0])
-        )
+        """Whether the worker runs the call at this position of this message; -1 means any call."""
+        number, chunk = next(iter(self.chunks.items()), (None, None))
+        if call is None or chunk is None or call[0] != number:
+            return False
+        position = self.begun()[0]
+        return call[1] == -1 or (position >= 0 and call[1] == position + chunk.answered)
 
     @property
     def offset(self) -> int:
@@ -484,7 +500,7 @@ class SentChunks:
         for number, chunk in self.chunks.items():
             begun = -1
             if number == at:
-                is_answered, begun = False, position
+                is_answered, begun = False, position - chunk.answered
             if is_answered or number not in for_others:
                 continue
             count = len(chunk.calls) - begun - 1
@@ -630,6 +646,8 @@ class Settings(NamedTuple):
     calls: int | None
     # A call runs again so often after its worker died. With 0, lost work is lost.
     retries: int
+    # A call runs again so often after it took too long.
+    timeout_retries: int
     # Graphs in a worker may take so many bytes. Beyond that they are dropped and rebuilt.
     graph_bytes: int | None
     # Graphs are dropped, too, if memory is about to run out.

@@ -19,8 +19,8 @@ from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
+from mpgrad.progress import Progress
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
-from mpgrad.stats import Progress
 from mpgrad.system import bytes_of, usable_cpus
 
 __all__ = [
@@ -55,6 +55,7 @@ class MoreOptions(TypedDict, total=False):
     deterministic: bool
     retries: int
     timeout: float | None
+    timeout_retries: int
     graphs: Graphs
     graph_memory: int | str | None
     devices: Device | Sequence[Device] | None
@@ -78,6 +79,7 @@ class PoolOptions:
     deterministic: bool
     retries: int
     timeout: float | None
+    timeout_retries: int
     graphs: Graphs
     graph_memory: int | str | None
     devices: Device | Sequence[Device] | None
@@ -107,6 +109,7 @@ class PoolOptions:
             raise ValueError(f'ray is for engine "ray" (engine: {self.engine!r})')
         if is_process:
             at_least("retries", self.retries, 0)
+        at_least("timeout_retries", self.timeout_retries, 0)
         self.seconds(None)
 
     @property
@@ -163,6 +166,7 @@ class PoolOptions:
             threads=self.threads_per_worker,
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
+            timeout_retries=self.timeout_retries,
             graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
             spares_memory=self.predicts,
             devices=codes,

@@ -56,9 +56,9 @@ from mpgrad.calls.packing import (
 )
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.errors import ONE_CALL
+from mpgrad.progress import Progress, ProgressState, Reporter, reported, reporter_of
 from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.stats import Progress, ProgressState, Reporter, reported
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
 from mpgrad.tasks.wrappers import (
@@ -151,7 +151,11 @@ class Submitter:
         wait_until = self._scheduler.wait_until
         answers = self._scheduler.receiver.answers
         try:
-            with reported(options.progress, standing_of(operation, source.total)):
+            with reported(
+                self._scheduler.callbacks, options.progress, standing_of(operation, source.total)
+            ) as reporter:
+                if reporter is not None:
+                    calls = reporter.at_each(calls)
                 with collector_held():
                     self.feeder.feed(
                         operation,
@@ -221,7 +225,7 @@ class Submitter:
             noun=source.noun,
             at_rest=source.at_rest,
         )
-        report = functools.partial(reporting, options.progress, source.total)
+        report = self._reporting(options.progress, source.total)
         result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
         # a generator may take long
@@ -254,8 +258,16 @@ class Submitter:
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
         pack = functools.partial(self.feeder.one_by_one, source.calls)
-        report = functools.partial(reporting, options.progress, source.total)
+        report = self._reporting(options.progress, source.total)
         return ResultIterator(self._scheduler, begin, pack, window, ordered, report, step)
+
+    def _reporting(
+        self, progress: Progress, total: int | None
+    ) -> Callable[[Operation], Reporter | None]:
+        """What shows how far an operation has come, until it has ended."""
+        return lambda operation: reporter_of(
+            self._scheduler.callbacks, progress, standing_of(operation, total)
+        )
 
     def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
@@ -298,15 +310,6 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Progres
         return ProgressState(operation.delivered, all_there, operation.finished)
 
     return look
-
-
-def reporting(progress: Progress, total: int | None, operation: Operation) -> Callable[[], object]:
-    """Show how far it comes, until it has ended; returns what shows the last of it at once."""
-    return (
-        Reporter(progress, standing_of(operation, total)).end
-        if progress is not False
-        else lambda: None
-    )
 
 
 # --- reductions

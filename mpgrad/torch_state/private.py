@@ -99,7 +99,6 @@ __all__ = [
     "is_optimized",
     "is_refusing_no_grad",
     "keystr",
-    "leading_to",
     "leaf_will_run",
     "leave_all_modes",
     "level_count",
@@ -112,6 +111,7 @@ __all__ = [
     "node_type",
     "not_compiled",
     "older_levels",
+    "outputs_leading_to",
     "outside_transforms",
     "over",
     "parametrizations_are_cached",
@@ -121,6 +121,7 @@ __all__ = [
     "pytree_node",
     "refusing_no_grad",
     "replica_of",
+    "run_as_is",
     "saved_tensor_hooks",
     "set_priority",
     "set_pytree_node",
@@ -208,11 +209,14 @@ def references_of_graphs() -> int:
 
 
 def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
-    """Return the edge to a tensor whose node is written in Python. It keeps the graph behind
-    alive."""
+    """Return an edge from which a backward can start, for a tensor whose node is written in Python.
+
+    It keeps the graph behind alive. It may lead to a view of the tensor, so no gradient can be
+    asked for at this edge.
+    """
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        # from torch 2.9 on, and made by way of a view
+        # torch 2.9 and newer keep the graph by a view that they make
         if getattr(edge, "ownership_token", None) is not None:
             return edge
     with torch.enable_grad():
@@ -340,7 +344,7 @@ DELAYED_ERRORS: Any = torch._C._functions
 with torch.inference_mode(False):
     SOME_LEAF = torch.zeros((), requires_grad=True, device="cpu")
     LEAF_NODE: Any = type(get_gradient_edge(SOME_LEAF).node)
-    # A `once_differentiable` backward makes such a node. It raises if a gradient comes to it.
+    # A `once_differentiable` backward makes such a node. It raises when it runs.
     ERROR_NODE: Any = type(DELAYED_ERRORS.DelayedError(b"", 1)(SOME_LEAF).grad_fn)
 
 
@@ -388,18 +392,32 @@ def graph_behind(
     return users
 
 
-def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) -> list[Any]:
-    """Return a leaf's node and the nodes of a graph that lead to it.
+def outputs_leading_to(
+    ends: Mapping[Any, str], outputs: Sequence[torch.Tensor], users: Mapping[Any, Sequence[Any]]
+) -> dict[int, str]:
+    """Return the words for an end that an output depends on, by number of the output.
 
-    Nodes in `seen` are left out, and the nodes found are added to `seen`.
+    `ends` are nodes of the graph behind the outputs, each with words, and `users` is this graph.
     """
-    found = [] if leaf in seen else [leaf]
-    seen.add(leaf)
-    for node in found:
-        further = [each for each in users[node] if each not in seen]
-        found += dict.fromkeys(further)
-        seen.update(further)
-    return found
+    found = dict(ends)
+    nodes = list(found)
+    for node in nodes:
+        for user in users[node]:
+            if user not in found:
+                found[user] = found[node]
+                nodes.append(user)
+    return {
+        number: found[each.grad_fn] for number, each in enumerate(outputs) if each.grad_fn in found
+    }
+
+
+def words_of_error(node: Any) -> str:
+    """Return the message of the error that an `ERROR_NODE` raises."""
+    try:
+        node(*[None] * len(node.next_functions))
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("a node that only raises has not raised")
 
 
 def all_leaves() -> list[torch.Tensor]:
@@ -981,6 +999,7 @@ def parametrize_again(module: Any, state: dict[str, Any]) -> None:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
@@ -1008,7 +1027,17 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     return uncompiled
 
 
-def never_compile(code: types.CodeType) -> None:
+def run_as_is(function: F) -> F:
+    """Make the compiler leave alone what the engine calls, and all that this calls.
+
+    While a compiled function calls a backward, the compiler would otherwise compile the parts of
+    that backward.
+    """
+    never_compile(function.__code__, and_callees=True)
+    return function
+
+
+def never_compile(code: types.CodeType, and_callees: bool = False) -> None:
     """Make the compiler leave frames of `code` alone.
 
     If it cannot be told so, it compiles them, which is slow but right.
@@ -1019,7 +1048,8 @@ def never_compile(code: types.CodeType) -> None:
         for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     ):
         action = frames._FrameAction
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+        of_callees = action.SKIP if and_callees else action.DEFAULT
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, of_callees))
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:

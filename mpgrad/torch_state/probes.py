@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from mpgrad.torch_state import private, settings
@@ -170,15 +171,22 @@ def placeholders_untouched() -> None:
     "gradients can be asked for at edges of the graph; there are none at what it does not lead to"
 )
 def gradients_at_edges() -> None:
-    x, aside = leaf(), leaf()
-    inner = private.apply(ProbeNode, x * 3, lambda grad: grad)
-    edges = [private.edge_that_keeps(each) for each in (inner * inner, inner, aside)]
+    def same(tensor: torch.Tensor) -> Any:
+        return private.apply(ProbeNode, tensor, lambda grad: grad)
+
+    x, y = leaf(), leaf()
+    inner, aside = same(x * 3), same(y * 3)
+    # As in a worker, the output's edge alone keeps the graph in which the inputs' nodes are.
+    output = private.edge_that_keeps(same(inner * inner))
+    inputs = [GradientEdge(each.grad_fn, 0) for each in (inner, aside)]
     del inner
+    # a dead node makes torch 2.8 crash
+    expect([True, True], [private.is_alive(edge.node) for edge in inputs])
     found = private.gradients(
-        edges[:1], [edges[1], x, edges[2]], [torch.ones_like(x)], keep=False, create=False
+        [output], [*inputs, x, y], [torch.ones_like(x)], keep=False, create=False
     )
     expect(
-        [[6.0, 6.0], [18.0, 18.0], None],
+        [[6.0, 6.0], None, [18.0, 18.0], None],
         [None if grad is None else grad.tolist() for grad in found],
     )
 

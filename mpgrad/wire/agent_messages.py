@@ -59,7 +59,9 @@ class ProgressRecord:
     BETWEEN = -1  # instead of a chunk: the position is about to change to another chunk's
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
-    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
+    # when that call began, or the worker had loaded a function, on the clock of time.monotonic_ns
+    STARTED = 2
+    LOADING = -1  # instead of that moment: the worker loads a function
     OFFSET = 3  # of the item in the call, if that is a bundle; -1 while it runs none of them
     SKIPPED = 4  # this number and the next, written by the parent: a chunk that nobody waits for
 

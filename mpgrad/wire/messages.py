@@ -430,6 +430,8 @@ class Result(NamedTuple):
     inputs that the result does not depend on. They are numbered among the inputs that need
     gradients, and only those count that have a history or hooks in the caller. `strays` are the
     numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
+    `errors` are the numbers of tensors whose backward raises an error, see `errors_behind`, with
+    the error's message.
     """
 
     structure: Structure
@@ -439,6 +441,7 @@ class Result(NamedTuple):
     bundle: Parts = ()
     unused: Sequence[int] = ()
     strays: Sequence[tuple[int, str]] = ()
+    errors: Sequence[tuple[int, str]] = ()
 
 
 class WarningReport(NamedTuple):
@@ -466,6 +469,9 @@ class Results(NamedTuple):
     graphs. `reached` are the captures that results depend on, each once. They are numbered among
     the captures that need gradients, and only those count that have a history or hooks in the
     caller.
+
+    With `more` these are the outcomes of the first calls only, because the next one takes long.
+    Another answer follows.
     """
 
     chunk: int
@@ -478,11 +484,14 @@ class Results(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[int] = ()
+    more: bool = False
 
 
 class Gradients(NamedTuple):
-    """The outcomes of backwards. `reached` has, by position of the backward, the captures on which
-    its differentiable gradients depend, as in `Results`."""
+    """The outcomes of backwards. `reached` has, by position of the outcome, the captures on which
+    its differentiable gradients depend, as in `Results`, which also explains `more`. `errors` has,
+    by position, those that the differentiable gradients lead to, as in `Result`, numbered among
+    these gradients."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]
@@ -490,6 +499,8 @@ class Gradients(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[tuple[int, Sequence[int]]] = ()
+    errors: Sequence[tuple[int, Sequence[tuple[int, str]]]] = ()
+    more: bool = False
 
 
 class PrintedText(NamedTuple):

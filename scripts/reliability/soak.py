@@ -412,7 +412,11 @@ def undisturbed(plan: Plan, steps: int) -> Run:
 
 def started(plan: Plan) -> mpgrad.Pool:
     return mpgrad.Pool(
-        plan.processes, deterministic=True, retries=ALL_RETRIES, timeout=plan.timeout
+        plan.processes,
+        deterministic=True,
+        retries=ALL_RETRIES,
+        timeout=plan.timeout,
+        timeout_retries=ALL_RETRIES,
     )
 
 

@@ -3,6 +3,8 @@ says in words."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import importlib
 import json
 import sys
@@ -17,9 +19,10 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.stats
+import mpgrad.progress
 from mpgrad import PoolStats, WorkerStats
-from mpgrad.stats import Bar, ProgressState, reported, seconds_left
+from mpgrad.progress import Bar, ProgressState, Reporter, seconds_left
+from mpgrad.torch_state.private import current_graph_task
 
 ITEMS = range(-7, 0)
 Told = list[tuple[int, int | None, float | None]]
@@ -86,16 +89,244 @@ def test_what_fails_is_not_said_to_be_done(pool2: mpgrad.Pool) -> None:
     assert done < 20 == total
 
 
-def test_the_pool_goes_on_while_the_function_waits(pool2: mpgrad.Pool) -> None:
+def test_a_function_may_use_the_pool(pool: mpgrad.Pool) -> None:
     """It is not called by the scheduling thread, which would wait with it for ever."""
-    others = threading.Event()
+    told: Told = []
 
-    def waits(done: int, total: int | None, left: float | None) -> None:
-        assert others.wait(20)
+    def uses(done: int, total: int | None, left: float | None) -> None:
+        told.append((done, total, pool.apply(abs, (-1,))))
 
-    result = pool2.map_async(abs, ITEMS, progress=waits)
-    pool2.apply_async(abs, (-1,), callback=lambda _: others.set())
-    assert result.get() == [7, 6, 5, 4, 3, 2, 1]
+    for form in FORMS.values():
+        told.clear()
+        assert form(pool, uses) == [7, 6, 5, 4, 3, 2, 1]
+        assert told[-1] == (7, 7, 1)
+
+
+# --- whose thread shows it
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(1e-3)
+
+
+class Shower:
+    """Notes which threads call it, and that none does while another one is in it.
+
+    The calls of `waits` end only when it has shown that the first is done.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.lock = threading.RLock()
+        self.shown = folder / f"shown {time.monotonic_ns()}"
+        self.told: list[tuple[int, int | None]] = []
+        self.threads: list[str] = []
+        self.in_backward = False
+        self._alone = threading.Lock()
+
+    def __call__(self, done: int, total: int | None, left: float | None) -> None:
+        assert self._alone.acquire(blocking=False)
+        try:
+            assert self.lock.acquire(timeout=5)
+            self.lock.release()
+            self.told.append((done, total))
+            self.threads.append(threading.current_thread().name)
+            self.in_backward |= current_graph_task() != -1
+            if done:
+                self.shown.touch()
+        finally:
+            self._alone.release()
+
+
+def waits(shown: Path, x: int) -> int:
+    if x:
+        until(shown)
+    return x
+
+
+WAITS: dict[str, Callable[[mpgrad.Pool, Callable[[int], int], Any], Any]] = {
+    "map": lambda pool, fn, told: pool.map(fn, range(5), 1, progress=told),
+    "starmap": lambda pool, fn, told: pool.starmap(fn, [(x,) for x in range(5)], 1, progress=told),
+    "map of a generator": lambda pool, fn, told: pool.map(
+        fn, (x for x in range(5)), 1, progress=told
+    ),
+    "get": lambda pool, fn, told: pool.map_async(fn, range(5), 1, progress=told).get(),
+    "wait": lambda pool, fn, told: pool.map_async(fn, range(5), 1, progress=told).wait(),
+    "next": lambda pool, fn, told: list(pool.imap(fn, range(5), progress=told)),
+    "next, unordered": lambda pool, fn, told: list(
+        pool.imap_unordered(fn, range(5), progress=told)
+    ),
+    "map_reduce": lambda pool, fn, told: pool.map_reduce(
+        lambda x: torch.tensor(fn(x)), range(5), "sum", progress=told
+    ),
+}
+
+
+def leave_it_to_the_waiting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the callbacks thread could be faster than a thread that is about to
+    wait."""
+    monkeypatch.setattr(Reporter, "is_nowhere", False, raising=False)
+
+
+@pytest.mark.parametrize("form", WAITS)
+def test_a_function_that_needs_a_lock_of_the_waiting_thread(
+    pool2: mpgrad.Pool, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # symptom: a hang for ever. cause: a thread of its own called the function, and the waiting
+    # thread waited for its last call.
+    leave_it_to_the_waiting_thread(monkeypatch)
+    shower = Shower(tmp_path)
+    task = functools.partial(waits, shower.shown)
+    with shower.lock:
+        WAITS[form](pool2, task, shower)
+    # a map_reduce has blocks
+    if form != "map_reduce":
+        assert any(0 < done < 5 for done, _ in shower.told)
+    assert shower.told[-1][0] == shower.told[-1][1]
+    assert {*shower.threads} == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("wait", ["map", "next", "get", "result"])
+def test_a_block_whose_function_needs_a_lock_of_the_waiting_thread(
+    pool2: mpgrad.Pool, tmp_path: Path, wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_it_to_the_waiting_thread(monkeypatch)
+    shower = Shower(tmp_path)
+    task = functools.partial(waits, shower.shown)
+    with shower.lock, pool2.progress(shower):
+        if wait == "result":
+            futures = [pool2.submit(task, x) for x in range(5)]
+            assert [future.result() for future in futures] == [*range(5)]
+        else:
+            WAITS[wait](pool2, task, False)
+    assert shower.told[-1] == (5, 5)
+    assert {*shower.threads} == {threading.current_thread().name}
+
+
+def test_between_two_results_the_callbacks_thread_shows(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    for ask in (
+        lambda task, shower: pool2.map_async(task, range(5), 1, progress=shower).get,
+        lambda task, shower: pool2.imap(task, range(5), progress=shower).__next__,
+    ):
+        shower = Shower(tmp_path)
+        get = ask(functools.partial(waits, shower.shown), shower)
+        until(shower.shown)
+        get()
+        assert shower.threads[0] == "mpgrad-callbacks"
+
+
+def test_one_thread_at_a_time_is_in_a_function(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    shower = Shower(tmp_path)
+    result = pool2.map_async(abs, (time.sleep(0.01) or x for x in range(30)), 1, progress=shower)
+    with pool2.progress(Shower(tmp_path)), concurrent.futures.ThreadPoolExecutor(4) as threads:
+        got = [threads.submit(result.get) for _ in range(4)]
+        got += [threads.submit(pool2.map, abs, range(30), 1) for _ in range(4)]
+        assert all(each.result() == [*range(30)] for each in got)
+    assert shower.told[-1] == (30, 30)
+    assert shower.told == sorted({*shower.told})
+
+
+def test_a_result_does_not_wait_for_a_function_in_another_thread(
+    pool2: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """The function was called before the thread that has its lock waited; it is called once more
+    when it has the lock."""
+    shower, is_in = Shower(tmp_path), threading.Event()
+
+    def show(done: int, total: int | None, left: float | None) -> None:
+        is_in.set()
+        shower(done, total, left)
+
+    with shower.lock:
+        result = pool2.map_async(until, [tmp_path / "go"], progress=show)
+        assert is_in.wait(20)
+        (tmp_path / "go").touch()
+        assert result.get(20) == [None]
+        assert shower.told == []
+    deadline = time.monotonic() + 20
+    while shower.told[-1:] != [(1, 1)] and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert shower.told == [(0, 1), (1, 1)]
+    assert {*shower.threads} == {"mpgrad-callbacks"}
+
+
+def test_an_inline_pool_shows_between_calls(tmp_path: Path) -> None:
+    shower = Shower(tmp_path)
+    with mpgrad.Pool(1, engine="inline") as pool:
+        pool.map(time.sleep, [0.11] * 3, 1, progress=shower)
+    assert shower.told == [(1, 3), (2, 3), (3, 3)]
+    assert {*shower.threads} == {threading.current_thread().name}
+
+
+def test_a_map_within_a_backward(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    shower, x = Shower(tmp_path), torch.ones(2, requires_grad=True)
+    task = functools.partial(waits, shower.shown)
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        pool2.map(task, range(5), 1, progress=shower)
+        return grad * 2
+
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [4, 4]
+    assert shower.told[-1] == (5, 5) and not shower.in_backward
+    assert {*shower.threads} == {"mpgrad-callbacks"}
+
+
+def test_a_slow_function_delays_no_kill(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    kills: list[int] = []
+
+    def slow(done: int, total: int | None, left: float | None) -> None:
+        deadline = time.monotonic() + 20
+        while not fresh_pool.stats().deaths and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        kills.append(fresh_pool.stats().deaths)
+
+    fresh_pool.map(
+        until, [tmp_path / "never"], timeout=0.3, progress=slow, on_error="return", chunksize=1
+    )
+    assert kills[0] >= 1
+
+
+@pytest.mark.parametrize("form", ["map", "get", "next"])
+def test_an_interrupt_in_a_function(
+    fresh_pool: mpgrad.Pool, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited ends as by any interrupt."""
+    leave_it_to_the_waiting_thread(monkeypatch)
+    told: Told = []
+
+    def interrupted(done: int, total: int | None, left: float | None) -> None:
+        told.append((done, total, left))
+        raise KeyboardInterrupt
+
+    task = functools.partial(waits, tmp_path / "never")
+    fresh_pool.map(abs, range(2), 1)
+    wait = WAITS[form]
+    with pytest.raises(KeyboardInterrupt):
+        if form == "next":
+            results = fresh_pool.imap(task, range(5), progress=interrupted)
+            next(results), next(results)
+        else:
+            wait(fresh_pool, task, interrupted)
+    results = None
+    assert len(told) == 1
+    assert fresh_pool.map(abs, range(-5, 0)) == [5, 4, 3, 2, 1]
+    assert all(each.is_closed for each in fresh_pool._scheduler.callbacks.watched)
+
+
+def test_an_exit_in_the_callbacks_thread(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = pool2.map_async(time.sleep, [0.3], progress=lambda *_: sys.exit(3))
+    while not caplog.records:
+        time.sleep(1e-3)
+    assert result.get() == [None]
+    assert "progress is not shown any more" in caplog.records[0].message
+    assert "SystemExit" in caplog.records[0].message
 
 
 def test_a_function_that_raises_stops_nothing(
@@ -136,7 +367,7 @@ def test_nothing_is_made_where_nothing_is_asked_for(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        mpgrad.stats.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
+        mpgrad.progress.Reporter, "__init__", lambda *_: pytest.fail("a reporter is made")
     )
     for run in FORMS.values():
         assert run(pool2, False) == [7, 6, 5, 4, 3, 2, 1]
@@ -196,13 +427,18 @@ def test_a_block_tells_of_a_backward_while_it_waits(
             return grad * 2, None
 
     def show(done: int, total: int | None, left: float | None) -> None:
+        if (done, total) != (2, 2):
+            threads.add(threading.current_thread().name)
         if (done, total) == (1, 2):
             shown.touch()
 
+    threads: set[str] = set()
     xs = [torch.ones(2, requires_grad=True) for _ in range(2)]
     doubled = fresh_pool.starmap(Waits, [(xs[0], 0), (xs[1], 1)], chunksize=1)
     with fresh_pool.progress(show):
         sum(each.sum() for each in doubled).backward()
+    # within the backward
+    assert threads == {"mpgrad-callbacks"}
     assert shown.exists() and all(
         x.grad is not None and x.grad.equal(torch.full((2,), 2.0)) for x in xs
     )
@@ -234,16 +470,11 @@ def test_a_function_is_told_of_changes_only_and_of_the_end() -> None:
         ]
     )
     told: Told = []
-    looked = threading.Event()
-
-    def look() -> ProgressState:
-        now = next(standings)
-        if now.is_over:
-            looked.set()
-        return now
-
-    with reported(lambda *now: told.append(now), look):
-        assert looked.wait(20)
+    reporter = Reporter(lambda *now: told.append(now), lambda: next(standings))
+    while not reporter.is_closed:
+        reporter._due = 0.0
+        reporter.tick()
+    reporter.end()
     assert [now[:2] for now in told] == [(0, 2), (1, 3)]
 
 

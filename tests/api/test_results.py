@@ -75,7 +75,9 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(fork_server: mpgrad.Pool, na
         late.append(
             (caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail)
         )
-    assert late == [("a call of sleep", None, 0.3, "the call was tried once (retries: 0)")] * 3
+    assert (
+        late == [("a call of sleep", None, 0.3, "the call was tried once (timeout_retries: 0)")] * 3
+    )
 
 
 @pytest.mark.parametrize("name", ["apply", "apply_async"])

@@ -380,7 +380,10 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
         )
         assert worker.next_overrun() == (7, 4, 103.0)
         numbers[ProgressRecord.CHUNK] = 8  # the one before is answered
-        assert worker.next_overrun() == (9, -1, 103.0)
+        assert worker.next_overrun() == (9, -1, 104.0)
+        numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
+        before = time.monotonic()
+        assert before + 3.0 <= worker.next_overrun()[2] <= time.monotonic() + 3.0
         numbers[ProgressRecord.CHUNK] = 10
         assert worker.next_overrun()[2] == float("inf")
 
@@ -421,24 +424,28 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(
 @pytest.mark.slow
 @linux_only("the fork server, whose children are stopped")
 def test_workers_that_do_nothing_at_all_are_overrun(fork_server: mpgrad.Pool) -> None:
-    """The chunk before had a limit, too, and nobody told the agent that it was answered."""
+    """The chunk before had a limit, too, and nobody told the agent that it was answered. But no
+    limit includes the loading of a function."""
 
     def loads() -> Any:
-        time.sleep(60)
+        time.sleep(1.0)
 
     class Slow:
         def __reduce__(self) -> Any:
             return loads, ()
 
-    with cluster(Node("a", "alpha", 1), timeout=0.5, retries=1) as (pool, _):
+    with cluster(Node("a", "alpha", 1), timeout=0.5) as (pool, _):
         assert pool.map(abs, [-1]) == [1]
         (worker,) = pool.stats().workers
         os.kill(worker.pid, signal.SIGSTOP)
         assert pool.map(abs, [-1]) == [1]
         assert pool.stats().deaths == 1
         slow = Slow()
-        with pytest.raises(mpgrad.CallTimeoutError):
-            pool.map(lambda x: (slow, x)[1], [1])
+        assert pool.map(lambda x: (slow, x)[1], [1]) == [1]
+        assert pool.stats().deaths == 1
+        with pytest.raises(mpgrad.CallTimeoutError, match=r"phase: forward.*tried once"):
+            pool.map(lambda x: (slow, time.sleep(60)), [1])
+        assert pool.stats().deaths == 2
         weight = torch.ones(3, requires_grad=True)
         loss = pool.map(lambda x: (weight * x).sum(), [2.0])[0]
         (worker,) = pool.stats().workers

@@ -451,7 +451,7 @@ def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> Non
             time.sleep(60)
         return k * k
 
-    with mpgrad.Pool(2, timeout=1) as pool:
+    with mpgrad.Pool(2, timeout=1, timeout_retries=1) as pool:
         begin = time.monotonic()
         assert pool.map(fn, range(12)) == [k * k for k in range(12)]
         assert 1 < time.monotonic() - begin < 50
@@ -471,7 +471,7 @@ def test_a_call_that_always_hangs(
         return Around.apply(x, (lambda: time.sleep(60)) if x[-1] == 2 else int)
 
     xs = items(4)
-    with mpgrad.Pool(2, retries=1) as pool:
+    with mpgrad.Pool(2, timeout_retries=1) as pool:
         begin = time.monotonic()
         message = (
             rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed "
@@ -860,6 +860,16 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     ("arguments", "error", "match"),
     [
         ({"retries": -1}, ValueError, r"retries must be at least 0 \(retries: -1\)"),
+        (
+            {"timeout_retries": -1},
+            ValueError,
+            r"timeout_retries must be at least 0 \(timeout_retries: -1\)",
+        ),
+        (
+            {"timeout_retries": 0.5},
+            TypeError,
+            r"timeout_retries must be an integer \(timeout_retries: 0\.5\)",
+        ),
         ({"timeout": 0}, ValueError, r"timeout must be more than 0 seconds \(timeout: 0\)"),
         (
             {"timeout": "1"},

@@ -676,7 +676,8 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
-    recovery = Recovery({}, None, 0, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
+    settings: Any = types.SimpleNamespace(retries=0, timeout_retries=0)
+    recovery = Recovery({}, None, settings, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
     assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1)
     # it had looked at the next call, to see that this is somebody else's
     worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]

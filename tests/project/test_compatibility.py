@@ -9,12 +9,15 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import mpgrad
 from mpgrad.torch_state import behaviours
@@ -181,9 +184,10 @@ def test_the_table(script: Any) -> None:
     assert script.with_table(page, entries) == page
     before, *lines, _, after = page.splitlines()
     assert (before, after) == ("before", "after")
-    assert "| `a` | 3.13.0 | 2.9.1+cu128 | core | 5 | 0 | 0 | 2 |" in lines
-    assert "| `b` | 3.9.1 | 2.10.0 | core | 5 | 0 | 1 | 2 |" in lines
-    assert "| `c` |  |  | whole | not installed |  |  |  |" in lines
+    when = "2026-11-30"
+    assert f"| `a` | 3.13.0 | 2.9.1+cu128 | core | 5 | 0 | 0 | 2 | 1a2b3c4+ | {when} |" in lines
+    assert f"| `b` | 3.9.1 | 2.10.0 | core | 5 | 0 | 1 | 2 |  | {when} |" in lines
+    assert f"| `c` |  |  | whole | not installed |  |  |  |  | {when} |" in lines
     assert lines[-6:] == [
         "* `b`: `test_map::test_b` failed",
         "* `c`: No matching distribution found",
@@ -286,6 +290,31 @@ def test_an_interrupted_run_of_the_matrix_keeps_the_record(
     with pytest.raises(KeyboardInterrupt):
         record.main([])
     assert record.read() == {**old, first: entry("3.11.7", "2.9.1")}
+
+
+def test_a_row_whose_interpreter_is_missing_now_keeps_its_date(
+    record: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would have become one of an environment that was not installed."""
+    old = entry("3.14.8", "2.15.0", commit="1a2b3c4", date="2026-11-01")
+    missing = {
+        **MISSING,
+        "reason": "could not find python interpreter matching any of the specs py314",
+    }
+    monkeypatch.setattr(record, "tried", lambda name, workdir: missing)
+    record.write({"py314-torch215-core": old})
+    for _ in range(2):
+        assert record.main(["--only", "py314-torch215-core", "py314-torch28"]) == 1
+        found = record.read()
+        assert {**found["py314-torch215-core"], "kept": None} == {**old, "kept": None}
+        assert found["py314-torch28"] == missing
+    page, told = record.PAGE.read_text(), "not run on 2026-11-30, as its interpreter"
+    assert "| `py314-torch215-core` | 3.14.8 | 2.15.0 | core | 5 |" in page
+    assert f"* `py314-torch215-core`: {told}" in page
+    assert "py314-torch215-core: no interpreter\n" in capsys.readouterr().out
+    monkeypatch.setattr(record, "tried", lambda name, workdir: entry("3.14.8", "2.15.0"))
+    assert record.main(["--only", "py314-torch215-core"]) == 0
+    assert told not in record.PAGE.read_text()
 
 
 @pytest.mark.parametrize(
@@ -450,6 +479,106 @@ def test_each_environment_is_one_that_tox_knows(script: Any) -> None:
         assert script.environment(name) == name
     with pytest.raises(argparse.ArgumentTypeError, match="does not know torch99"):
         script.environment("py311-torch99")
+
+
+@pytest.fixture
+def ends() -> list[str]:
+    """The environments in which .ci/run runs the core tests."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    return tox["core"]["ends"].split()
+
+
+def test_ci_runs_the_oldest_and_the_newest_of_what_is_declared(
+    script: Any, setup: configparser.ConfigParser, ends: list[str]
+) -> None:
+    """torch 2.8 once did not start for 515 commits. Nothing had run it, and all places named it."""
+    assert [script.environment(name) for name in ends] == ends
+    assert {script.kind(name) for name in ends} == {"core"}
+    (low, *low_torch, _), (high, *high_torch, _) = (name.split("-") for name in ends)
+    entries = script.read()
+    newest = max(script.passed(entries), key=script.by_number)
+    had = [
+        script.minor(each["versions"]["python"])
+        for each in entries.values()
+        if "kept" not in each and "versions" in each
+    ]
+    torch = lower(requirements(setup["options"]["install_requires"])["torch"])
+    lowest = setup["options"]["python_requires"].removeprefix(">=")
+    highest = max(had, key=script.by_number)
+    digits = str.maketrans("", "", ".")
+    assert (low, low_torch) == (
+        f"py{lowest}".translate(digits),
+        [f"torch{torch}".translate(digits), "lowest"],
+    )
+    assert (high, high_torch) == (
+        f"py{highest}".translate(digits),
+        [f"torch{newest}".translate(digits), "pinned"],
+    )
+
+
+# It is called as `tox run --colored no --workdir DIR -e NAME OPTION ...`.
+FAKE_TOX = """#!/bin/bash
+echo "$7 $8" >> {log}
+ls "$5" >> {log}.there
+mkdir -p "$5/$7"
+if [[ $8 == --notest ]]; then
+    (($(grep -c "$7 --notest" {log}) >= {good}))
+else
+    {tests}
+fi
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("good", "tests", "status", "told"),
+    [
+        (1, "true", 0, ""),
+        (3, "true", 0, ""),
+        (4, "true", 2, "could not be installed"),
+        (1, "false", 2, "tests failed"),
+        (1, "kill -TERM $PPID; sleep 0.2", -signal.SIGTERM, ""),
+    ],
+)
+def test_ci_tries_to_install_each_end_three_times_and_leaves_nothing(
+    good: int, tests: str, status: int, told: str, tmp_path: Path
+) -> None:
+    clone, log = tmp_path / "clone", tmp_path / "log"
+    for folder in (clone / ".ci", clone / ".venv" / "bin", tmp_path / "work"):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "ends", clone / ".ci")
+    (clone / "tox.ini").write_text("[core]\nends = old new\n")
+    fake = FAKE_TOX.format(log=log, good=good, tests=tests)
+    for name, text in (("pip", "#!/bin/sh\n"), ("tox", fake)):
+        (clone / ".venv" / "bin" / name).write_text(text)
+        (clone / ".venv" / "bin" / name).chmod(0o755)
+    ran = subprocess.run(
+        [clone / ".ci" / "ends"],
+        env={**os.environ, "TMPDIR": str(tmp_path / "work")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ran.returncode == status, ran.stderr
+    assert ran.stdout.count(told) >= (2 if told else 0)
+    assert not list((tmp_path / "work").iterdir())
+    tries = ["--notest"] * min(good, 3)
+    each = [*tries, *([] if good > 3 else ["--skip-pkg-install"])]
+    ends = ("old",) if status < 0 else ("old", "new")
+    assert log.read_text().split() == [
+        word for end in ends for try_ in each for word in (end, try_)
+    ]
+    there = (tmp_path / "log.there").read_text().split()
+    assert set(there) <= {"old", "new"} and there.count("old") == len(each) - 1
+
+
+def test_the_workflow_has_the_pythons_of_both_ends(ends: list[str]) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    (step,) = [each for each in job["steps"] if "setup-python" in each.get("uses", "")]
+    pythons = step["with"]["python-version"].split()
+    assert pythons[:-1] == [re.sub(r"py3(\d+)-.*", r"3.\1", name) for name in ends]
 
 
 def test_the_table_is_of_the_results(script: Any) -> None:

@@ -357,6 +357,27 @@ def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
     ]
 
 
+def takers(scheduler: SimulatedScheduler) -> set[int]:
+    """Workers that take calls."""
+    return {each.number for each in scheduler.workers.values() if each.ready and not each.retiring}
+
+
+def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, int]) -> int:
+    """How many wanted calls the worker has behind that one of a chunk, which others may run."""
+    worker, found = scheduler.workers[number], 0
+    chunks = worker.under_way.chunks
+    if running[0] != next(iter(chunks), None):
+        return 0
+    for at, chunk in chunks.items():
+        is_first = at == running[0]
+        stays = chunk.operation is None or chunk.operation.options.chunksize is not None
+        if chunk.operation is None or (is_first and (stays or worker.under_way.link is not None)):
+            continue
+        begun = running[1] + 1 - chunk.answered if is_first else 0
+        found += sum(chunk.wanted()[begun:])
+    return found
+
+
 def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
     """Those that are to be ended if they do not answer in time."""
     chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}

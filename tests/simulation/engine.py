@@ -22,7 +22,7 @@ import signal
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -175,11 +175,17 @@ class World:
     """The clock, the random numbers, the truth, and all workers that ever were."""
 
     def __init__(
-        self, rates: Rates, retries: int, remote: bool = False, listens: bool = False
+        self,
+        rates: Rates,
+        retries: int,
+        timeout_retries: int = 0,
+        remote: bool = False,
+        listens: bool = False,
     ) -> None:
         self.random = random.Random()
         self.rates = rates
         self.retries = retries
+        self.timeout_retries = timeout_retries
         self.remote = remote  # workers are behind agents, which share no memory with the caller
         self.now = 1000.0
         self.tasks: list[Task] = []
@@ -190,6 +196,7 @@ class World:
         self.environments: dict[int, set[bytes]] = {}  # by backward, those in which it may run
         self.environments_of_functions: dict[int, bytes] = {}
         self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
+        self.backward_timeouts: Counter[tuple[int, int]] = Counter()
         self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
         self.starts_fail = False  # the pool may break for it
@@ -290,6 +297,8 @@ class SimulatedWorker:
         self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
         self.lent: set[int] = set()
         self.environment = b""
+        # sends what a chunk has given, while a later call of it runs; None where there is nothing
+        self._early: Callable[[], None] | None = None
         self._free = [place * SLOT_BYTES for place in range(1, SLAB_SLOTS)]
         self._returns: Counter[int] = Counter()
         self._waits = False
@@ -300,6 +309,23 @@ class SimulatedWorker:
         return self.alive and not (
             self.is_hung or self.is_late or (self._waits and not self.frames)
         )
+
+    @property
+    def has_early_answer(self) -> bool:
+        """A thread of its own sends it, also while the worker hangs in a call."""
+        return self.alive and self.at_call and self._early is not None
+
+    def answer_early(self) -> None:
+        self.world.note(f"worker {self.number} answers early")
+        early, self._early = self._early, None
+        assert early is not None
+        early()
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """The chunk and the position of the call that it runs now; (-1, -1) if none."""
+        is_at = self.alive and self.at_call and not self.link.has_more()
+        return tuple(self.numbers[:2]) if is_at else (-1, -1)  # type: ignore[return-value]
 
     def step(self) -> None:
         try:
@@ -363,6 +389,9 @@ class SimulatedWorker:
                 yield from self._backward(message)
             case Collect():
                 self._collect(message)
+            case Define():
+                yield from self._load(message)
+                return False
             case _:
                 self._hear(message)
                 return False
@@ -372,8 +401,6 @@ class SimulatedWorker:
         match message:
             case Follow():
                 self.environment = message.environment
-            case Define():
-                self._define(message)
             case Forget():
                 for function in message.functions:
                     self.check(
@@ -410,6 +437,20 @@ class SimulatedWorker:
                 self.check(False, "a worker is told what it does not understand", message)
 
     # --- functions and memory
+
+    @property
+    def is_loading(self) -> bool:
+        return self.numbers[ProgressRecord.STARTED] == ProgressRecord.LOADING
+
+    def _load(self, message: Define) -> Steps[None]:
+        """It may take longer than any call may."""
+        self.numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
+        yield
+        self.world.now += self.world.random.choice((0.0, 0.0, 1.0))
+        yield
+        self._define(message)
+        self.numbers[ProgressRecord.STARTED] = int(self.world.now * 1e9)
+        yield
 
     def _define(self, message: Define) -> None:
         function = message.function
@@ -468,7 +509,7 @@ class SimulatedWorker:
         return [ReturnedSlots(returned)] if returned else []
 
     def _answer(self, message: Any, payload: bytearray) -> None:
-        self.at_call = False
+        self.at_call, self._early = False, None
         self.link.answer([*self._take_returns(), message], payload)
 
     # --- where it is
@@ -488,6 +529,31 @@ class SimulatedWorker:
     def _forward(self, message: Forward) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
+        sent = 0
+
+        def results(more: bool) -> Results:
+            nonlocal sent
+            sent += len(outcomes)
+            seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
+            dropped = self._take_dropped()
+            return Results(
+                message.chunk,
+                outcomes[:],
+                seconds,
+                seconds,
+                0.0,
+                False,
+                [],
+                dropped,
+                0,
+                more=more,
+            )
+
+        def early() -> None:
+            self.link.answer([*self._take_returns(), results(more=True)], payload[:])
+            outcomes.clear()
+            payload.clear()
+
         self.check(
             message.function in self.functions,
             "a worker is to run a function that it does not have",
@@ -500,6 +566,7 @@ class SimulatedWorker:
             if self._is_skipped(message.chunk):
                 break
             self.at_call = True
+            self._early = early if outcomes else None
             task = self._task_of(call, message.function)
             self.check(
                 self.environment == task.environment,
@@ -511,23 +578,25 @@ class SimulatedWorker:
                 "a call runs though it has killed too many workers",
                 task.number,
             )
+            self.check(
+                task.overdue <= self.world.timeout_retries,
+                "a call runs though it took too long too often",
+                task.number,
+            )
             held = self._lent_to_us(call.tensors)
             for _ in range(task.steps):
                 yield
             if "kills" in task.traits:
                 self.die(-signal.SIGKILL)
                 yield
+            self._early = None
             outcomes.append(self._outcome(call, task, held, payload))
             yield
             if isinstance(outcomes[-1], Failure) and message.stop_at_failure:
                 break
-        for call in message.calls[len(outcomes) :]:
+        for call in message.calls[sent + len(outcomes) :]:
             self._returns.update(self._lent_to_us(call.tensors))
-        seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
-        results = Results(
-            message.chunk, outcomes, seconds, seconds, 0.0, False, [], self._take_dropped(), 0
-        )
-        self._answer(results, payload)
+        self._answer(results(more=False), payload)
 
     def _task_of(self, call: ForwardCall, function: int) -> Task:
         assert isinstance(call.structure, int)
@@ -582,14 +651,33 @@ class SimulatedWorker:
     def _backward(self, message: Backwards) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
+        sent = 0
+
+        def gradients(more: bool) -> Gradients:
+            nonlocal sent
+            sent += len(outcomes)
+            return Gradients(message.chunk, outcomes[:], [], self._take_dropped(), 0, more=more)
+
+        def early() -> None:
+            self.link.answer([*self._take_returns(), gradients(more=True)], payload[:])
+            outcomes.clear()
+            payload.clear()
+
         for position, call in enumerate(message.calls):
             if self._is_skipped(message.chunk):
                 break
+            self._early = early if outcomes else None
             yield
             environments = self.world.environments[call.graph_task]
             self.check(
                 self.environment in environments,
                 "a backward runs in the environment of another",
+                call,
+            )
+            self.check(
+                self.world.backward_timeouts[call.call, call.graph_task]
+                <= self.world.timeout_retries,
+                "a backward runs though it took too long too often",
                 call,
             )
             found: Any = None
@@ -600,10 +688,10 @@ class SimulatedWorker:
                 if found is None or isinstance(found, Failure):
                     break
             outcomes.append(MissingGraph() if found is None else found)
-        for call in message.calls[len(outcomes) :]:
+        for call in message.calls[sent + len(outcomes) :]:
             for step in (*call.before, call):
                 self._give_back_unread(step)
-        self._answer(Gradients(message.chunk, outcomes, [], self._take_dropped(), 0), payload)
+        self._answer(gradients(more=False), payload)
 
     def _give_back_unread(self, step: Recompute | RecomputeBackward | BackwardCall) -> None:
         if isinstance(step, Recompute):
@@ -722,6 +810,7 @@ class SimulatedLink:
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
         self._had_traceback: tuple[int, ...] | None = None  # where it was then
+        self._limits: dict[int, float] = {}  # of chunks that are not answered
 
     # --- the worker's end
 
@@ -775,7 +864,8 @@ class SimulatedLink:
             frame = self._answers.popleft()
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
-                    self._unanswered.pop(message.chunk, None)
+                    if not getattr(message, "more", False):
+                        self._unanswered.pop(message.chunk, None)
                     if self.world.events is not None:
                         self.world.note(
                             f"worker {self.number} has answered chunk {message.chunk}: "
@@ -802,13 +892,23 @@ class SimulatedLink:
     def kill(self, by: int = signal.SIGKILL) -> None:
         worker = self.worker
         if by == TRACEBACK_SIGNAL:
-            self._had_traceback = tuple(self.numbers[:2])
+            self._check_time()
+            self._had_traceback = tuple(self.numbers[:3])
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-TRACEBACK_SIGNAL)
         else:
             if self._had_traceback is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
+
+    def _check_time(self) -> None:
+        """That the call, or the one that is next, has had its time since the worker began it, or
+        could have begun it."""
+        worker, now = self.worker, self.world.now
+        limit = self._limits[next(iter(self._unanswered))]
+        started = worker.numbers[ProgressRecord.STARTED] / 1e9
+        if not self.keeps_time and (worker.is_loading or now < started + limit):
+            raise CheckFailed("a worker is ended before its time", f"worker {worker.number}")
 
     def _tell_truth(self) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
@@ -823,9 +923,14 @@ class SimulatedLink:
         if not parts:  # a request for a sum
             return
         part = parts[position]
+        is_told = self._had_traceback is not None and not self.lost
+        if is_told and self._had_traceback != tuple(self.numbers[:3]):
+            return  # it ended in that moment, and nobody is to blame
         if isinstance(part, tuple):
-            self.world.backward_deaths[part] += 1
-        elif self._had_traceback is not None:
+            is_overdue = is_told and has_begun
+            counts = self.world.backward_timeouts if is_overdue else self.world.backward_deaths
+            counts[part] += 1
+        elif is_told and has_begun:
             part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
             # it was about to leave it out; the scheduler may have taken it back
@@ -872,6 +977,10 @@ class SimulatedLink:
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""
+        if seconds is None:
+            self._limits.pop(chunk, None)
+        else:
+            self._limits[chunk] = seconds
 
     def close(self) -> None:
         self._answers.clear()
@@ -895,7 +1004,6 @@ class AgentLink(SimulatedLink):
         self.progress_record = memoryview(bytearray(PROGRESS_RECORD_BYTES)).cast("q")
         self._lent = 0  # how often something was, and has not been given back
         self._skips: list[tuple[int, int]] = []  # that the agent has not written yet
-        self._limits: dict[int, float] = {}
         self._heard_at = world.now
         self._followed_until = 0.0
 
@@ -933,7 +1041,9 @@ class AgentLink(SimulatedLink):
     def next_moment(self) -> float | None:
         """When a call will have taken too long of which that was not told."""
         chunk, position, moment = self._next_overrun()
-        return None if moment == float("inf") or self.overrun == (chunk, position) else moment
+        is_stuck = self.worker.is_loading and self.worker.is_hung
+        is_told = self.overrun == (chunk, position)
+        return None if moment == float("inf") or is_told or is_stuck else moment
 
     def _next_overrun(self) -> tuple[int, int, float]:
         """As in `cluster.agent`."""
@@ -945,13 +1055,12 @@ class AgentLink(SimulatedLink):
         if not limits:
             return -1, -1, float("inf")
         chunk = limits[0]
+        started = self.worker.numbers[ProgressRecord.STARTED] / 1e9
+        if self.worker.is_loading:
+            started = self.world.now
         if chunk == at:
-            return (
-                chunk,
-                position,
-                self.worker.numbers[ProgressRecord.STARTED] / 1e9 + self._limits[chunk],
-            )
-        return chunk, -1, self._heard_at + self._limits[chunk]
+            return chunk, position, started + self._limits[chunk]
+        return chunk, -1, max(self._heard_at, started) + self._limits[chunk]
 
     def _tell_where(self) -> None:
         for place in range(ProgressRecord.SKIPPED):
@@ -965,10 +1074,7 @@ class AgentLink(SimulatedLink):
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         self._heard_at = self.world.now
-        if seconds is None:
-            self._limits.pop(chunk, None)
-        else:
-            self._limits[chunk] = seconds
+        super().limit(chunk, seconds)
 
     def carry(self, holder: Any) -> None:
         self._lent += 1

@@ -12,6 +12,9 @@ Checked after each turn of the scheduler
     - each backward that has no reply waits for others, or is in one backlog, or under way with one
       worker
     - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
+    - no call waits behind a running one for longer than `WAIT` seconds, if there are other workers:
+      then the next one that is idle gets it
+    - a worker may send what a chunk has given before the chunk's end
 and at the end
     - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
       names its call
@@ -40,6 +43,12 @@ from mpgrad.errors import (
     WorkerDiedError,
 )
 
+# seconds that a call may take before those behind it are taken back: twice what it takes in
+# `engine` at most, if it is a bundle, and messages
+WAIT = 1.0
+# Nobody knows which call of a chunk runs there, so the time of all of them counts.
+REMOTE_WAIT = 5.0
+SEEN = 1e-3  # as in `worker_handle`
 IDLE_DEATHS = 2  # as in `recovery`
 START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
@@ -86,6 +95,7 @@ class Program(NamedTuple):
     seed: int
     workers: int
     retries: int
+    timeout_retries: int
     calls: int | None
     keeps: bool  # graphs may be dropped, and are made again without retries
     nodes: int
@@ -118,6 +128,7 @@ def program_of(seed: int) -> Program:
         seed=seed,
         workers=choose.randrange(1, 4),
         retries=retries,
+        timeout_retries=choose.choice((0, 0, 1)),
         calls=choose.choice((None, None, None, 1, 2, 5)),
         keeps=keeps,
         nodes=choose.choice((0, 0, 2)),
@@ -193,7 +204,9 @@ class History:
 
     def __init__(self, program: Program, listens: bool = False) -> None:
         self.program = program
-        self.world = World(program.rates, program.retries, program.remote, listens)
+        self.world = World(
+            program.rates, program.retries, program.timeout_retries, program.remote, listens
+        )
         self.asked: list[Asked] = []
         self.asked_of: dict[int, Asked] = {}  # by task
         self.graphs: list[Graph] = []
@@ -205,6 +218,9 @@ class History:
         self._looks = 0  # at the clock, since a worker could do something
         self._staffed_at = 0.0  # when there was last a worker that takes calls
         self._count = 0  # of operations
+        # by worker: what it runs, and the moments of turns since which calls wait behind
+        # that
+        self._waits: dict[int, tuple[tuple[int, int], list[float]]] = {}
 
     def run(self) -> None:
         with adapter.simulated(self.world):
@@ -216,6 +232,7 @@ class History:
                 workers=self.program.workers,
                 calls=self.program.calls,
                 retries=self.program.retries,
+                timeout_retries=self.program.timeout_retries,
                 graph_bytes=1 if self.program.keeps else None,
                 remote=self.program.remote,
             )
@@ -257,12 +274,20 @@ class History:
         has_turn = scheduler.has_turn or any(
             each.link.has_more() or each.link.has_exited() for each in world.workers
         )
-        if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
+        early = [each for each in world.workers if each.has_early_answer]
+        if early and world.random.random() < 0.2:
+            world.random.choice(early).answer_early()
+        elif (
+            has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4)
+        ):
             scheduler.turn()
+            self._check_waits()
         elif able:
             world.step(world.random.choice(able))
         elif not patient:
             return False
+        elif early:
+            world.random.choice(early).answer_early()
         elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
             world.random.choice(late).is_late = False
         elif (
@@ -276,7 +301,7 @@ class History:
             scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {
-                worker.number for worker in hung
+                worker.number for worker in hung if not worker.is_loading
             }:
                 raise CheckFailed(
                     "a call takes too long, and nobody ends it", f"workers {sorted(overdue)}"
@@ -622,6 +647,36 @@ class History:
         elif isinstance(broken, OSError) and self.world.now - self._staffed_at < START_PATIENCE:
             raise CheckFailed("a pool breaks without patience", repr(broken))
 
+    def _check_waits(self) -> None:
+        """After a turn: calls do not wait behind a running one while there are other workers, and
+        somebody looks again before that takes too long."""
+        scheduler, now = self.scheduler, self.world.now
+        if scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_awake:
+            return
+        waits, self._waits = self._waits, {}
+        takers = adapter.takers(scheduler)
+        for number in scheduler.workers:
+            if not takers - {number}:
+                continue
+            running = self.world.workers[number - 1].running
+            if not adapter.calls_behind(scheduler, number, running):
+                continue
+            before, turns = waits.get(number, (running, []))
+            # Of the turns in which calls wait too long, the first only has the worker skip them.
+            # An agent says when it has.
+            turns = [*turns, now] if before == running else [now]
+            self._waits[number] = running, turns
+            wait = REMOTE_WAIT if self.program.remote else WAIT
+            late = [each for each in turns if each - turns[0] > wait]
+            if late and now - late[0] > 2 * SEEN and not self.program.remote:
+                raise CheckFailed(
+                    "a call waits behind another one that takes long", f"worker {number}"
+                )
+            if scheduler.next_look is None or scheduler.next_look > now + wait:
+                raise CheckFailed(
+                    "nobody looks at calls that wait behind another one", f"worker {number}"
+                )
+
     def check_states(self) -> None:
         """Between two events: everything is somewhere, once."""
         scheduler = self.scheduler
@@ -693,16 +748,12 @@ class History:
             case CancelledError():
                 return asked.is_cancelled
             case CallTimeoutError():
-                is_overdue = (
-                    task.overdue > 0 and task.deaths + task.unsure_deaths + task.overdue > retries
-                )
+                is_overdue = task.overdue > self.program.timeout_retries
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
-                tried = task.deaths + task.unsure_deaths + task.overdue
-                killed = tried > retries or task.idle_deaths + task.overdue > max(
-                    retries, IDLE_DEATHS
-                )
+                killed = task.deaths + task.unsure_deaths > retries
+                killed = killed or task.idle_deaths > max(retries, IDLE_DEATHS)
                 # of a lost node all fails that it was given: also what could not be sent, which is
                 # not seen here
                 killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
@@ -741,16 +792,17 @@ class History:
         retries, life = self.program.retries, self.scheduler.life
         if sent.promised is not None and self._is_explained_backward(sent.promised, error):
             return True
-        deaths = self.world.backward_deaths[sent.call, sent.graph_task]
+        this = sent.call, sent.graph_task
+        deaths, timeouts = self.world.backward_deaths[this], self.world.backward_timeouts[this]
+        # without retries
+        is_lost = retries == 0 and (this in self.world.caught_backwards or not self.program.keeps)
         match error:
             case CancelledError():
                 return sent.is_cancelled
-            case WorkerDiedError() | CallTimeoutError():
-                is_caught = (
-                    sent.call,
-                    sent.graph_task,
-                ) in self.world.caught_backwards or not self.program.keeps
-                return deaths > retries or (retries == 0 and is_caught) or life.broken is not None
+            case CallTimeoutError():
+                return timeouts > self.program.timeout_retries or is_lost
+            case WorkerDiedError():
+                return deaths > retries or is_lost or life.broken is not None
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():

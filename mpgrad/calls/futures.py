@@ -1,0 +1,237 @@
+"""`UnlockedFuture`: a `concurrent.futures.Future` whose state no lock guards. Caller's side.
+
+A thread that is inside a future's lock may be interrupted by a signal, and the handler may wait for
+the pool. If the scheduling thread needed that lock, both would wait for ever. So each step is one
+operation of a dictionary or a list, which Python makes atomic, and the scheduling thread waits for
+nobody.
+
+    PENDING ── _starts ──► RUNNING ── _end ──► FINISHED ──┐
+       │                                                  ├──► _tell: waiters, then callbacks
+       └────── cancel ───► CANCELLED_AND_NOTIFIED ────────┘
+
+`concurrent.futures.wait` and `as_completed` read a future's private attributes: under its lock they
+look at its state, and register a *waiter*, whose event they wait for. They find stand-ins here:
+
+    _condition    `FrozenState` excludes nobody. Its thread sees one and the same state.
+    _waiters      `WaiterTable` registers a waiter unless the thread has seen a state that is final.
+    event         `EndedFutures` keeps the futures that have ended, for the waiter's own thread.
+Guarantees: a waiter is told of each future once, if it has seen the future before its end.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
+from typing import Any, TypeVar
+
+from mpgrad.callbacks import later
+
+__all__ = ["UnlockedFuture"]
+
+R = TypeVar("R")
+FINAL = CANCELLED_AND_NOTIFIED, FINISHED
+
+
+class UnlockedFuture(concurrent.futures.Future[R]):
+    """A future that ends without waiting for any other thread."""
+
+    def __init__(self) -> None:
+        # `Future.__init__` would make the lock, so it is not called.
+        # The first to set the only entry decides whether it runs or is cancelled.
+        self._course: dict[None, str] = {}
+        self._has_ended = False
+        self._result = None
+        self._exception: BaseException | None = None
+        self._callbacks: list[Callable[[concurrent.futures.Future[R]], object]] = []
+        self._bells: list[EndedFutures] = []
+        # how deep each thread is inside `_condition`, and the state that it sees there
+        self._frozen: dict[int, tuple[int, str]] = {}
+
+    def done(self) -> bool:
+        """As in `concurrent.futures`."""
+        return self._present() in FINAL
+
+    def running(self) -> bool:
+        """As in `concurrent.futures`."""
+        return self._present() == RUNNING
+
+    def cancelled(self) -> bool:
+        """As in `concurrent.futures`."""
+        return self._present() == CANCELLED_AND_NOTIFIED
+
+    def cancel(self) -> bool:
+        """As in `concurrent.futures`."""
+        if self._course.setdefault(None, CANCELLED_AND_NOTIFIED) == RUNNING:
+            return False
+        self._tell()
+        return True
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
+        """As in `concurrent.futures`."""
+        callback = functools.partial(call_back, fn)
+        self._callbacks.append(callback)
+        # If it is not in the list any more, `_tell` has it.
+        if self.done() and taken_from(self._callbacks, callback):
+            callback(self)
+
+    def _starts(self) -> bool:
+        """Note that the call begins, perhaps once more. Return False if it was cancelled before."""
+        return self._course.setdefault(None, RUNNING) == RUNNING
+
+    def _end(self, exception: BaseException | None) -> None:
+        """Note that the call, which has started, has ended."""
+        self._exception = exception
+        self._has_ended = True
+        self._tell()
+
+    def _present(self) -> str:
+        return FINISHED if self._has_ended else self._course.get(None, PENDING)
+
+    def _tell(self) -> None:
+        self._ring()
+        while self._callbacks:
+            # Another thread may be faster.
+            with contextlib.suppress(IndexError):
+                later(self._callbacks.pop(0), self)
+
+    def _ring(self) -> None:
+        while self._bells:
+            with contextlib.suppress(IndexError):
+                self._bells.pop(0).ring(self)
+
+    # --- for the functions of concurrent.futures, and `__repr__`
+
+    @property
+    def _state(self) -> str:  # type: ignore[override]
+        _, frozen = self._frozen.get(threading.get_ident(), (0, None))
+        return frozen or self._present()
+
+    @property
+    def _condition(self) -> FrozenState:  # type: ignore[override]
+        return FrozenState(self)
+
+    @property
+    def _waiters(self) -> WaiterTable:  # type: ignore[override]
+        return WaiterTable(self)
+
+
+def call_back(
+    fn: Callable[[concurrent.futures.Future[R]], object], future: concurrent.futures.Future[R]
+) -> None:
+    try:
+        fn(future)
+    except Exception:
+        logging.getLogger("concurrent.futures").exception(
+            "exception calling callback for %r", future
+        )
+
+
+def taken_from(items: list[Any], item: object) -> bool:
+    """Remove the item. Return False if it is not there any more."""
+    try:
+        items.remove(item)
+    except ValueError:
+        return False
+    return True
+
+
+class FrozenState:
+    """Stands for the lock of a future. It excludes nobody.
+
+    Between `acquire` and `release` its thread sees the state that it has found first. A handler of
+    a signal that comes in between sees the same.
+    """
+
+    def __init__(self, future: UnlockedFuture[Any]) -> None:
+        self._future = future
+
+    def acquire(self) -> None:
+        frozen, thread = self._future._frozen, threading.get_ident()
+        depth, state = frozen.get(thread) or (0, self._future._present())
+        frozen[thread] = depth + 1, state
+
+    def release(self) -> None:
+        frozen, thread = self._future._frozen, threading.get_ident()
+        depth, state = frozen[thread]
+        if depth > 1:
+            frozen[thread] = depth - 1, state
+        else:
+            del frozen[thread]
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class WaiterTable:
+    """Stands for a future's list of waiters."""
+
+    def __init__(self, future: UnlockedFuture[Any]) -> None:
+        self._future = future
+
+    def append(self, waiter: Any) -> None:
+        if not isinstance(waiter.event, EndedFutures):
+            waiter.event = EndedFutures(waiter)
+        # The state as the waiter's thread has seen it: if that was final, nobody tells it.
+        if self._future._state in FINAL:
+            return
+        self._future._bells.append(waiter.event)
+        if self._future.done():
+            self._future._ring()
+
+    def remove(self, waiter: Any) -> None:
+        taken_from(self._future._bells, waiter.event)
+
+
+class EndedFutures:
+    """Stands for the event of a waiter.
+
+    `threading.Event` has a lock, which the waiter's thread may hold while a handler of a signal
+    runs. The queue has none, and the waiter's thread itself notes the futures that have ended.
+    """
+
+    def __init__(self, waiter: Any) -> None:
+        self._waiter = weakref.ref(waiter)
+        self._told = queue.SimpleQueue[UnlockedFuture[Any] | None]()
+        self._is_set = False
+
+    def ring(self, future: UnlockedFuture[Any]) -> None:
+        self._told.put(future)
+
+    def set(self) -> None:
+        self._is_set = True
+        self._told.put(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        with contextlib.suppress(queue.Empty):
+            while not self._is_set:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                self._note(self._told.get(timeout=left))
+            while True:
+                self._note(self._told.get_nowait())
+        return self._is_set
+
+    def _note(self, future: UnlockedFuture[Any] | None) -> None:
+        waiter = self._waiter()
+        if future is None or waiter is None:
+            return
+        if future._present() == CANCELLED_AND_NOTIFIED:
+            waiter.add_cancelled(future)
+        elif future._exception is None:
+            waiter.add_result(future)
+        else:
+            waiter.add_exception(future)

@@ -1,0 +1,275 @@
+"""A time limit is not a death: a call that takes too long fails at its first time-out, unless
+`timeout_retries` asks for more. Nothing else is charged for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import joblib
+import pytest
+import torch
+from conftest import linux_only, staffed
+
+import mpgrad
+import mpgrad.joblib
+
+Tensor = torch.Tensor
+FOREVER = 600
+
+
+def note(file: Path) -> int:
+    """How often this was called with the file, by any process, this time included."""
+    with file.open("a") as stream:
+        stream.write(".")
+    return file.stat().st_size
+
+
+def hangs(file: Path, *_: Any) -> Any:
+    note(file)
+    time.sleep(FOREVER)
+
+
+class HangsBackward(torch.autograd.Function):
+    """Its backward hangs as often as is said."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, file: Path, times: int) -> Tensor:
+        ctx.file, ctx.times = file, times
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if note(ctx.file) <= ctx.times:
+            time.sleep(FOREVER)
+        return grad * 2, None, None
+
+
+class Loaded:
+    """Calls a function in each worker that loads it; in a task it is `abs`."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return loaded, self._call
+
+    def __call__(self, k: int) -> int:
+        return abs(k)
+
+
+def loaded(function: Callable[..., object], *args: Any) -> Callable[[int], int]:
+    function(*args)
+    return abs
+
+
+# --- each operation fails at its first time-out
+
+
+def jacobian(pool: mpgrad.Pool, file: Path) -> object:
+    return mpgrad.jacobian(functools.partial(hangs, file), torch.ones(2), pool=pool)
+
+
+OPERATIONS: dict[str, Callable[[mpgrad.Pool, Path], object]] = {
+    "map": lambda pool, file: pool.map(hangs, [file]),
+    "starmap": lambda pool, file: pool.starmap(hangs, [(file, 1)]),
+    "map_async": lambda pool, file: pool.map_async(hangs, [file]).get(50),
+    "imap": lambda pool, file: list(pool.imap(hangs, [file])),
+    "imap_unordered": lambda pool, file: list(pool.imap_unordered(hangs, [file])),
+    "apply": lambda pool, file: pool.apply(hangs, (file,)),
+    "apply_async": lambda pool, file: pool.apply_async(hangs, (file,)).get(50),
+    "submit": lambda pool, file: pool.submit(hangs, file).result(50),
+    "reduce": lambda pool, file: pool.reduce(lambda target, _: hangs(file), [1, 2], [0]),
+    "map_reduce": lambda pool, file: pool.map_reduce(hangs, [file, file], lambda a, b: a),
+    "jacobian": jacobian,
+}
+
+
+@pytest.mark.slow
+def test_each_operation_fails_at_its_first_time_out(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    with mpgrad.Pool(1, timeout=0.2) as pool:
+        for number, (name, ask) in enumerate(OPERATIONS.items(), 1):
+            with pytest.raises(mpgrad.CallTimeoutError):
+                ask(pool, tmp_path / name)
+            assert (name, (tmp_path / name).stat().st_size) == (name, 1)
+            assert pool.stats().deaths == number
+
+
+@pytest.mark.slow
+def test_an_executor_fails_at_its_first_time_out(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
+    with mpgrad.Executor(2, timeout=0.2) as executor:
+        with pytest.raises(mpgrad.CallTimeoutError):
+            executor.submit(hangs, tmp_path / "submit").result(50)
+        with pytest.raises(mpgrad.CallTimeoutError):
+            list(executor.map(hangs, [tmp_path / "map"]))
+    assert [each.stat().st_size for each in tmp_path.iterdir()] == [1, 1]
+
+
+@pytest.fixture
+def backend(fork_server: mpgrad.Pool) -> Iterator[None]:
+    mpgrad.joblib.register()
+    yield
+    del joblib.parallel.BACKENDS["mpgrad"]
+
+
+@pytest.mark.slow
+def test_joblibs_backend_fails_at_its_first_time_out(backend: None, tmp_path: Path) -> None:
+    calls = [joblib.delayed(hangs)(tmp_path / "hung"), joblib.delayed(abs)(-1)]
+    with (
+        joblib.parallel_config(backend="mpgrad", n_jobs=2, timeout=0.3),
+        pytest.raises(mpgrad.CallTimeoutError),
+    ):
+        joblib.Parallel(batch_size=1)(calls)
+    assert (tmp_path / "hung").stat().st_size == 1
+
+
+def test_a_hung_backward_fails_at_its_first_time_out(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    xs = [torch.full((2,), float(k), requires_grad=True) for k in range(3)]
+
+    def fn(x: Tensor) -> Tensor:
+        return HangsBackward.apply(x, tmp_path / "hung", 99) if x[0] == 1 else x * 2
+
+    with mpgrad.Pool(1) as pool:
+        results = pool.map(fn, xs, timeout=0.3)
+        (worker,) = pool.stats().workers
+        with pytest.raises(mpgrad.CallTimeoutError) as caught:
+            torch.cat(results).sum().backward()
+        error = caught.value
+        assert (error.item, error.phase, error.worker) == (1, "backward", worker.number)
+        assert str(error) == (
+            "item 1 of fn ran longer than its timeout (0.3 s, phase: backward), and was killed "
+            f"with its worker (worker: {worker.number}); the call was tried once "
+            "(timeout_retries: 0)"
+        )
+        (y,) = pool.map(torch.exp, [xs[0]])
+        y.sum().backward()
+        assert torch.equal(xs[0].grad, y)  # type: ignore[arg-type]
+    assert (tmp_path / "hung").stat().st_size == 1
+
+
+# --- those that are tried again
+
+
+def test_time_outs_are_tried_again_on_request(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
+    def fn(k: int) -> int:
+        if note(tmp_path / f"{k}") <= k:
+            time.sleep(FOREVER)
+        return k
+
+    with mpgrad.Pool(1, timeout_retries=1) as pool:
+        pool.map(abs, [-1])
+        found = pool.map(fn, [0, 1, 2], 1, timeout=0.3, on_error="return")
+        assert found[:2] == [0, 1] and isinstance(found[2], mpgrad.CallTimeoutError)
+        assert "; the call was tried 2 times (timeout_retries: 1)" in str(found[2])
+        assert pool.stats().deaths == 3
+
+
+@pytest.mark.parametrize("retries", [2, 0])
+def test_a_hung_backward_is_tried_again_on_request(
+    fork_server: mpgrad.Pool, tmp_path: Path, retries: int
+) -> None:
+    """Without retries its graph is lost with the worker, and the error is that of the time-out."""
+    x = torch.ones(2, requires_grad=True)
+    with mpgrad.Pool(1, retries=retries, timeout_retries=1) as pool:
+        (y,) = pool.map(lambda x: HangsBackward.apply(x, tmp_path / "hung", 1), [x], timeout=0.3)
+        if retries == 0:
+            with pytest.raises(mpgrad.CallTimeoutError):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+            assert torch.equal(x.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
+    assert (tmp_path / "hung").stat().st_size == (1 if retries == 0 else 2)
+
+
+@pytest.mark.slow
+def test_deaths_and_time_outs_are_counted_apart(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
+    def fn(k: int) -> int:
+        match note(tmp_path / "begun"):
+            case 1 | 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 2:
+                time.sleep(FOREVER)
+        return k
+
+    with mpgrad.Pool(1, retries=2, timeout_retries=1) as pool:
+        pool.map(abs, [-1])
+        assert pool.map(fn, [7], timeout=0.3) == [7]
+        assert pool.stats().deaths == 3
+
+
+def test_without_retries_a_time_out_may_be_tried_again(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """What had run in the same chunk fails: it must not run twice."""
+
+    def fn(k: int) -> int:
+        if note(tmp_path / f"{k}") == 1 and k == 1:
+            time.sleep(FOREVER)
+        return k
+
+    with mpgrad.Pool(1, retries=0, timeout_retries=1) as pool:
+        pool.map(abs, [-1])
+        first, *others = pool.map(fn, range(4), 4, timeout=0.3, on_error="return")
+        assert isinstance(first, mpgrad.CallTimeoutError) and others == [1, 2, 3]
+    assert [(tmp_path / f"{k}").stat().st_size for k in range(4)] == [1, 2, 1, 1]
+
+
+# --- what is not charged
+
+
+def test_what_was_next_in_the_killed_worker_is_not_charged(fork_server: mpgrad.Pool) -> None:
+    def fn(k: int) -> int:
+        if k < 4:
+            time.sleep(FOREVER)
+        return k
+
+    with mpgrad.Pool(1) as pool:
+        pool.map(abs, [-1])
+        *late, last, end = pool.map(fn, range(6), 6, timeout=0.2, on_error="return")
+        assert [type(each) for each in late] == [mpgrad.CallTimeoutError] * 4
+        assert (last, end) == (4, 5) and pool.stats().deaths == 4
+
+
+def test_the_loading_of_a_function_does_not_count(fork_server: mpgrad.Pool) -> None:
+    # symptom: a time-out with the phase "loading the function". cause: the clock ran from the
+    # moment at which the worker had been sent its first call.
+    with mpgrad.Pool(1) as pool:
+        pool.map(abs, [-1])
+        assert pool.map(Loaded(time.sleep, 0.5), [-1, -2], timeout=0.2) == [1, 2]
+        assert pool.stats().deaths == 0
+
+
+def test_the_clock_begins_once_the_function_is_loaded(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """Nobody tells the scheduler when that is."""
+
+    def fn(loaded: object, k: int) -> None:
+        hangs(tmp_path / "hung")
+
+    with mpgrad.Pool(1) as pool:
+        pool.map(abs, [-1])
+        with pytest.raises(mpgrad.CallTimeoutError) as caught:
+            pool.map(functools.partial(fn, Loaded(time.sleep, 0.5)), [1], timeout=0.2)
+        assert caught.value.phase == "forward" and pool.stats().deaths == 1
+    assert (tmp_path / "hung").stat().st_size == 1
+
+
+@pytest.mark.slow
+@linux_only("SIGSTOP")
+def test_a_call_that_a_stopped_worker_has_next_is_not_charged(fork_server: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, timeout=0.3) as pool:
+        for deaths in range(2):
+            (worker,) = staffed(pool).stats().workers
+            os.kill(worker.pid, signal.SIGSTOP)
+            assert pool.map(abs, [-1, -2]) == [1, 2]
+            assert pool.stats().deaths == deaths + 1

@@ -1,0 +1,116 @@
+"""`EarlyAnswers` sends what the finished calls of a chunk gave while a later call of the chunk runs
+for long. Worker's side.
+
+Short calls go to a worker together, and their results come back together, because a message costs
+more than such a call. But nobody knows beforehand how long a call takes. So while a call runs, a
+thread looks every `PATIENCE` seconds whether results wait behind it, and sends them.
+
+    the worker's thread   turn taken │ answer grows │ released: user's code │ taken │ answer sent
+    this thread                      └─────────── turn taken: what is there is sent ──┘
+Guarantees: the two threads never touch the answer, the worker's memory or the link at the same
+    time. While a task forks, the thread does not exist. It is not one of `threading.enumerate()`.
+Assumes: user's code lets other threads run. While C code keeps the interpreter lock, results wait.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["EarlyAnswers"]
+
+# seconds; what the caller takes for a long call, too (`LATE` in `scheduling.queue`)
+PATIENCE = 5e-3
+
+
+class EarlyAnswers:
+    """The thread, and the turn that it shares with the worker's own thread.
+
+    As a context manager it surrounds user's code: `with early: value = function(...)`.
+    """
+
+    def __init__(self, send: Callable[[], bool]) -> None:
+        """`send` sends what there is, and returns whether there was anything."""
+        self._send = send
+        # A thread that prints within user's code takes it, too, perhaps in a finalizer.
+        self.turn = threading.RLock()
+        # whether calls may begin this thread; never where the worker's thread is the caller's
+        self.is_on = False
+        self.error: BaseException | None = None
+        self._calls = 0  # begun with results before them that were not sent
+        self._is_asleep = True  # the thread, if there is one; a call wakes it
+        self._bell = _thread.allocate_lock()
+        self._has_ended = _thread.allocate_lock()  # held by the thread
+        self._thread = 0  # its number for the system; 0 if there is none
+
+    def __enter__(self) -> None:
+        self.turn.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.turn.acquire()
+
+    def note_call(self) -> None:
+        """Note that a call begins, and that results of others wait."""
+        self._calls += 1
+        if self._is_asleep and self.is_on:
+            self._is_asleep = False
+            if self._thread:
+                self._bell.release()
+            else:
+                self._start()
+
+    def _start(self) -> None:
+        self._bell.acquire(blocking=False)
+        self._has_ended.acquire()
+        begun = _thread.allocate_lock()
+        begun.acquire()
+        try:
+            _thread.start_new_thread(self._run, (begun,))
+        except RuntimeError:  # the limit of threads is reached: results leave with their chunk
+            self.is_on = False
+            self._has_ended.release()
+            return
+        begun.acquire()
+
+    def stop(self) -> None:
+        """End the thread. The next call that needs it starts another."""
+        thread = self._thread
+        if not thread:
+            return
+        self._thread = 0
+        self._bell.acquire(blocking=False)
+        self._bell.release()
+        self._has_ended.acquire()
+        self._has_ended.release()
+        self._is_asleep = True
+        # Python warns of a fork while the system still counts a second thread.
+        while os.path.exists(f"/proc/self/task/{thread}"):
+            time.sleep(0)
+
+    def _run(self, begun: _thread.LockType) -> None:
+        # Their handlers run in the worker's thread, and interrupt what it waits for.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._thread = thread = _thread.get_native_id()
+        begun.release()
+        seen = -1
+        try:
+            while self._thread == thread:
+                self._bell.acquire(timeout=-1 if self._is_asleep else PATIENCE)
+                if seen != self._calls:
+                    seen = self._calls
+                elif self.turn.acquire(blocking=False):
+                    # The same call has run since the last look.
+                    try:
+                        self._is_asleep = not self._send()
+                    finally:
+                        self.turn.release()
+        except BaseException as error:
+            # The worker's thread raises it, unless the pipe has told it the same.
+            self.error = error
+            self.is_on = False
+        finally:
+            self._has_ended.release()
