@@ -43,14 +43,13 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.environment import FOLLOWER, PLACE
+from mpgrad.environment import FILTERS, FOLLOWER, PLACE
 from mpgrad.memory import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
@@ -263,7 +262,7 @@ def begin(
             device = setting.enter_context(worker_device(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
-            with noting_those_of_initializer():
+            with noting_those_of_initializer(), FILTERS:
                 run_initializer(initializer, initargs)
         FOLLOWER.settle()
         phase = "start"
@@ -348,11 +347,9 @@ def settle(start: Start, number: int) -> None:
         if environment.directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(environment.directory)
-    else:
-        FOLLOWER.take_over(environment)
+    FOLLOWER.take_over(environment, elsewhere=start.remote)
     os.environ.update(thread_variables(start.threads))  # for libraries that are loaded later
     torch.set_num_threads(start.threads or 1)
-    warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
     share_loaded_scripts()
     PLACED.begin()

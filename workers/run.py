@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.environment import FOLLOWER
+from mpgrad.environment import FILTERS, FOLLOWER
 from mpgrad.errors import SharedMemoryError, UncarriedResultError
 from mpgrad.memory.arena import Arena
 from mpgrad.pickling import classes, structure
@@ -383,7 +383,8 @@ def arguments(
     if not isinstance(shape, bytes):
         return tensors, {}
     streams = Streams()
-    args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
+    with FILTERS.outside():
+        args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
     streams.begin(call.item + offset)  # for generators that are captured by code in the item
     return args, kwargs
 
@@ -530,7 +531,8 @@ class Runner:
         outcomes: list[Result | Failure] = []
         own_seconds = eager_seconds = failed_seconds = 0.0
         started = time.perf_counter()
-        with under(message.modes), NOTHING if function is None else function.running():
+        running = NOTHING if function is None else function.running()
+        with under(message.modes), running, FILTERS:
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
                 # it takes back the calls that were not noted.
@@ -724,7 +726,7 @@ class Runner:
         outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
         reached: list[tuple[int, Sequence[int]]] = []
         stage = Stage(self.spans)
-        with under(message.modes):
+        with under(message.modes), FILTERS:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
