@@ -62,6 +62,7 @@ __all__ = [
     "Environment",
     "EnvironmentChanges",
     "InheritedState",
+    "TaskFilters",
     "credentials",
     "current_environment",
     "inherited",
@@ -224,9 +225,11 @@ def in_a_task(filters: Sequence[Filter]) -> list[tuple[Any, ...]]:
 
 
 class TaskFilters:
-    """The filters of `warnings` under which tasks run in this process, a worker.
+    """The filters of `warnings` under which tasks run in a process that is a worker.
 
-    As a context, it puts them in force. In other processes it does nothing.
+    As a context, it puts them in force. Within such a context, a further one suspends them while
+    the worker loads something. It does nothing before `begin`, nor for workers that are threads:
+    their tasks have the filters of their process.
     """
 
     def __init__(self) -> None:
@@ -237,7 +240,7 @@ class TaskFilters:
     def begin(self, filters: list[tuple[Any, ...]]) -> None:
         warnings.resetwarnings()
         warnings.simplefilter("always")
-        self._others = []
+        self._others, self._in_force = [], False
         self.set(filters)
 
     def set(self, filters: list[tuple[Any, ...]]) -> None:
@@ -263,15 +266,6 @@ class TaskFilters:
         if self._others is not None:
             self._others, warnings.filters = warnings.filters, self._others
             self._in_force = not self._in_force
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Suspend them, within the context, while the worker loads something."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
 
 
 FILTERS = TaskFilters()

@@ -39,6 +39,7 @@ from typing import Any, TextIO
 
 import torch
 
+from mpgrad.environment import TaskFilters
 from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
@@ -231,7 +232,8 @@ def can_be_carried(value: object) -> bool:
 class TaskWarnings:
     """The warnings since the last answer, each once, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, filters: TaskFilters) -> None:
+        self.filters = filters
         self._given: dict[WarningReport, None] = {}
 
     def watch(self) -> None:

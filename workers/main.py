@@ -49,7 +49,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.environment import FILTERS, FOLLOWER, PLACE
+from mpgrad.environment import FILTERS, FOLLOWER, PLACE, TaskFilters
 from mpgrad.memory import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
@@ -113,14 +113,19 @@ class Worker:
     """The loop. It passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
-        self, number: int, link: Link, graphs: GraphTable, worker_device: WorkerDevice
+        self,
+        number: int,
+        link: Link,
+        graphs: GraphTable,
+        worker_device: WorkerDevice,
+        filters: TaskFilters,
     ) -> None:
         self._link = link
         self._worker_device = worker_device
         self.before_answer: Callable[[], None] = lambda: None
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
-        self._warnings = TaskWarnings()
+        self._warnings = TaskWarnings(filters)
         functions = FunctionTable(memory, worker_device)
         self._runner = runner = Runner(
             functions, graphs, memory, self._progress, self._warnings, worker_device
@@ -230,7 +235,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             outlet = Outlet(link, start.log_levels)
             register_crash_traceback(link)
         begin_as_new(is_process=in_process)
-        worker = begin(number, link, start, setting)
+        worker = begin(number, link, start, setting, FILTERS if in_process else None)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
@@ -252,23 +257,28 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
 
 
 def begin(
-    number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
+    number: int,
+    link: Link,
+    start: Start,
+    setting: contextlib.ExitStack | None = None,
+    filters: TaskFilters | None = None,
 ) -> Worker | None:
     """Run the initializer and make the worker, and report over the link whether that succeeded. The
-    worker's device is entered in `setting`, for as long as the worker lives."""
-    device, phase = WorkerDevice(), "initializer"
+    worker's device is entered in `setting`, for as long as the worker lives. `filters` are those of
+    its process, if that belongs to the worker."""
+    device, phase, filters = WorkerDevice(), "initializer", filters or TaskFilters()
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
-            with noting_those_of_initializer(), FILTERS:
+            with noting_those_of_initializer(), filters:
                 run_initializer(initializer, initargs)
         FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         # raises if there is no shared memory for it
-        worker = Worker(number, link, graphs, device)
+        worker = Worker(number, link, graphs, device, filters)
     except BaseException as error:
         link.send([StartFailure(failure(error, phase))])
         return None

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.environment import FILTERS, FOLLOWER
+from mpgrad.environment import FOLLOWER, TaskFilters
 from mpgrad.errors import SharedMemoryError, UncarriedResultError
 from mpgrad.memory.arena import Arena
 from mpgrad.pickling import classes, structure
@@ -361,7 +361,11 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 
 
 def arguments(
-    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
+    call: ForwardCall,
+    offset: int,
+    tensors: list[torch.Tensor],
+    modules: Namespaces,
+    filters: TaskFilters,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return (args, kwargs) of the item at `offset`. Its tensors come first, then those of
     dependencies' results."""
@@ -383,7 +387,7 @@ def arguments(
     if not isinstance(shape, bytes):
         return tensors, {}
     streams = Streams()
-    with FILTERS.outside():
+    with filters:  # suspended
         args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
     streams.begin(call.item + offset)  # for generators that are captured by code in the item
     return args, kwargs
@@ -532,7 +536,7 @@ class Runner:
         own_seconds = eager_seconds = failed_seconds = 0.0
         started = time.perf_counter()
         running = NOTHING if function is None else function.running()
-        with under(message.modes), running, FILTERS:
+        with under(message.modes), running, self._warnings.filters:
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
                 # it takes back the calls that were not noted.
@@ -643,7 +647,9 @@ class Runner:
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
-            args, kwargs = arguments(call, stage.offset, own, function.modules)
+            args, kwargs = arguments(
+                call, stage.offset, own, function.modules, self._warnings.filters
+            )
             pickled = structure_of(call, stage.offset)
             copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             item = call.item + stage.offset
@@ -726,7 +732,7 @@ class Runner:
         outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph] = []
         reached: list[tuple[int, Sequence[int]]] = []
         stage = Stage(self.spans)
-        with under(message.modes), FILTERS:
+        with under(message.modes), self._warnings.filters:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break

@@ -208,6 +208,23 @@ def test_filters_of_an_initializer_stay(fork_server: mpgrad.Pool) -> None:
                 assert pool.map(fallen_back, [1]) == ["Careful: careful 1"]
 
 
+def within(engine: Any) -> list[Any]:
+    with mpgrad.Pool(1, engine=engine) as pool:
+        return [*pool.map(fallen_back, [1]), fallen_back(2)]
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_a_pool_within_a_task(engine: Any, pool2: mpgrad.Pool) -> None:
+    """Workers that are threads of a worker leave its filters alone."""
+    for category in (RuntimeWarning, Careful):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", category)
+            found = pool2.map(within, [engine] * 2, 1)
+            assert found == [[fallen_back(1), fallen_back(2)]] * 2
+            assert pool2.map(fallen_back, [3]) == [fallen_back(3)]
+
+
 MODULE = """
 import warnings
 warnings.warn("this module is old", DeprecationWarning)

@@ -171,12 +171,18 @@ def test_open_files_are_refused_as_results(
         pool2.map(open, [name])
 
 
+def all_of(file: Any) -> Any:
+    with file:
+        return file.read()
+
+
 @pytest.mark.quick
 def test_files_in_memory_and_the_streams_of_the_process(pool2: mpgrad.Pool) -> None:
-    buffers = [io.StringIO("text"), io.BytesIO(b"bytes"), tempfile.SpooledTemporaryFile()]
-    buffers[2].write(b"small")
-    buffers[2].seek(0)
-    assert pool2.map(lambda buffer: buffer.read(), buffers) == ["text", b"bytes", b"small"]
+    with tempfile.SpooledTemporaryFile() as spooled:
+        spooled.write(b"small")
+        spooled.seek(0)
+        buffers = [io.StringIO("text"), io.BytesIO(b"bytes"), spooled]
+        assert pool2.map(all_of, buffers) == ["text", b"bytes", b"small"]
     out = io.TextIOWrapper(io.BytesIO())
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         assert pool2.map(lambda stream: stream is sys.stdout, [sys.stdout]) == [True]
