@@ -235,7 +235,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             outlet = Outlet(link, start.log_levels)
             register_crash_traceback(link)
         begin_as_new(is_process=in_process)
-        worker = begin(number, link, start, setting, FILTERS if in_process else None)
+        worker = begin(number, link, start, setting, in_process)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
@@ -261,12 +261,13 @@ def begin(
     link: Link,
     start: Start,
     setting: contextlib.ExitStack | None = None,
-    filters: TaskFilters | None = None,
+    in_process: bool = False,
 ) -> Worker | None:
     """Run the initializer and make the worker, and report over the link whether that succeeded. The
-    worker's device is entered in `setting`, for as long as the worker lives. `filters` are those of
-    its process, if that belongs to the worker."""
-    device, phase, filters = WorkerDevice(), "initializer", filters or TaskFilters()
+    worker's device is entered in `setting`, for as long as the worker lives. With `in_process`,
+    its process is its own."""
+    device, phase = WorkerDevice(), "initializer"
+    filters = FILTERS if in_process else TaskFilters()
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
@@ -274,7 +275,8 @@ def begin(
         if initializer is not None:
             with noting_those_of_initializer(), filters:
                 run_initializer(initializer, initargs)
-        FOLLOWER.settle()
+        if in_process:  # a task may have a pool whose workers are threads
+            FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         # raises if there is no shared memory for it
