@@ -287,6 +287,31 @@ def quick_figures(
     return figures, ended.stdout
 
 
+def written_in(clone: Path) -> set[str]:
+    """New files and folders, also ignored ones.
+
+    Ignored folders belong to tools: caches, environments, the site. What is tracked may be edited
+    while tests run.
+    """
+    command = ["git", "status", "--porcelain", "--ignored"]
+    said = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True).stdout
+    return {
+        line
+        for line in said.splitlines()
+        if line.startswith("?? ") or (line.startswith("!! ") and not line.endswith("/"))
+    }
+
+
+@pytest.fixture(scope="module")
+def leaves_the_clone_clean() -> Iterator[None]:
+    """The module's tests run programs of this repository, which write nothing there."""
+    clone = Path(__file__).parents[1]
+    is_clone = (clone / ".git").exists()
+    before = written_in(clone) if is_clone else set()
+    yield
+    assert not is_clone or written_in(clone) <= before
+
+
 @pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module's `SCRIPT`, which may import others from its folder."""

@@ -43,14 +43,13 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.environment import FOLLOWER, PLACE
+from mpgrad.environment import FILTERS, FOLLOWER, PLACE, TaskFilters
 from mpgrad.memory import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
@@ -115,14 +114,19 @@ class Worker:
     """The loop. It passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
-        self, number: int, link: Link, graphs: GraphTable, worker_device: WorkerDevice
+        self,
+        number: int,
+        link: Link,
+        graphs: GraphTable,
+        worker_device: WorkerDevice,
+        filters: TaskFilters,
     ) -> None:
         self._link = link
         self._worker_device = worker_device
         self.before_answer: Callable[[], None] = lambda: None
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
-        self._warnings = TaskWarnings()
+        self._warnings = TaskWarnings(filters)
         self._functions = functions = FunctionTable(memory, worker_device)
         self.early = EarlyAnswers(self._send_early)
         self._runner = runner = Runner(
@@ -255,7 +259,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             outlet = Outlet(link, start.log_levels)
             register_crash_traceback(link)
         begin_as_new(is_process=in_process)
-        worker = begin(number, link, start, setting)
+        worker = begin(number, link, start, setting, in_process)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
@@ -283,23 +287,30 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
 
 
 def begin(
-    number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
+    number: int,
+    link: Link,
+    start: Start,
+    setting: contextlib.ExitStack | None = None,
+    in_process: bool = False,
 ) -> Worker | None:
     """Run the initializer and make the worker, and report over the link whether that succeeded. The
-    worker's device is entered in `setting`, for as long as the worker lives."""
+    worker's device is entered in `setting`, for as long as the worker lives. With `in_process`,
+    its process is its own."""
     device, phase = WorkerDevice(), "initializer"
+    filters = FILTERS if in_process else TaskFilters()
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
-            with noting_those_of_initializer():
+            with noting_those_of_initializer(), filters:
                 run_initializer(initializer, initargs)
-        FOLLOWER.settle()
+        if in_process:  # a task may have a pool whose workers are threads
+            FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         # raises if there is no shared memory for it
-        worker = Worker(number, link, graphs, device)
+        worker = Worker(number, link, graphs, device, filters)
     except BaseException as error:
         link.send([StartFailure(failure(error, phase))])
         return None
@@ -378,11 +389,9 @@ def settle(start: Start, number: int) -> None:
         if environment.directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(environment.directory)
-    else:
-        FOLLOWER.take_over(environment)
+    FOLLOWER.take_over(environment, elsewhere=start.remote)
     os.environ.update(thread_variables(start.threads))  # for libraries that are loaded later
     torch.set_num_threads(start.threads or 1)
-    warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
     share_loaded_scripts()
     PLACED.begin()
