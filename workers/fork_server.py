@@ -143,14 +143,14 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
-        from mpgrad.workers.main import refuse_and_exit, serve_and_exit
+        from mpgrad.workers.main import refuse_and_exit, serve_in_process
 
         end, tracker = ends
         try:
             take_over(changes)
         except (OSError, RuntimeError) as error:
             refuse_and_exit(end, error)
-        serve_and_exit(end, number, fork_server_pid, tracker)
+        serve_in_process(end, number, fork_server_pid, tracker)
 
     def _reap(self) -> None:
         while self._children:
