@@ -31,6 +31,7 @@ import tqdm
 
 import mpgrad
 from mpgrad.calls.backwards import Prediction
+from mpgrad.engines.launch import ForkServerLauncher
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 
@@ -117,11 +118,13 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
     gc.freeze()
     before = footprint()
     yield
+    ForkServerLauncher.end_unused()  # they stay for a while
     deadline = time.monotonic() + PATIENCE
     left = leftovers(before)
     while left and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
+        ForkServerLauncher.end_unused()  # of pools that have just ended
         left = leftovers(before)
     assert not left, f"left behind: {left}"
 

@@ -29,7 +29,6 @@ for it (`engines.launch.SharedTracker`) when multiprocessing first reads its des
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -84,6 +83,7 @@ from mpgrad.wire.messages import (
     Stop,
 )
 from mpgrad.wire.tensor_refs import Payload
+from mpgrad.workers import ending
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, register_crash_traceback
 from mpgrad.workers.early import EarlyAnswers
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
@@ -95,12 +95,8 @@ __all__ = [
     "Worker",
     "become_child",
     "begin",
-    "forget_exit_handlers",
-    "leave_children",
     "refuse_and_exit",
-    "run_exit_handlers",
     "serve",
-    "serve_and_exit",
     "serve_in_process",
     "serve_spawned",
     "share_tracker",
@@ -241,9 +237,9 @@ class Worker:
 # --- entry points
 
 
-def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
+def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
     """Answer frames until `Stop` or the end of the link. The caller's side has the other end of the
-    socket."""
+    socket. Return whether the end of the process waits for what tasks have started."""
     link = Channel(end, blocking=True)
     outlet = worker = None
     setting = contextlib.ExitStack()
@@ -259,6 +255,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             outlet = Outlet(link, start.log_levels)
             register_crash_traceback(link)
         begin_as_new(is_process=in_process)
+        if in_process:
+            ending.begin()
         worker = begin(number, link, start, setting, in_process)
         if outlet is not None and worker is not None:
             worker.take_warnings()
@@ -271,12 +269,12 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             last = frame.messages[-1]
             if type(last) is Stop:
                 if in_process and not last.waits:
-                    leave_children()
-                return
+                    ending.leave_children()
+                return last.waits
             worker.handle(frame)
             del frame  # it would pin the payload while the worker waits for the next frame
     except (EOFError, ConnectionError):
-        return  # the parent is gone
+        pass  # the parent is gone
     finally:
         if worker is not None:
             worker.early.stop()
@@ -284,6 +282,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if outlet is not None:
             outlet.close()
         link.close()
+    return False
 
 
 def begin(
@@ -324,41 +323,30 @@ def serve_in_process(
     parent_pid: int | None,
     tracker: socket.socket | None = None,
     life: socket.socket | None = None,
-) -> None:
-    """Run `serve` in a process of its own, whose parent is `parent_pid` if that is known.
+) -> NoReturn:
+    """Run `serve` in a process that runs nothing else, and end the process. Its parent is
+    `parent_pid` if that is known.
 
     The process asks the caller through `tracker` for a resource tracker. It ends when the other end
     of `life` is closed.
     """
-    die_with(parent_pid)
-    if life is not None:
-        die_with_end(life)
-    if tracker is not None:
-        share_tracker(tracker)
-    PLACE.in_worker = True
-    # Ctrl-C signals the whole process group, but the parent decides what to do about it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(end, number, in_process=True)
-
-
-def serve_and_exit(
-    end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket
-) -> NoReturn:
-    """Run `serve_in_process` in a process that runs nothing else."""
-    status = 1
-    forget_exit_handlers()
+    status, waits = 1, False
+    ending.forget_exit_handlers()
     try:
-        serve_in_process(end, number, parent_pid, tracker)
+        die_with(parent_pid)
+        if life is not None:
+            die_with_end(life)
+        if tracker is not None:
+            share_tracker(tracker)
+        PLACE.in_worker = True
+        # Ctrl-C signals the whole process group, but the parent decides what to do about it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        waits = serve(end, number, in_process=True)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        run_exit_handlers()
-        # closed streams must not turn a successful exit into a failed one
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        ending.end(status, waits)
 
 
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
@@ -372,11 +360,11 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 
 
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
-    """Run `serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
+    """Run `serve_in_process` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
     # otherwise a program that a call starts would keep it open after this one's end
     end.set_inheritable(False)
-    serve_and_exit(end, number, None, socket.socket(fileno=tracker))
+    serve_in_process(end, number, None, socket.socket(fileno=tracker))
 
 
 def settle(start: Start, number: int) -> None:
@@ -489,23 +477,3 @@ def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
     if preparation["log_to_stderr"]:
         multiprocessing.util.log_to_stderr()
     logging.getLogger("multiprocessing").setLevel(preparation["log_level"])
-
-
-def forget_exit_handlers() -> None:
-    """Forget the handlers of modules that were imported before the fork: they belong to the
-    parent."""
-    atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-
-
-def leave_children() -> None:
-    """Keep the exit handlers from waiting for children that are not daemons."""
-    for child in multiprocessing.active_children():
-        if not child.daemon:
-            multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
-
-
-def run_exit_handlers() -> None:
-    """Run the handlers of tasks, and multiprocessing's, which ends daemonic children and waits for
-    the others."""
-    atexit._run_exitfuncs()
