@@ -328,9 +328,9 @@ def log_levels() -> LogLevels:
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-# Python has such a registry for each module, so that a filter can say "once".
-ALREADY_WARNED: dict[Any, Any] = {}
-
+# Each module has a registry of what has been given, so that a filter can say "default" or "once".
+# This is for modules that are not imported here.
+ELSEWHERE: dict[str, Any] = {}
 
 # warnings of tasks that have arrived
 Warnings = deque[WarningReport] | tuple[()]
@@ -346,8 +346,8 @@ def taken(warned: Warnings) -> Iterator[WarningReport]:
             return
 
 
-def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning in the caller, whose filters decide about it.
+def warned_again(message: bytes, file: str, line: int, module: str | None) -> None:
+    """Give a task's warning in the caller, whose filters decide about it as in the loop.
 
     If they make it an error, it is raised here. If the warning's `stacklevel` points to the code
     that called the task, the warning shows the caller's line.
@@ -357,7 +357,10 @@ def warned_again(message: bytes, file: str, line: int) -> None:
     # The warning's class cannot be imported here.
     except Exception as error:
         instance = UserWarning(f"a warning that cannot be loaded here ({error})")
+    known = vars(sys.modules[module]) if module in sys.modules else ELSEWHERE
     if is_own(file):
         frame, _ = outside()
-        file, line = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)
+        file, line, known = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+        module = known.get("__name__")
+    registry = known.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(instance, type(instance), file, line, module, registry)

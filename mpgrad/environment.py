@@ -1,7 +1,7 @@
 """A process takes over its environment and its rights from the process that started it. Both sides.
 
-The environment is the variables, directory, arguments, module paths and time zone. Workers follow
-the caller's environment.
+The environment is the variables, directory, arguments, module paths, time zone and filters of
+`warnings`. Workers follow the caller's environment. On another machine only the filters follow.
 
 A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
 there when its pool began. So each operation and each backward carries the caller's changes since
@@ -9,6 +9,13 @@ then.
 
     caller   EnvironmentChanges: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
+
+A task may catch a warning that the caller's filters make an error, so these filters hold in the
+task. The caller's filters have to decide again about the warnings that pass, because "once" and
+"default" count in the caller. So all actions but "error" and "ignore" are "always" in a worker.
+A filter names its category, which may be a class of a module that no task here imports. So the
+worker compares names. Outside of tasks a worker has filters of its own: what it imports to load a
+function has warned in the caller, and has added its filters there.
 Guarantees: a worker keeps what mpgrad or an initializer has set in it. While nothing changes, the
     caller only compares and the worker does nothing.
 Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
@@ -24,6 +31,7 @@ all rights again, even those that root had given up. So each fork compares itsel
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import errno
@@ -40,18 +48,21 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.errors import contextmanager
 from mpgrad.system import PROC, THREAD_VARIABLES, thread_variables
 
 __all__ = [
+    "FILTERS",
     "FOLLOWER",
     "PLACE",
     "Environment",
     "EnvironmentChanges",
     "InheritedState",
+    "TaskFilters",
     "credentials",
     "current_environment",
     "inherited",
@@ -59,6 +70,16 @@ __all__ = [
     "take_over",
     "working_directory",
 ]
+
+
+class Filter(NamedTuple):
+    """A filter of `warnings`. Its category is the module and the name of the class."""
+
+    action: str
+    message: re.Pattern[str] | str | None
+    category: tuple[str, str]
+    module: re.Pattern[str] | str | None
+    line: int
 
 
 class Environment(NamedTuple):
@@ -69,6 +90,7 @@ class Environment(NamedTuple):
     arguments: list[str]
     paths: list[str]  # where Python looks for modules
     zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
+    filters: list[Filter]  # of `warnings`
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
@@ -100,7 +122,15 @@ def in_use() -> tuple[Any, ...]:
     `os.environ` stores its variables in a dictionary, which C compares in a microsecond.
     """
     variables = getattr(os.environ, "_data", os.environ)
-    return variables, working_directory(), sys.argv, sys.path, zone_in_use()
+    return variables, working_directory(), sys.argv, sys.path, zone_in_use(), FILTERS_IN_USE()
+
+
+def filters_in_use() -> Any:
+    return warnings.filters
+
+
+# Since Python 3.14 a context can have its own filters.
+FILTERS_IN_USE = getattr(warnings, "_get_filters", filters_in_use)
 
 
 def zone_in_use() -> tuple[Any, ...]:
@@ -108,14 +138,20 @@ def zone_in_use() -> tuple[Any, ...]:
 
 
 def copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    variables, directory, arguments, paths, zone = fields
-    return dict(variables), directory, list(arguments), list(paths), zone
+    variables, directory, arguments, paths, zone, filters = fields
+    return dict(variables), directory, list(arguments), list(paths), zone, list(filters)
 
 
 def environment_of(fields: tuple[Any, ...]) -> Environment:
-    variables, directory, arguments, paths, zone = fields
+    variables, directory, arguments, paths, zone, filters = fields
     texts = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
-    return Environment(texts, directory, list(map(str, arguments)), list(map(str, paths)), zone)
+    named = [
+        Filter(action, message, (category.__module__, category.__qualname__), module, line)
+        for action, message, category, module, line in filters
+    ]
+    return Environment(
+        texts, directory, list(map(str, arguments)), list(map(str, paths)), zone, named
+    )
 
 
 def current_environment() -> Environment:
@@ -125,8 +161,10 @@ def current_environment() -> Environment:
 class EnvironmentChanges:
     """Tells what the caller has changed since a pool began. Any thread may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: bool = False) -> None:
+        """With `elsewhere`, workers are on other machines, which have their own files."""
         self.begin = current_environment()
+        self._elsewhere = elsewhere
         # the fields as they were last seen, and their changes as a pickle
         self._seen: tuple[tuple[Any, ...], bytes] = (), b""
 
@@ -141,9 +179,99 @@ class EnvironmentChanges:
         if seen != now:
             seen = copied(now)
             changes = environment_of(seen).changes(self.begin)
+            if self._elsewhere:
+                changes = {name: each for name, each in changes.items() if name == "filters"}
             pickled = pickle.dumps(changes) if changes else b""
             self._seen = seen, pickled
         return pickled
+
+
+# --- filters of `warnings`
+
+
+class NamedCategory(type):
+    """A class of warnings, known by its module and name."""
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        path = cls.__module__, cls.__qualname__
+        return any((each.__module__, each.__qualname__) == path for each in kind.__mro__)
+
+
+def category_named(module: str, name: str) -> type:
+    if module == "builtins":
+        found: type = getattr(builtins, name)
+        return found
+    return NamedCategory(name, (), {"__module__": module, "__qualname__": name})
+
+
+# The module of what calls a task. In the loop it is the caller's.
+OWN = re.compile(r"mpgrad\.")
+
+
+def in_a_task(filters: Sequence[Filter]) -> list[tuple[Any, ...]]:
+    """Return the caller's filters as they hold in a task.
+
+    A warning may point to the code that called the task, which is mpgrad's here. Only the caller
+    knows whether a filter for a module or a line applies to it.
+    """
+    rows: list[tuple[Any, ...]] = []
+    for action, message, path, module, line in filters:
+        category = category_named(*path)
+        if module is not None or line:
+            rows.append(("always", message, category, OWN, 0))
+        action = action if action in ("error", "ignore") else "always"
+        rows.append((action, message, category, module, line))
+    return [*rows, ("always", None, Warning, None, 0)]
+
+
+class TaskFilters:
+    """The filters of `warnings` under which tasks run in a process that is a worker.
+
+    As a context, it puts them in force. Within such a context, a further one suspends them while
+    the worker loads something. It does nothing before `begin`, nor for workers that are threads:
+    their tasks have the filters of their process.
+    """
+
+    def __init__(self) -> None:
+        self._set: list[tuple[Any, ...]] = []  # as they were set last
+        self._others: Any = None  # those that are not in force: of tasks, or of the time between
+        self._in_force = False
+
+    def begin(self, filters: list[tuple[Any, ...]]) -> None:
+        warnings.resetwarnings()
+        warnings.simplefilter("always")
+        self._others, self._in_force = [], False
+        self.set(filters)
+
+    def set(self, filters: list[tuple[Any, ...]]) -> None:
+        self._set = filters
+        of_tasks: Any = warnings.filters if self._in_force else self._others
+        of_tasks[:] = filters
+        # This is the public way to tell Python that the filters have changed.
+        with warnings.catch_warnings():
+            pass
+
+    def added(self) -> list[tuple[Any, ...]]:
+        """Return the filters that were added since they were set."""
+        known = set(map(id, self._set))
+        return [each for each in self._others if id(each) not in known]
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *error: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        if self._others is not None:
+            self._others, warnings.filters = warnings.filters, self._others
+            self._in_force = not self._in_force
+
+
+FILTERS = TaskFilters()
+
+
+# --- in the worker
 
 
 class EnvironmentFollower:
@@ -155,14 +283,20 @@ class EnvironmentFollower:
         self._own: Environment  # this process's, after the initializer
         self._followed = b""
         self._target: Environment  # the caller's, as this process followed it last
+        self._own_filters: list[Any]  # set by the initializer
 
-    def take_over(self, begin: Environment) -> None:
+    def take_over(self, begin: Environment, elsewhere: bool = False) -> None:
         """Set the environment that the caller had when its pool began.
 
-        The caller may have changed things before this process started.
+        The caller may have changed things before this process started. If the caller is
+        `elsewhere`, on another machine, this process keeps all that belongs to its own machine.
         """
         self._begin = self._target = begin
         self._followed = b""
+        FILTERS.begin(in_a_task(begin.filters))
+        if elsewhere:
+            self._taken = current_environment()
+            return
         for name in os.environ.keys() - begin.variables.keys() - set(THREAD_VARIABLES):
             del os.environ[name]
         for name, value in begin.variables.items():
@@ -181,11 +315,12 @@ class EnvironmentFollower:
         caller."""
         if self._begin is not None:
             self._own = current_environment()
+            self._own_filters = FILTERS.added()
 
     def follow(self, changes: bytes | None) -> None:
         """Set the environment that the caller had when it sent `changes`.
 
-        `changes` is None if this process is not a worker, or not on the caller's machine.
+        `changes` is None if workers share the caller's process.
         """
         if changes is None or self._begin is None or changes == self._followed:
             return
@@ -203,6 +338,8 @@ class EnvironmentFollower:
             sys.path[:] = [*(each for each in own.paths if each not in begin.paths), *now.paths]
         if now.zone != before.zone:
             time.tzset()
+        if now.filters != before.filters:
+            FILTERS.set([*self._own_filters, *in_a_task(now.filters)])
 
     @contextmanager
     def within(self, changes: bytes | None) -> Iterator[None]:

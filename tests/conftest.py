@@ -31,6 +31,7 @@ import tqdm
 
 import mpgrad
 from mpgrad.calls.backwards import Prediction
+from mpgrad.engines.launch import ForkServerLauncher
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 
@@ -117,11 +118,13 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
     gc.freeze()
     before = footprint()
     yield
+    ForkServerLauncher.end_unused()  # they stay for a while
     deadline = time.monotonic() + PATIENCE
     left = leftovers(before)
     while left and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
+        ForkServerLauncher.end_unused()  # of pools that have just ended
         left = leftovers(before)
     assert not left, f"left behind: {left}"
 
@@ -285,6 +288,31 @@ def quick_figures(
     assert (ended.returncode, ended.stderr) == (0, "")
     figures: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
     return figures, ended.stdout
+
+
+def written_in(clone: Path) -> set[str]:
+    """New files and folders, also ignored ones.
+
+    Ignored folders belong to tools: caches, environments, the site. What is tracked may be edited
+    while tests run.
+    """
+    command = ["git", "status", "--porcelain", "--ignored"]
+    said = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True).stdout
+    return {
+        line
+        for line in said.splitlines()
+        if line.startswith("?? ") or (line.startswith("!! ") and not line.endswith("/"))
+    }
+
+
+@pytest.fixture(scope="module")
+def leaves_the_clone_clean() -> Iterator[None]:
+    """The module's tests run programs of this repository, which write nothing there."""
+    clone = Path(__file__).parents[1]
+    is_clone = (clone / ".git").exists()
+    before = written_in(clone) if is_clone else set()
+    yield
+    assert not is_clone or written_in(clone) <= before
 
 
 @pytest.fixture

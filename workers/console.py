@@ -3,8 +3,8 @@ crash traceback if it dies. Worker's side.
 
 A worker process inherits its parent's descriptors, so C code prints to the same place as in the
 parent. But `sys.stdout` is not a descriptor in a notebook, in a test runner or under
-`redirect_stdout`, and log handlers are not inherited. Warnings are sent to the caller, too, whose
-filters decide what happens to them, as in a serial loop.
+`redirect_stdout`, and log handlers are not inherited. Warnings are sent to the caller, too, unless
+the caller's filters ignore them or make them errors, which holds in the task (`FILTERS`).
 
     print, logging ──► OutputStream, LogHandler ──► Outlet ──► PrintedText, LoggedRecord
     warnings ──► TaskWarnings ──► the answer
@@ -31,6 +31,7 @@ import os
 import signal
 import sys
 import threading
+import types
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from typing import Any, TextIO
 
 import torch
 
+from mpgrad.environment import TaskFilters
 from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
@@ -233,7 +235,8 @@ def can_be_carried(value: object) -> bool:
 class TaskWarnings:
     """The warnings since the last answer, each once, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, filters: TaskFilters) -> None:
+        self.filters = filters
         self._given: dict[WarningReport, None] = {}
 
     def watch(self) -> None:
@@ -271,7 +274,19 @@ class TaskWarnings:
         except Exception:
             # a warning of the user's class with content that cannot be pickled: keep its text
             pickled = classes.dumps(UserWarning(str(message)))
-        self._given[WarningReport(pickled, filename, lineno)] = None
+        report = WarningReport(pickled, filename, lineno, module_at(filename, lineno))
+        self._given[report] = None
+
+
+def module_at(file: str, line: int) -> str | None:
+    """Return the name of the module whose code is running there. Python has compared it with the
+    filters, but does not tell it."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_lineno) == (file, line):
+            return frame.f_globals.get("__name__")
+        frame = frame.f_back
+    return None
 
 
 # --- failures

@@ -3,7 +3,8 @@ milliseconds. Worker's side.
 
 multiprocessing's fork server does the same. But it imports the parent's main module, so every
 script needs a guard. It listens on a named socket, and is shared with all other code that uses it.
-This fork server has a single pipe, to the parent, and ends with it.
+This fork server has a single pipe, to the parent, and ends with it. It ends by itself if it has had
+no worker for a while.
 
     parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket
                             pairs; by the second one it may ask for a resource tracker
@@ -37,9 +38,9 @@ __all__ = [
 MESSAGE_BYTES = 1 << 18  # more than any order needs
 
 
-def main(descriptor: int) -> None:
-    """Serve until the parent is gone or closes its end. `descriptor` is this end of the pipe to
-    it."""
+def main(descriptor: int, patience: float) -> None:
+    """Serve until the parent is gone or closes its end, or until there has been no worker for
+    `patience` seconds. `descriptor` is this end of the pipe to the parent."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the process that started this one may have blocked the signal
@@ -63,7 +64,7 @@ def main(descriptor: int) -> None:
     gc.freeze()
     gc.enable()
     fork_server = ForkServer(socket.socket(fileno=descriptor), parent)
-    fork_server.run()
+    fork_server.run(patience)
     os._exit(0)  # there is nothing to tidy up, and the workers end when this process does
 
 
@@ -81,8 +82,11 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
-    def run(self) -> None:
-        """Obey until the parent closes its end or dies. The kernel then kills the workers."""
+    def run(self, patience: float) -> None:
+        """Obey until the parent closes its end or dies. The kernel then kills the workers.
+
+        Without workers, wait no longer than `patience` for an order.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -90,7 +94,10 @@ class ForkServer:
             # does not show the parent's death.
             selector.register(self._parent, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                found = selector.select(None if self._children else patience)
+                if not found:
+                    return
+                for key, _ in found:
                     if key.fileobj is self._woken:
                         self._woken.recv(MESSAGE_BYTES)
                         self._reap()
@@ -143,14 +150,14 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
-        from mpgrad.workers.main import refuse_and_exit, serve_and_exit
+        from mpgrad.workers.main import refuse_and_exit, serve_in_process
 
         end, tracker = ends
         try:
             take_over(changes)
         except (OSError, RuntimeError) as error:
             refuse_and_exit(end, error)
-        serve_and_exit(end, number, fork_server_pid, tracker)
+        serve_in_process(end, number, fork_server_pid, tracker)
 
     def _reap(self) -> None:
         while self._children:

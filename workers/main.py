@@ -29,7 +29,6 @@ for it (`engines.launch.SharedTracker`) when multiprocessing first reads its des
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -43,14 +42,13 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.environment import FOLLOWER, PLACE
+from mpgrad.environment import FILTERS, FOLLOWER, PLACE, TaskFilters
 from mpgrad.memory import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
@@ -85,6 +83,7 @@ from mpgrad.wire.messages import (
     Stop,
 )
 from mpgrad.wire.tensor_refs import Payload
+from mpgrad.workers import ending
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, register_crash_traceback
 from mpgrad.workers.early import EarlyAnswers
 from mpgrad.workers.functions import FunctionTable, noting_those_of_initializer
@@ -96,12 +95,8 @@ __all__ = [
     "Worker",
     "become_child",
     "begin",
-    "forget_exit_handlers",
-    "leave_children",
     "refuse_and_exit",
-    "run_exit_handlers",
     "serve",
-    "serve_and_exit",
     "serve_in_process",
     "serve_spawned",
     "share_tracker",
@@ -115,14 +110,19 @@ class Worker:
     """The loop. It passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
-        self, number: int, link: Link, graphs: GraphTable, worker_device: WorkerDevice
+        self,
+        number: int,
+        link: Link,
+        graphs: GraphTable,
+        worker_device: WorkerDevice,
+        filters: TaskFilters,
     ) -> None:
         self._link = link
         self._worker_device = worker_device
         self.before_answer: Callable[[], None] = lambda: None
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
-        self._warnings = TaskWarnings()
+        self._warnings = TaskWarnings(filters)
         self._functions = functions = FunctionTable(memory, worker_device)
         self.early = EarlyAnswers(self._send_early)
         self._runner = runner = Runner(
@@ -237,9 +237,9 @@ class Worker:
 # --- entry points
 
 
-def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
+def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
     """Answer frames until `Stop` or the end of the link. The caller's side has the other end of the
-    socket."""
+    socket. Return whether the end of the process waits for what tasks have started."""
     link = Channel(end, blocking=True)
     outlet = worker = None
     setting = contextlib.ExitStack()
@@ -255,7 +255,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             outlet = Outlet(link, start.log_levels)
             register_crash_traceback(link)
         begin_as_new(is_process=in_process)
-        worker = begin(number, link, start, setting)
+        if in_process:
+            ending.begin()
+        worker = begin(number, link, start, setting, in_process)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
@@ -267,12 +269,12 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
             last = frame.messages[-1]
             if type(last) is Stop:
                 if in_process and not last.waits:
-                    leave_children()
-                return
+                    ending.leave_children()
+                return last.waits
             worker.handle(frame)
             del frame  # it would pin the payload while the worker waits for the next frame
     except (EOFError, ConnectionError):
-        return  # the parent is gone
+        pass  # the parent is gone
     finally:
         if worker is not None:
             worker.early.stop()
@@ -280,26 +282,34 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if outlet is not None:
             outlet.close()
         link.close()
+    return False
 
 
 def begin(
-    number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None
+    number: int,
+    link: Link,
+    start: Start,
+    setting: contextlib.ExitStack | None = None,
+    in_process: bool = False,
 ) -> Worker | None:
     """Run the initializer and make the worker, and report over the link whether that succeeded. The
-    worker's device is entered in `setting`, for as long as the worker lives."""
+    worker's device is entered in `setting`, for as long as the worker lives. With `in_process`,
+    its process is its own."""
     device, phase = WorkerDevice(), "initializer"
+    filters = FILTERS if in_process else TaskFilters()
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
         (initializer, initargs), functions = classes.loads_with_functions(start.initializer)
         if initializer is not None:
-            with noting_those_of_initializer():
+            with noting_those_of_initializer(), filters:
                 run_initializer(initializer, initargs, functions)
-        FOLLOWER.settle()
+        if in_process:  # a task may have a pool whose workers are threads
+            FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
         # raises if there is no shared memory for it
-        worker = Worker(number, link, graphs, device)
+        worker = Worker(number, link, graphs, device, filters)
     except BaseException as error:
         link.send([StartFailure(failure(error, phase))])
         return None
@@ -313,41 +323,30 @@ def serve_in_process(
     parent_pid: int | None,
     tracker: socket.socket | None = None,
     life: socket.socket | None = None,
-) -> None:
-    """Run `serve` in a process of its own, whose parent is `parent_pid` if that is known.
+) -> NoReturn:
+    """Run `serve` in a process that runs nothing else, and end the process. Its parent is
+    `parent_pid` if that is known.
 
     The process asks the caller through `tracker` for a resource tracker. It ends when the other end
     of `life` is closed.
     """
-    die_with(parent_pid)
-    if life is not None:
-        die_with_end(life)
-    if tracker is not None:
-        share_tracker(tracker)
-    PLACE.in_worker = True
-    # Ctrl-C signals the whole process group, but the parent decides what to do about it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(end, number, in_process=True)
-
-
-def serve_and_exit(
-    end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket
-) -> NoReturn:
-    """Run `serve_in_process` in a process that runs nothing else."""
-    status = 1
-    forget_exit_handlers()
+    status, waits = 1, False
+    ending.forget_exit_handlers()
     try:
-        serve_in_process(end, number, parent_pid, tracker)
+        die_with(parent_pid)
+        if life is not None:
+            die_with_end(life)
+        if tracker is not None:
+            share_tracker(tracker)
+        PLACE.in_worker = True
+        # Ctrl-C signals the whole process group, but the parent decides what to do about it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        waits = serve(end, number, in_process=True)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        run_exit_handlers()
-        # closed streams must not turn a successful exit into a failed one
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        ending.end(status, waits)
 
 
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
@@ -361,11 +360,11 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 
 
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
-    """Run `serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
+    """Run `serve_in_process` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
     # otherwise a program that a call starts would keep it open after this one's end
     end.set_inheritable(False)
-    serve_and_exit(end, number, None, socket.socket(fileno=tracker))
+    serve_in_process(end, number, None, socket.socket(fileno=tracker))
 
 
 def settle(start: Start, number: int) -> None:
@@ -378,11 +377,9 @@ def settle(start: Start, number: int) -> None:
         if environment.directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(environment.directory)
-    else:
-        FOLLOWER.take_over(environment)
+    FOLLOWER.take_over(environment, elsewhere=start.remote)
     os.environ.update(thread_variables(start.threads))  # for libraries that are loaded later
     torch.set_num_threads(start.threads or 1)
-    warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
     share_loaded_scripts()
     PLACED.begin()
@@ -480,23 +477,3 @@ def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
     if preparation["log_to_stderr"]:
         multiprocessing.util.log_to_stderr()
     logging.getLogger("multiprocessing").setLevel(preparation["log_level"])
-
-
-def forget_exit_handlers() -> None:
-    """Forget the handlers of modules that were imported before the fork: they belong to the
-    parent."""
-    atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-
-
-def leave_children() -> None:
-    """Keep the exit handlers from waiting for children that are not daemons."""
-    for child in multiprocessing.active_children():
-        if not child.daemon:
-            multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
-
-
-def run_exit_handlers() -> None:
-    """Run the handlers of tasks, and multiprocessing's, which ends daemonic children and waits for
-    the others."""
-    atexit._run_exitfuncs()

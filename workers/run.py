@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.environment import FOLLOWER
+from mpgrad.environment import FOLLOWER, TaskFilters
 from mpgrad.errors import SharedMemoryError, UncarriedResultError
 from mpgrad.memory.arena import Arena
 from mpgrad.pickling import classes, structure
@@ -384,7 +384,11 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 
 
 def arguments(
-    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
+    call: ForwardCall,
+    offset: int,
+    tensors: list[torch.Tensor],
+    modules: Namespaces,
+    filters: TaskFilters,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return (args, kwargs) of the item at `offset`. Its tensors come first, then those of
     dependencies' results."""
@@ -406,7 +410,8 @@ def arguments(
     if not isinstance(shape, bytes):
         return tensors, {}
     streams = Streams()
-    args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
+    with filters:  # suspended
+        args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
     streams.begin(call.item + offset)  # for generators that are captured by code in the item
     return args, kwargs
 
@@ -639,6 +644,7 @@ class Runner:
             self._answering(answer),
             under(message.modes),
             NOTHING if function is None else function.running(),
+            self._warnings.filters,
         ):
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
@@ -749,7 +755,9 @@ class Runner:
             pickled = structure_of(call, stage.offset)
             item = call.item + stage.offset
             with self._early:
-                args, kwargs = arguments(call, stage.offset, own, function.modules)
+                args, kwargs = arguments(
+                    call, stage.offset, own, function.modules, self._warnings.filters
+                )
                 copied = (
                     copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
                 )
@@ -832,7 +840,7 @@ class Runner:
         chunk, calls = message.chunk, message.calls
         answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with self._answering(answer), under(message.modes):
+        with self._answering(answer), under(message.modes), self._warnings.filters:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break

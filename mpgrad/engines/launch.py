@@ -16,11 +16,13 @@ resource tracker, are neither started nor ended here.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import errno
 import functools
 import importlib
 import itertools
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -76,6 +78,8 @@ __all__ = [
 
 MAIN_MODULE = threading.Lock()  # held while the main module is hidden
 FORK_SERVER_PATIENCE = 2.0  # seconds that a fork server gets to end
+FORK_SERVER_STAYS = 60  # seconds that it stays after its last pool has ended
+STAYS_LONGER = 10  # seconds after that before it ends by itself
 EXIT_GAP = 0.5e-3  # seconds between the first two checks whether a worker has ended
 LAST_STANDARD_STREAM = 2
 
@@ -172,8 +176,11 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 
 
 class ForkServerProcess:
-    """The parent's end of a fork server. All pools of this process that can use it share it, and it
-    ends with the last of them."""
+    """The parent's end of a fork server. All pools of this process that can use it share it.
+
+    After the last of them it stays for a while, because a second pool would need as long to start
+    as the first. It then ends by itself, so that no thread has to wait here.
+    """
 
     def __init__(self, begun_as: InheritedState, variables: Mapping[str, str]) -> None:
         """Start a fork server. `begun_as` is the state that this thread would pass on now, with
@@ -181,10 +188,15 @@ class ForkServerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = program(
-                "mpgrad.workers.fork_server", "main", theirs, variables=variables
+                "mpgrad.workers.fork_server",
+                "main",
+                theirs,
+                FORK_SERVER_STAYS + STAYS_LONGER,
+                variables=variables,
             )
         self.begun_as = begun_as
         self.users = 0  # launchers that start workers here, and their workers
+        self.unused_since = math.inf  # on the clock of time.monotonic
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -243,9 +255,23 @@ class ForkServerProcess:
         except OSError:  # the fork server has been closed
             return b""
 
+    def await_exit(self, name: int, until: float) -> bool:
+        """Wait until a worker that was killed has ended, and return whether it has."""
+        since = time.monotonic()
+        while self.exited(name) is None:
+            if time.monotonic() > until:
+                self.forget(name)
+                return False
+            time.sleep(exit_gap(since))
+        return True
+
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def may_be_used(self) -> bool:
+        return self.alive and time.monotonic() - self.unused_since < FORK_SERVER_STAYS
 
     def close(self) -> None:
         """End the fork server, which ends all its workers, and wait for it."""
@@ -273,6 +299,7 @@ class ForkServerLauncher(Launcher):
     _lock = threading.Lock()
     _open: ClassVar[list[ForkServerProcess]] = []
     _owner_pid = 0
+    _program_ends = False
     _new_names = itertools.count(1)
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -291,30 +318,58 @@ class ForkServerLauncher(Launcher):
     @classmethod
     def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
         """Return a fork server whose forks can take over the state `now`, and count one more user.
-        If there is none, start one."""
+        If there is none, start one, and end those that nobody uses."""
         with cls._lock:
             # a forked child inherits the parent's variables, but not its fork servers
             if cls._owner_pid != os.getpid():
                 cls._open, cls._owner_pid = [], os.getpid()
-            cls._open = [each for each in cls._open if each.alive]
             found = next(
-                (each for each in cls._open if each.begun_as.changes(now) is not None), None
+                (
+                    each
+                    for each in cls._open
+                    if each.may_be_used and each.begun_as.changes(now) is not None
+                ),
+                None,
             )
             if found is None:
+                cls._close_unused()
                 found = ForkServerProcess(now, variables)
                 cls._open.append(found)
             found.users += 1
+            found.unused_since = math.inf
             return found
 
     @classmethod
-    def _leave(cls, fork_server: ForkServerProcess) -> None:
-        """Count one user less, and end the fork server after the last."""
+    def _leave(cls, fork_server: ForkServerProcess, obeys: bool = True) -> None:
+        """Count one user less. After the last, the fork server stays for a while, unless it is
+        gone, does not obey, or the program ends."""
         with cls._lock:
             fork_server.users -= 1
-            if fork_server.users:
-                return
-            cls._open = [each for each in cls._open if each is not fork_server]
-        fork_server.close()
+            if not fork_server.users:
+                fork_server.unused_since = time.monotonic()
+                if cls._program_ends or not (obeys and fork_server.alive):
+                    cls._close_unused()
+
+    @classmethod
+    def _close_unused(cls) -> None:
+        """End the fork servers that no pool uses. The caller has the lock."""
+        unused = [each for each in cls._open if not each.users]
+        cls._open = [each for each in cls._open if each.users]
+        for each in unused:
+            each.close()
+
+    @classmethod
+    def end_unused(cls) -> None:
+        """End the fork servers that no pool uses, which this process has started."""
+        with cls._lock:
+            if cls._owner_pid == os.getpid():
+                cls._close_unused()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End each fork server with its last pool from now on, because the program ends."""
+        cls._program_ends = True
+        cls.end_unused()
 
     def launch(self, number: int, end: socket.socket) -> None:
         name = next(self._new_names)
@@ -353,16 +408,22 @@ class ForkServerLauncher(Launcher):
         return found
 
     def close(self) -> None:
-        """End fork servers that no other pool uses."""
+        """End the workers. The fork servers stay for other pools."""
         self.tracker.close()
         for fork_server, name in self._born.values():
             fork_server.kill(name, signal.SIGKILL)
-            fork_server.forget(name)
+        until = time.monotonic() + FORK_SERVER_PATIENCE
+        obeys = True  # another process may have stopped a fork server
+        for fork_server, name in self._born.values():
+            obeys = fork_server.await_exit(name, until) and obeys
         for fork_server in (
             self._fork_server,
             *(fork_server for fork_server, _ in self._born.values()),
         ):
-            self._leave(fork_server)
+            self._leave(fork_server, obeys)
+
+
+atexit.register(ForkServerLauncher.end_all)
 
 
 P = TypeVar("P")

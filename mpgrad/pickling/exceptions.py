@@ -356,7 +356,13 @@ ONCE = "or once a worker, with Pool(initializer=...)"
 ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of what holds it"
 PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
 REMEDIES = {
-    ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
+    (
+        "io.IOBase",
+        "_io._IOBase",
+        "codecs.StreamReaderWriter",
+        "mmap.mmap",
+        "posix.ScandirIterator",
+    ): f"pass its name, and open it in the function, {ONCE}",
     ("ctypes.CDLL", "_ctypes.CFuncPtr"): f"load the library in the function, {ONCE}",
     (
         "_socket.socket",

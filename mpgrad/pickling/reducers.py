@@ -373,6 +373,20 @@ def fill_exception(
             vars(owner)[name].__set__(error, value)
 
 
+# --- files
+
+
+def reduce_text_file(value: io.TextIOWrapper) -> Any:
+    """Reduce the process's own streams by their names, and refuse every other file.
+
+    cloudpickle would send the contents of a file that is open for reading.
+    """
+    for name in ("stdout", "stderr"):
+        if value is getattr(sys, name):
+            return getattr, (sys, name)
+    raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
+
+
 # --- objects that guard something within a process
 
 
@@ -1037,6 +1051,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     torch.finfo: reduce_limits,
     torch.iinfo: reduce_limits,
     types.CodeType: reduce_code,
+    io.TextIOWrapper: reduce_text_file,
     types.MethodType: reduce_method,
     types.ModuleType: reduce_imported,
     type(torch.ops): reduce_imported,

@@ -172,7 +172,7 @@ class PoolOptions:
             devices=codes,
             in_process=not is_process,
             remote=self.traits.remote,
-            since=EnvironmentChanges() if is_process and not self.traits.remote else None,
+            since=EnvironmentChanges(self.traits.remote) if is_process else None,
             in_caller=self.traits.in_caller,
         )
 

@@ -446,11 +446,12 @@ class Result(NamedTuple):
 
 class WarningReport(NamedTuple):
     """A warning from a task: the pickled message (an instance of its category) and where it was
-    raised."""
+    raised. `module` is None if it is not known."""
 
     message: bytes
     file: str
     line: int
+    module: str | None
 
 
 class MissingGraph(NamedTuple):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PickleBuffer
@@ -115,6 +116,23 @@ def test_a_loop_on_two_nodes(on_two_nodes: tuple[mpgrad.Pool, Any], size: int) -
     weight = torch.linspace(1, 2, size, requires_grad=True)
     xs = [torch.full((size,), float(k), requires_grad=True) for k in range(9)]
     assert_same_as_serial(lambda x: (x * weight).sin() / weight, xs, on_two_nodes[0])
+
+
+def test_filters_of_warnings_hold_on_nodes(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    """Unlike the rest of the environment, which belongs to a machine."""
+
+    def fn(k: int) -> str:
+        try:
+            warnings.warn("rounded", RuntimeWarning, stacklevel=1)
+        except RuntimeWarning:
+            return "caught"
+        return "passed"
+
+    pool, _ = on_two_nodes
+    for action, expected in (("error", "caught"), ("ignore", "passed"), ("error", "caught")):
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)  # type: ignore[arg-type]
+            assert pool.map(fn, range(4), 1) == [expected] * 4
 
 
 def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:

@@ -4,9 +4,13 @@ cannot travel at all."""
 from __future__ import annotations
 
 import array
+import codecs
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
+import gzip
+import io
 import multiprocessing
 import os
 import pickle
@@ -15,9 +19,11 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +64,7 @@ def test_what_torch_compile_made(tmp_path: Path) -> None:
 
 class Log:
     def __init__(self) -> None:
-        self.file = open(os.devnull, "wb")  # noqa: SIM115  # as scripts do
+        self.file = open(os.devnull, "wb")  # as scripts do
 
 
 @pytest.fixture
@@ -104,6 +110,85 @@ def test_the_path_to_what_cannot_travel(pool: mpgrad.Pool, log: Log) -> None:
     )
     with pytest.raises(TypeError, match=r"item 0 .*\(\['1'\].file\)"):
         pool.starmap(max, [(1, log)])
+
+
+# ruff: noqa: SIM115  # the tests are about files that are open
+OPEN: dict[str, Callable[[str], Any]] = {
+    "text": open,
+    "binary": lambda name: open(name, "rb"),
+    "raw": lambda name: open(name, "rb", buffering=0),
+    "to read and write": lambda name: open(name, "r+"),
+    "to write": lambda name: open(name, "a"),
+    "temporary": lambda name: tempfile.NamedTemporaryFile("w+"),
+    "binary and temporary": lambda name: tempfile.TemporaryFile(),
+    "compressed": lambda name: gzip.open(f"{name}.gz"),
+    "compressed text": lambda name: gzip.open(f"{name}.gz", "rt"),
+    "archive": lambda name: zipfile.ZipFile(f"{name}.zip", "w"),
+    "codec": lambda name: codecs.open(name, encoding="utf-8"),
+    "directory": lambda name: os.scandir(os.path.dirname(name)),
+    "input": lambda name: sys.__stdin__,
+}
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    path = tmp_path / "held"
+    path.write_text("contents")
+    (tmp_path / "held.gz").write_bytes(gzip.compress(b"contents"))
+    return str(path)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")
+@pytest.mark.parametrize("kind", OPEN)
+def test_open_files_are_refused(kind: str, name: str, pool2: mpgrad.Pool) -> None:
+    """cloudpickle sent files that were open for reading as a StringIO, a copy of the contents."""
+    file = OPEN[kind](name)
+    held = SimpleNamespace(file=file)
+    try:
+        for fn, item in ((str, file), (str, [held]), (lambda x: held.file, 1), (file.close, 1)):
+            said = refusal(pool2, fn, item)
+            assert "cannot be carried to or from a worker: " in said
+            assert "; pass its name, and open it in the function, or once a worker" in said
+    finally:
+        if kind != "input":
+            file.close()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", ["r", "rb", "w"])
+def test_open_files_are_refused_as_results(
+    mode: str, name: str, pool: mpgrad.Pool, pool2: mpgrad.Pool
+) -> None:
+    assert "(['file']); pass its name, and open it" in refusal(
+        pool2,
+        lambda name: {"file": open(name, mode)},
+        name,
+    )
+    # nobody would close a file of a task in this process
+    assert "; pass its name" in refusal(pool, lambda x: [sys.__stdin__])
+    with pytest.raises(TypeError, match="pass its name"):
+        pool2.map(open, [name])
+
+
+def all_of(file: Any) -> Any:
+    with file:
+        return file.read()
+
+
+@pytest.mark.quick
+def test_files_in_memory_and_the_streams_of_the_process(pool2: mpgrad.Pool) -> None:
+    with tempfile.SpooledTemporaryFile() as spooled:
+        spooled.write(b"small")
+        spooled.seek(0)
+        buffers = [io.StringIO("text"), io.BytesIO(b"bytes"), spooled]
+        assert pool2.map(all_of, buffers) == ["text", b"bytes", b"small"]
+    out = io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        assert pool2.map(lambda stream: stream is sys.stdout, [sys.stdout]) == [True]
+        assert pool2.apply(lambda: print("heard", file=out)) is None
+        out.flush()
+        assert out.buffer.getvalue() == b"heard\n"  # type: ignore[attr-defined]
 
 
 def test_the_path_in_a_result(pool: mpgrad.Pool) -> None:

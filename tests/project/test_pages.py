@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
 AT_ONCE = 2  # programs, of which each imports torch and starts a pool
 
 

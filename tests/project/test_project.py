@@ -25,12 +25,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from conftest import written_in
 
 import mpgrad
 from mpgrad.engines.kinds import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")  # examples in docstrings are run
 
 
 @pytest.mark.slow
@@ -324,19 +326,19 @@ def places_of_classes() -> dict[str, list[str]]:
 # what class names may end with: ordinary words of English or of computing
 ORDINARY = """
     accelerator actor add admission advice answer argument attribute backend bar block broadcast
-    budget buffer byte cache canceller change check clock cluster column concatenation context
-    counter deadline delivery dependency descriptor device dispatcher driver entry environment
-    error exception executor exit failure feeder filler finding fingerprint fold follower fork
-    forward frame function generator handle handler hello hook identity initializer input
-    iterator jacobian job kind launcher layout level lifecycle link listener location
-    logger lookup loopback map mapping mean memory merge method mode module monitor name
-    namespace option origin outcome outlet output overlay packer part path payload phase pickle
-    pickler pipe place plan prediction predictor process product program promise queue receiver
-    recovery reduction ref reference referent refusal region report reporter request result root
-    run runner scatter scheduler search second seed sender setting settlement setup share side
-    slice snapshot socket source span spec stage starter stat state submitter sum table
-    termination text timeline timer timing trace traceback tracer tracker traffic trait transfer
-    transport trial unpickler use value waiter warning writer
+    budget buffer byte cache canceller category change check clock cluster column concatenation
+    context counter deadline delivery dependency descriptor device dispatcher driver entry
+    environment error exception executor exit failure feeder filler filter finding fingerprint fold
+    follower fork forward frame function generator handle handler hello hook identity initializer
+    input iterator jacobian job kind launcher layout level lifecycle link listener location logger
+    lookup loopback map mapping mean memory merge method mode module monitor name namespace option
+    origin outcome outlet output overlay packer part path payload phase pickle pickler pipe place
+    plan prediction predictor process product program promise queue receiver recovery reduction ref
+    reference referent refusal region report reporter request result root run runner scatter
+    scheduler search second seed sender setting settlement setup share side slice snapshot socket
+    source span spec stage starter stat state submitter sum table termination text timeline timer
+    timing trace traceback tracer tracker traffic trait transfer transport trial unpickler use value
+    waiter warning writer
 """
 # messages that tell the receiver to do something
 ORDERS = "collect define follow forget recompute release start stop"
@@ -937,3 +939,28 @@ def test_the_oracle_need_not_be_imported_by_name() -> None:
         [sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=58
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# --- a clone stays clean
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the sources are not a clone")
+def test_pictures_lie_with_the_pages() -> None:
+    """A page's program had been run in the root, and its picture was added to the repository."""
+    command = ["git", "ls-files", "*.png", "*.svg", "*.pdf"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [name for name in tracked.splitlines() if not name.startswith("docs/")] == []
+
+
+@pytest.mark.quick
+def test_what_a_program_leaves_in_a_clone_is_seen(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("bench_*.json\n__pycache__/\n")
+    before = written_in(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").touch()
+    assert written_in(tmp_path) == before
+    for name in ("picture.png", "bench_speed.json"):
+        (tmp_path / name).touch()
+    assert written_in(tmp_path) - before == {"?? picture.png", "!! bench_speed.json"}

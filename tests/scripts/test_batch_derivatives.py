@@ -13,7 +13,7 @@ import pytest
 
 import mpgrad
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "batch_derivatives.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10

@@ -11,7 +11,7 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_gpu.py"
 

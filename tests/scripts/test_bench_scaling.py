@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import quick_figures
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_scaling.py"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 MOST_LINES = 50
 

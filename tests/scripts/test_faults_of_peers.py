@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reliability" / "faults_of_peers.py"
 LIMIT = 58  # seconds on a busy machine; a quiet one takes 10

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "guards" / "mutants.py"
 SOURCE = "def half(n):\n    if n > 3:\n        return n / 2\n    return n / 2\n"
 TEST = "from mpgrad.a import half\n\ndef test_half():\n    assert half(4) == 2\n"

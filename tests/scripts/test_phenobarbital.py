@@ -33,6 +33,8 @@ from phenobarbital import DATA, Comparison, Evaluation, Fit, complaints, evaluat
 
 import mpgrad
 
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
+
 HEADER = "subject,time_h,dose_mg,weight_kg,apgar,concentration_mg_per_l"
 DOSE = "1,0,25,1.4,7,"
 SAMPLE = "1,2,,1.4,7,17.3"

@@ -12,6 +12,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "guards" / "random_programs.py"
 PLANTED = """
 from torch.utils._pytree import tree_map
 
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
+
 def twice(x):
     return x + (x - x.detach()) if getattr(x, "requires_grad", False) else x
 

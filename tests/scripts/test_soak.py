@@ -14,7 +14,7 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reliability" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "examples" / "train_data_parallel.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", "gloo, 2 ranks"]
