@@ -59,6 +59,7 @@ from mpgrad.torch_state.private import (
 )
 
 __all__ = [
+    "HOOKS",
     "INHERITED",
     "PROXIES",
     "REGISTER",

@@ -9,10 +9,6 @@ cloudpickle would pickle all of this with each function and each item. Here func
 pickled by name. An operation has one state besides its function, and workers keep it. While nothing
 has been changed (`ContentRecord`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentRecord`, which says later whether the
-pickle is still true. An object that the caller may change is compared by its contents or by its
-pickle. If the pickle is large, only the object's identity is compared.
-
 Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
     and whenever they run.
 """
@@ -21,21 +17,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
-import decimal
-import enum
-import fractions
 import functools
 import io
 import itertools
-import operator
-import pathlib
-import re
 import struct
 import sys
 import threading
 import types
-import uuid
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,7 +39,6 @@ from mpgrad.pickling.modules import (
     Namespaces,
     OwnValueReference,
     WantedName,
-    contents_of,
     is_own,
     make_function,
     module_of,
@@ -58,7 +46,7 @@ from mpgrad.pickling.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
+from mpgrad.pickling.reducers import identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -68,8 +56,26 @@ from mpgrad.pickling.streams import (
     plain,
     reduce_generator,
 )
-from mpgrad.pickling.structure import CallerPickler, ProbePickler, TensorUnpickler, loads
-from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
+from mpgrad.pickling.structure import (
+    ABSENT,
+    CallerPickler,
+    ProbePickler,
+    TensorUnpickler,
+    loads,
+    pairs_of,
+    values_of,
+)
+from mpgrad.pickling.unchanged import (
+    STEADY,
+    ContentRecord,
+    WholePickle,
+    are_alike,
+    are_same,
+    held_by_class,
+    held_by_function,
+    keep_pickle,
+    kept_pickle,
+)
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
 
@@ -84,43 +90,7 @@ __all__ = [
     "loads_with_state",
 ]
 
-# bytes of a pickle; an object with a larger pickle is compared by its identity
-LARGE_BYTES = 64 << 10
-CONTAINERS = {
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.Counter,
-    collections.deque,
-}
-OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out compiled parts
 CODE = types.FunctionType, types.MethodType, type, functools.partial
-STEADY = (
-    *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
-    *(
-        types.MethodType,
-        types.BuiltinFunctionType,
-        types.CodeType,
-        types.MappingProxyType,
-        types.ModuleType,
-    ),
-    *(
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.GetSetDescriptorType,
-        types.MemberDescriptorType,
-    ),
-    *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
-    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
-)  # immutable, or their contents are noted while they are pickled
-
-ABSENT = object()
-OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-MOST_OBJECTS = 1000  # checked in one large value before each operation
-
-Content = Sequence[Any]
-# The objects are kept alive, so that no other object gets their address.
-Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]
 MOST_STATES = 128  # kept for later operations
 T = TypeVar("T")
 # The number of the state, its number of tensors, and its number of bytes; the state follows.
@@ -130,111 +100,6 @@ WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
-
-
-# --- whether objects are unchanged since they were pickled
-
-
-class ContentRecord:
-    """Records the objects that were met while a pickle was made, and what they held.
-
-    It says within microseconds whether they still hold the same. Python does not report changes of
-    modules, classes and lists. So each object in a pickle that may be changed is noted here, with
-    the objects that it then held. It is unchanged as long as it holds the same ones. Objects that
-    do not show what they hold (numpy arrays, objects of other libraries) are pickled again and
-    compared. Of tensors only the attributes are compared. The tensors' values are sent with each
-    operation.
-    """
-
-    def __init__(self) -> None:
-        self._contents: list[tuple[Callable[[Any], Content], Any, Content]] = []
-        self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
-
-    def is_unchanged(self) -> bool:
-        """Whether each noted object still holds what it held then."""
-        for held_by, value, before in self._contents:
-            now = held_by(value)
-            if len(now) != len(before) or (now and not all(map(operator.is_, now, before))):
-                return False
-        return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
-
-    def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
-        self._contents.append((held_by, value, held_by(value)))
-
-    def names(self, contents: dict[str, Any], names: Iterable[str]) -> None:
-        """Note the values that a module has under these names."""
-        self.content(values_of, (contents, tuple(names)))
-
-    def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
-        self._opaque.append((pickled, value, now))
-
-    def mark(self) -> tuple[int, int]:
-        return len(self._contents), len(self._opaque)
-
-    def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget the containers noted since `mark` and, if there are very many objects, these too.
-
-        Classes, functions and modules stay noted.
-        """
-        kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
-        if len(kept) > MOST_OBJECTS:
-            kept = [each for each in kept if each[0] in OF_CODE]
-        self._contents[mark[0] :] = kept
-        del self._opaque[mark[1] :]
-
-
-def is_same(now: Opaque, before: Opaque) -> bool:
-    """Whether two pickles of one object are equal."""
-    count = len(now[1]) - len(now[2])  # the rest are views of buffers that were made for the pickle
-    tensors = len(now[1]) == len(before[1]) and all(
-        map(operator.is_, now[1][:count], before[1][:count])
-    )
-    return tensors and now[0] == before[0] and now[2] == before[2]
-
-
-# --- the contents of objects
-
-
-def items_of(value: Any) -> Content:
-    return tuple(value)
-
-
-def pairs_of(value: dict[Any, Any]) -> Content:
-    return (*value, *value.values())
-
-
-def attributes_of(value: Any) -> Content:
-    own = value.__dict__
-    return pairs_of(own) if own else ()  # empty for most tensors
-
-
-def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
-    """Return the values of some names in a dictionary."""
-    contents, chosen = names
-    return [contents.get(name, ABSENT) for name in chosen]
-
-
-def contents_of_function(value: types.FunctionType) -> Content:
-    """Return the function's code, defaults, closure and attributes."""
-    parts = OF_A_FUNCTION(value)
-    return (*parts, *attributes_of(value)) if vars(value) else parts
-
-
-def contents_of_class(value: type) -> Content:
-    """Return the class's bases and the values in its body."""
-    return (
-        *value.__bases__,
-        *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
-    )
-
-
-OF_CODE = contents_of_class, contents_of_function, values_of
-MADE_BY_PYTHON = {
-    "__slotnames__",
-    "_abc_impl",
-    "__weakref__",
-    "__dict__",
-}  # Python adds these by itself
 
 
 # --- the pickle
@@ -247,12 +112,9 @@ class StatePickler(CallerPickler):
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)
         self.covered: set[WantedName] = set()
-        self.watch = ContentRecord()
         self._left = left
         # Functions that may run while the state is loaded, and use globals then.
         self._hastened: dict[int, types.FunctionType] = {}
-        # objects that reducers made for the pickle, which nobody can change
-        self._made: dict[int, Any] = {}
 
     def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """Pickle everything that is wanted.
@@ -285,10 +147,13 @@ class StatePickler(CallerPickler):
             for each in contents:
                 if not each.startswith("__"):
                     of_module.setdefault(each, False)
-        self.watch.names(sys.modules, list(names))
+        self.look(values_of, (sys.modules, list(names)))
         for module, of_module in names.items():
             contents = vars(sys.modules[module])
-            self.watch.names(contents, list(of_module))
+            is_whole = WantedName(module, None) in wanted
+            self.look(
+                *((pairs_of, contents) if is_whole else (values_of, (contents, [*of_module])))
+            )
             for name, by_itself in of_module.items():
                 this = WantedName(module, name)
                 self.covered.add(this)
@@ -301,7 +166,6 @@ class StatePickler(CallerPickler):
 
         It raises if it was impossible and the worker's own value cannot be used instead.
         """
-        mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
         except Exception as error:
@@ -311,23 +175,8 @@ class StatePickler(CallerPickler):
                 raise
             return False
         if wanted in self._left:
-            self.watch.content(held_by, value)
-        if self.buffer.tell() - start > LARGE_BYTES:
-            self.watch.forget_since(mark)
+            self.look(held_by, value)
         return True
-
-    # --- noting each object
-
-    def persistent_id(self, value: Any) -> Any:
-        kind = type(value)
-        if (kind is dict or kind is list or kind is set) and id(value) not in self._made:
-            self.watch.content(pairs_of if kind is dict else items_of, value)
-            return None
-        if issubclass(kind, torch.Tensor):
-            self.watch.content(attributes_of, value)
-        elif kind is bytearray:  # pickle asks about a bytearray nowhere else
-            self._note(value)
-        return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, types.FunctionType):
@@ -335,17 +184,13 @@ class StatePickler(CallerPickler):
         if isinstance(value, type):
             return self._noted_class(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            self.watch.content(identities, value)
+            self.look(identities, value)
             return reduce_by_value(value)
         if (reduced := reduce_generator(value, captured)) is not None:
             if hasattr(value, "__dict__"):
-                self.watch.content(attributes_beside_state, value)
+                self.look(attributes_beside_state, value)
             return reduced
-        if isinstance(value, types.CellType):
-            self.watch.content(contents_of, value)
-        elif not isinstance(value, STEADY):
-            refuse_files(value)
-            self._note(value)
+        refuse_files(value)
         return super(CallerPickler, self).reducer_override(value)
 
     def _noted_function(self, value: types.FunctionType) -> Any:
@@ -356,11 +201,8 @@ class StatePickler(CallerPickler):
         )
         if reduced is NotImplemented:
             return reduced
-        self.watch.content(contents_of_function, value)
+        self.look(held_by_function, value)
         if reduced[0] is make_function:  # not made by the compiler
-            state = reduced[2][1]
-            self.watch.names(value.__globals__, list(state["__globals__"]))
-            self._note_made(reduced, state["__annotations__"])
             self._want_name(value)
         return reduced
 
@@ -380,9 +222,8 @@ class StatePickler(CallerPickler):
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
             identity = value.__module__, value.__qualname__, tracker_id_of(value)
             reduced = made_like_own, (*identity, make, arguments), (members, more), *rest
-        if reduced is not NotImplemented:
-            self.watch.content(contents_of_class, value)
-            self._note_made(reduced)
+        if reduced is not NotImplemented and len(reduced) > 2:  # not a type of Python's own
+            self.look(held_by_class, value)
             self._want_name(value)
         return reduced
 
@@ -420,49 +261,15 @@ class StatePickler(CallerPickler):
         if (own := name_of(value)) is not None:
             self.wanted[own] = None
 
-    def _note_made(self, *made: Any) -> None:
-        for each in made:
-            if isinstance(each, dict | list):
-                self._made[id(each)] = each
-            elif isinstance(each, tuple):
-                self._note_made(*each)
-
-    def _note(self, value: Any) -> None:
-        """Make the record compare what the object holds or, if the object does not show that, its
-        pickle."""
-        kind = type(value)
-        if reduces_as_usual(kind):
-            if isinstance(value, dict):
-                self.watch.content(pairs_of, value)
-            elif isinstance(value, list):
-                self.watch.content(items_of, value)
-            if hasattr(value, "__dict__"):
-                self.watch.content(attributes_of, value)
-            if slots := [member for each in kind.__mro__ for member in slots_of(each)]:
-                self.watch.content(functools.partial(values_at, slots), value)
-            return
-        if kind in CONTAINERS:
-            self.watch.content(items_of if kind is collections.deque else pairs_of, value)
-            return
-        for each in kind.__mro__:
-            if is_own(each.__module__):
-                self._hasten_methods(each)
-        now = pickled_alone(value)
-        if len(now[0]) <= LARGE_BYTES:
-            self.watch.opaque(pickled_alone, value, now)
-
 
 def held_by(value: Any) -> Sequence[Any]:
     """Return what a value holds, to compare it with later."""
     if isinstance(value, dict):
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
-        return items_of(value)
-    return (
-        attributes_of(value)
-        if is_own(type(value).__module__) and hasattr(value, "__dict__")
-        else ()
-    )
+        return tuple(value)
+    own = is_own(type(value).__module__) and getattr(value, "__dict__", None)
+    return pairs_of(own) if own else ()
 
 
 def attributes_beside_state(generator: Any) -> Sequence[Any]:
@@ -512,47 +319,6 @@ def is_defined_there(wanted: WantedName) -> bool:
     return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
 
 
-def reduces_as_usual(kind: type) -> bool:
-    """Whether pickle takes only an object's attributes, slots and items."""
-    if any(
-        "__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]
-    ):
-        return False
-    usual = getattr(object, "__getstate__", None)  # since Python 3.11
-    own = getattr(kind, "__getstate__", usual)
-    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
-    return (own is usual or own is OF_MODULES) and not known
-
-
-def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    return [
-        member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)
-    ]
-
-
-def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
-    return [slot_value(member, value) for member in members]
-
-
-def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
-        return ABSENT
-
-
-def pickled_alone(value: Any) -> Opaque:
-    """Return the value's bytes, its tensors, and the addresses of its buffers."""
-    pickler = CallerPickler(buffer := io.BytesIO())
-    pickler.dump(value)
-    tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
-    return (
-        buffer.getvalue(),
-        [*tensors, *pickler.buffers],
-        [(each.data_ptr(), each.nbytes) for each in pickler.buffers],
-    )
-
-
 # --- snapshots of the modules
 
 
@@ -561,26 +327,21 @@ class ModuleSnapshot:
 
     _numbers = itertools.count(1)
 
-    def __init__(
-        self,
-        pickled: bytes,
-        mark: bytes,
-        tensors: list[torch.Tensor],
-        covered: set[WantedName],
-        watch: ContentRecord,
-    ) -> None:
+    def __init__(self, pickler: StatePickler) -> None:
         self.number = next(self._numbers)
-        self.pickled = pickled
-        self.mark = mark  # see `structure.RUNS_CODE`
-        self.tensors = tensors  # captures of everything that uses the state
-        self._covered = covered
-        self._watch = watch
+        self.pickled = pickler.buffer.getvalue()
+        self.mark = pickler.mark  # see `structure.RUNS_CODE`
+        self.tensors = pickler.taken_out  # captures of everything that uses the state
+        self.record: ContentRecord | None = None  # once it is known to be worth its time
+        self._parts = WholePickle(self.pickled, pickler.tensors, pickler.buffers)
+        self._covered = pickler.covered
 
     def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
 
-    def is_current(self) -> bool:
-        return self._watch.is_unchanged()
+    def is_like(self, pickler: StatePickler) -> bool:
+        now = WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
+        return are_alike(now, self._parts)
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
@@ -600,7 +361,7 @@ class SnapshotCache:
     """The snapshots that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        # Pickled objects have methods of their own, which may come here again.
+        # WholePickle objects have methods of their own, which may come here again.
         self._lock = threading.RLock()
         self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by the wanted names
         # Values that cannot be pickled, as they were first met since the module was loaded. ABSENT
@@ -617,12 +378,25 @@ class SnapshotCache:
             return None
         with self._lock:
             state = self._known.get(key)
-            if state is None or not state.is_current():
-                state = self._made(key)
+            if state is None or state.record is None or not state.record.holds():
+                state = self._made(key, state)
             self._known.put(key, state)
             return state
 
-    def _made(self, wanted: Sequence[WantedName]) -> ModuleSnapshot:
+    def _made(self, wanted: Sequence[WantedName], known: ModuleSnapshot | None) -> ModuleSnapshot:
+        """Pickle the state again. Return the `known` one if it is still true.
+
+        What changes between all operations is worth no record. What did not change is recorded
+        between two pickles, because another thread may write while an object is pickled.
+        """
+        pickler = self._pickled(wanted)
+        if known is None or not known.is_like(pickler):
+            return ModuleSnapshot(pickler)
+        record = ContentRecord(pickler)
+        known.record = record if known.is_like(self._pickled(wanted)) else None
+        return known
+
+    def _pickled(self, wanted: Sequence[WantedName]) -> StatePickler:
         left: dict[WantedName, OwnValueReference] = {}
         while True:
             pickler = StatePickler(left)
@@ -636,13 +410,7 @@ class SnapshotCache:
                 if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None
                 else ABSENT,
             )
-        return ModuleSnapshot(
-            pickler.buffer.getvalue(),
-            pickler.mark,
-            pickler.taken_out,
-            pickler.covered,
-            pickler.watch,
-        )
+        return pickler
 
     def _left_of(self, wanted: WantedName) -> OwnValueReference:
         """Return the reference to the worker's own value, for one that cannot be pickled.
@@ -668,15 +436,14 @@ class SnapshotCache:
         if known is None or known[0] is not load:
             known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
-        if known[1]() is value and not (
-            len(now) == len(known[2]) and all(map(operator.is_, known[2], now))
-        ):
+        if known[1]() is value and not are_same(known[2], now):
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was written to, and cannot be carried "
                 f"({type(value).__name__}): workers have "
                 "it as they import it; keep what cannot be carried apart from what changes"
             )
-        return known[1]()
+        found = known[1]()
+        return ABSENT if found is None and isinstance(known[1], weakref.ref) else found
 
 
 STATES = SnapshotCache()

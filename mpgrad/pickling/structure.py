@@ -23,7 +23,7 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ from mpgrad.pickling.modules import (
     reduce_carried,
     set_function,
     stands_alone,
+    uses_in,
     uses_of,
 )
 from mpgrad.pickling.reducers import (
@@ -285,6 +286,21 @@ class TensorPickler(ClassPickler):
         )
 
 
+# A function gives the parts that an object holds.
+Look = tuple[Callable[[Any], Sequence[Any]], Any]
+ABSENT = object()
+
+
+def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Sequence[Any]:
+    """Return the values of some names in a dictionary."""
+    contents, chosen = names
+    return [contents.get(name, ABSENT) for name in chosen]
+
+
+def pairs_of(value: dict[Any, Any]) -> Sequence[Any]:
+    return (*value, *value.values())
+
+
 class BareTensor(NamedTuple):
     """A tensor without its Python class and attributes."""
 
@@ -375,6 +391,11 @@ class CallerPickler(TensorPickler):
         self.wanted: dict[WantedName, None] = {}  # in order
         self._seen: set[str] = set()  # modules of which the wanted names are known
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
+        self.looks: list[Look] = []  # for a record of what was pickled
+
+    def look(self, held: Callable[[Any], Sequence[Any]], value: Any) -> None:
+        """Note how to find out whether the value holds the same as now."""
+        self.looks.append((held, value))
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for its object
@@ -436,9 +457,13 @@ class CallerPickler(TensorPickler):
         rest["_cloudpickle_submodules"] = [
             each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)
         ]
+        names = tuple(uses_in(value.__code__).names)
+        self.look(values_of, (value.__globals__, names))
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
+            if wanted.name == "__name__":
+                self.look(values_of, (vars(sys.modules[wanted.module]), names))
         if home is not None and looks_up(value):
             self.wanted[WantedName(home, None)] = None
         if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
