@@ -56,6 +56,7 @@ from mpgrad.pickling.modules import (
 )
 
 __all__ = [
+    "CALLERS_OWN",
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",

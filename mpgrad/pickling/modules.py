@@ -57,14 +57,12 @@ __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
     "KNOWN",
-    "NAMES_HERE",
     "PLACED",
     "UNASKED_BYTES",
     "UNCARRIED",
     "GlobalsReference",
     "Lookups",
     "MainModule",
-    "Mark",
     "NameUses",
     "NamesReference",
     "Namespaces",
@@ -86,6 +84,7 @@ __all__ = [
     "name_of",
     "own_import",
     "own_imports",
+    "own_value",
     "pickle_finds",
     "reduce_carried",
     "run_initializer",
@@ -573,11 +572,8 @@ class GlobalsReference(NamedTuple):
     module: str
 
 
-class NamesReference:
-    """Represents, as NAMES_HERE, the modules that a pickle is loaded with."""
-
-
-NAMES_HERE = ""
+class NamesReference(NamedTuple):
+    """Represents the modules that a pickle is loaded with."""
 
 
 class OwnValueReference(NamedTuple):
@@ -586,9 +582,6 @@ class OwnValueReference(NamedTuple):
     module: str
     name: str  # a path, for an attribute of a class
     type_name: str
-
-
-Mark = str | GlobalsReference | OwnValueReference  # a string is the name of a module
 
 
 # --- in the process that loads the pickle
@@ -672,11 +665,6 @@ class Namespaces:
         if name not in self.modules:
             self.modules[name] = CarriedModule(name, self.modules)
         return self.modules[name]
-
-    def resolve(self, mark: Mark) -> Any:
-        if isinstance(mark, OwnValueReference):
-            return left_in_class(mark) if "." in mark.name else left_here(mark)
-        return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:
@@ -769,6 +757,10 @@ class CarriedModule(types.ModuleType):
                 f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker "
                 "cannot import the module"
             ) from error
+
+
+def own_value(mark: OwnValueReference) -> Any:
+    return left_in_class(mark) if "." in mark.name else left_here(mark)
 
 
 def left_here(mark: OwnValueReference) -> Any:

@@ -63,7 +63,6 @@ __all__ = [
     "INHERITED",
     "PROXIES",
     "REGISTER",
-    "Referent",
     "annotations_of",
     "entries_with_tensors",
     "fill_exception",
@@ -76,8 +75,8 @@ __all__ = [
     "reduce_by_value",
     "reduce_exception",
     "reduce_module",
+    "reduce_proxy",
     "reduce_subclass",
-    "referent",
     "weakly",
     "with_class",
 ]
@@ -475,28 +474,19 @@ class DeadReferent:
     def method(self) -> None: ...
 
 
-class Referent(NamedTuple):
-    """Represents a weak proxy in a pickle. The worker gets the object itself, which looks the same.
-
-    Pickle also takes a proxy for its object.
-    """
-
-    value: Any
-    is_alive: bool = True
-
-    def again(self) -> Any:
-        return self.value if self.is_alive else weakref.proxy(DeadReferent())
-
-
 PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
-def referent(proxy: Any) -> Referent:
-    """Return the representation of a weak proxy's object."""
+def reduce_proxy(proxy: Any) -> Reduced:
+    """Reduce a weak proxy to the object itself, which looks the same."""
     try:
-        return Referent(proxy.__repr__.__self__)
+        return itself, (proxy.__repr__.__self__,)
     except ReferenceError:
-        return Referent(None, is_alive=False)
+        return dead_proxy, ()
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(DeadReferent())
 
 
 def reduce_weak(value: Any) -> Reduced:

@@ -61,6 +61,7 @@ from mpgrad.pickling.structure import (
     CallerPickler,
     ProbePickler,
     TensorUnpickler,
+    Way,
     loads,
     pairs_of,
     values_of,
@@ -178,20 +179,25 @@ class StatePickler(CallerPickler):
             self.look(held_by, value)
         return True
 
-    def reducer_override(self, value: object) -> Any:
+    def _way_of(self, kind: type) -> Way | None:
+        if issubclass(kind, io.IOBase):
+            return refuse_files
+        return super()._way_of(kind)
+
+    def _generator(self, value: Any) -> Any:
+        if (reduced := reduce_generator(value, captured)) is not None and hasattr(
+            value, "__dict__"
+        ):
+            self.look(attributes_beside_state, value)
+        return reduced
+
+    def _reduce_own_code(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._noted_function(value)
         if isinstance(value, type):
             return self._noted_class(value)
-        if isinstance(value, functools._lru_cache_wrapper):
-            self.look(identities, value)
-            return reduce_by_value(value)
-        if (reduced := reduce_generator(value, captured)) is not None:
-            if hasattr(value, "__dict__"):
-                self.look(attributes_beside_state, value)
-            return reduced
-        refuse_files(value)
-        return super(CallerPickler, self).reducer_override(value)
+        self.look(identities, value)
+        return reduce_by_value(value)
 
     def _noted_function(self, value: types.FunctionType) -> Any:
         reduced = (
@@ -212,11 +218,7 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
-        reduced = (
-            dynamic(value)
-            if is_own(value.__module__)
-            else super(CallerPickler, self).reducer_override(value)
-        )
+        reduced = dynamic(value) if is_own(value.__module__) else self._reduce_code(value)
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
@@ -279,18 +281,18 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
     )
 
 
-def refuse_files(value: object) -> None:
-    if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+def refuse_files(pickler: CallerPickler, value: Any) -> Any:
+    if not isinstance(value, io.StringIO | io.BytesIO):
         # cloudpickle would send the contents of the file.
         raise TypeError(f"cannot pickle an open file ({value!r})")
+    return value.__reduce_ex__(5)
 
 
 class FilelessPickler(CallerPickler):
     """Finds out whether something can be pickled."""
 
-    def reducer_override(self, value: object) -> Any:
-        refuse_files(value)
-        return super().reducer_override(value)
+    def _way_of(self, kind: type) -> Way | None:
+        return refuse_files if issubclass(kind, io.IOBase) else super()._way_of(kind)
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
