@@ -60,6 +60,7 @@ from mpgrad.pickling.structure import (
     ABSENT,
     CallerPickler,
     ProbePickler,
+    TensorPickler,
     TensorUnpickler,
     Way,
     loads,
@@ -191,7 +192,7 @@ class StatePickler(CallerPickler):
             self.look(attributes_beside_state, value)
         return reduced
 
-    def _reduce_own_code(self, value: Any) -> Any:
+    def _reduce_code(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._noted_function(value)
         if isinstance(value, type):
@@ -218,7 +219,9 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
-        reduced = dynamic(value) if is_own(value.__module__) else self._reduce_code(value)
+        reduced = (
+            dynamic(value) if is_own(value.__module__) else TensorPickler._reduce_code(self, value)
+        )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
             members = {name: member_or_left(value, name, each) for name, each in members.items()}

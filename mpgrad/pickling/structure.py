@@ -197,7 +197,10 @@ class TensorPickler(ClassPickler):
         )
         self.dependencies = dependencies
         self.runs_code = False  # see `RUNS_CODE`
-        self._ways: dict[type, Way | None] = {}
+        self._ways: dict[type, Way | None] = {
+            torch.Tensor: TensorPickler._reduce_tensor,
+            types.FunctionType: type(self)._reduce_code,
+        }
 
     @property
     def taken_out(self) -> list[torch.Tensor]:
@@ -228,7 +231,7 @@ class TensorPickler(ClassPickler):
         if issubclass(kind, Module):
             return lambda pickler, value: reduce_module(value) or value.__reduce_ex__(5)
         if issubclass(kind, (types.FunctionType, type, *CALLERS_OWN)):
-            return TensorPickler._reduce_code
+            return type(self)._reduce_code
         if issubclass(kind, BaseException) and is_rebuilt(kind):
             return lambda pickler, value: reduce_exception(value)
         if (reduce := self.dispatch_table.get(kind)) is not None:
@@ -406,7 +409,7 @@ class CallerPickler(TensorPickler):
 
     def _way_of(self, kind: type) -> Way | None:
         if issubclass(kind, types.FunctionType | type | functools._lru_cache_wrapper):
-            return type(self)._reduce_own_code
+            return type(self)._reduce_code
         if kind in PLACES:
             return lambda pickler, value: (loaded_with, (PLACES[kind], *value))
         way = super()._way_of(kind)
@@ -416,7 +419,7 @@ class CallerPickler(TensorPickler):
             return lambda pickler, value: pickler._generator(value) or as_usual(way, pickler, value)
         return way
 
-    def _reduce_own_code(self, value: Any) -> Any:
+    def _reduce_code(self, value: Any) -> Any:
         if value in BY_NAME:
             return NotImplemented
         wanted = name_of(value)
@@ -429,7 +432,7 @@ class CallerPickler(TensorPickler):
             )
         if isinstance(value, types.FunctionType):
             return self.reduce_function(value)
-        return self._reduce_code(value)
+        return super()._reduce_code(value)
 
     def _reduce_own_module(self, way: Way | None, value: types.ModuleType) -> Any:
         name = value.__name__
@@ -455,7 +458,7 @@ class CallerPickler(TensorPickler):
 
         If its globals belong to a module of the user's, they are pickled as that module's globals.
         """
-        reduced = self._dynamic_function_reduce(value) if by_value else self._reduce_code(value)
+        reduced = self._dynamic_function_reduce(value) if by_value else super()._reduce_code(value)
         # It goes by name, or the compiler made it.
         if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:
             return reduced

@@ -11,6 +11,7 @@ tenth of the time of pickling.
 from __future__ import annotations
 
 import collections
+import ctypes
 import datetime
 import decimal
 import enum
@@ -79,6 +80,8 @@ OF_A_FUNCTION = operator.attrgetter(
 )
 MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # by itself
 ATTRIBUTES = operator.attrgetter("__dict__")
+STRINGS = {str}
+POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 BETWEEN = (object(),)  # stands between two objects, so that no part moves from one to the other
 
 
@@ -102,11 +105,12 @@ class ContentRecord:
         self._looks = pickler.looks
         # objects that refer to all that they hold
         self._shown: list[Any] = []
-        self._dicts: list[dict[Any, Any]] = []
+        self._sized: list[Any] = []
+        self._keyed: list[dict[str, Any]] = []
         self._slots: list[tuple[types.MemberDescriptorType, list[Any]]] = []
         self._constants: list[Any] = []
         self._opaque: list[Any] = []
-        self._note_attributes([each for each in pickler.tensors if type(each) is not Root])
+        self._note_dicts([vars(each) for each in pickler.tensors if type(each) is not Root])
         for kind, values in kinds.items():
             self._note(kind, values)
         for each in self._opaque:
@@ -124,11 +128,19 @@ class ContentRecord:
             for value in values:
                 (self._constants if is_constant(value) else self._opaque).append(value)
             return
-        self._show(values)
+        has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
         if issubclass(kind, dict):
-            self._dicts += values
+            self._note_dicts(values)
+        elif issubclass(kind, list | set | collections.deque):
+            self._sized += values
+            self._shown += values
+        elif has_slots or not hasattr(values[0], "__dict__"):
+            for value in values:
+                self._shown += (value, BETWEEN)
+        else:
+            self._shown += values  # each has a dictionary of its own, which ends its parts
         if hasattr(values[0], "__dict__"):
-            self._note_attributes(values)
+            self._note_dicts([*map(ATTRIBUTES, values)])
         if issubclass(kind, torch.nn.Module):  # pickled without its empty hooks
             hooks = [vars(each)[name] for each in values for name in HOOKS & vars(each).keys()]
             self._note(collections.OrderedDict, hooks)
@@ -140,14 +152,11 @@ class ContentRecord:
                 if isinstance(member, types.MemberDescriptorType)
             ]
 
-    def _note_attributes(self, values: list[Any]) -> None:
-        attributes = [*map(ATTRIBUTES, values)]
-        self._dicts += attributes
-        self._show(attributes)
-
-    def _show(self, values: list[Any]) -> None:
-        for value in values:
-            self._shown += (value, BETWEEN)
+    def _note_dicts(self, values: list[Any]) -> None:
+        self._sized += values
+        self._shown += values
+        # Python shows keys that are not all strings among the parts.
+        self._keyed += [each for each in values if STRINGS.issuperset(map(type, each))]
 
     def holds(self) -> bool:
         if loaded() != self._modules:
@@ -156,11 +165,16 @@ class ContentRecord:
             now, before = self._held(), self._before
         except Exception:  # raised by an object's own code; pickling it will raise it again
             return False
-        return are_same(now[0], before[0]) and are_alike(now[1], before[1])
+        return (
+            len(now[0]) == len(before[0])
+            and addresses(now[0]) == addresses(before[0])
+            and now[1] == before[1]
+            and are_alike(now[2], before[2])
+        )
 
-    def _held(self) -> tuple[list[Any], WholePickle]:
+    def _held(self) -> tuple[tuple[Any, ...], list[int], WholePickle]:
         parts: list[Any] = gc.get_referents(*self._shown)
-        parts += itertools.chain.from_iterable(self._dicts)
+        parts += itertools.chain.from_iterable(self._keyed)
         for member, values in self._slots:
             parts += [slot_value(member, value) for value in values]
         for look, value in self._looks:
@@ -171,7 +185,16 @@ class ContentRecord:
         if self._opaque:
             pickler.memo = self._beside.memo
             pickler.dump(self._opaque)
-        return parts, WholePickle(buffer.getvalue(), pickler.tensors, pickler.buffers)
+        whole = WholePickle(buffer.getvalue(), pickler.tensors, pickler.buffers)
+        return tuple(parts), [*map(len, self._sized)], whole
+
+
+def addresses(parts: tuple[Any, ...]) -> bytes:
+    """Return the addresses of the parts as they stand in memory. It takes a tenth of the time that
+    `is` takes for each part."""
+    return ctypes.string_at(
+        id(parts) + tuple.__basicsize__, len(parts) * ctypes.sizeof(ctypes.c_void_p)
+    )
 
 
 class WholePickle(NamedTuple):
@@ -215,7 +238,7 @@ def shows_all(kind: type) -> bool:
     if kind in CONTAINERS:
         return True
     own_iterator = issubclass(kind, list | dict | set | collections.deque) and not all(
-        isinstance(getattr(kind, name, None), IN_C) for name in ("__iter__", "items")
+        isinstance(getattr(kind, name, None), IN_C) for name in ("__iter__", "__len__", "items")
     )
     reduces: Any = kind.__reduce_ex__
     return (

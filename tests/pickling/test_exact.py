@@ -368,3 +368,11 @@ def test_each_change_of_a_random_object_is_seen(
         )
         change(chance)
         assert sent()[1] > 0
+
+
+def test_addresses_are_those_of_the_parts() -> None:
+    parts = ("text", [1.0], 7)
+    found = unchanged.addresses(parts)
+    size = unchanged.POINTER_BYTES
+    places = [found[start : start + size] for start in range(0, len(found), size)]
+    assert [int.from_bytes(each, sys.byteorder) for each in places] == list(map(id, parts))
