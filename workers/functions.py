@@ -115,12 +115,17 @@ class FunctionPickle:
         self._under_way: list[LoadedFunction] = []
 
     def load(
-        self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
+        self,
+        captures: Sequence[torch.Tensor],
+        number: int,
+        state: bytes,
+        in_state: int,
+        shared: Sequence[int],
     ) -> tuple[Any, Namespaces, Streams]:
         """Do as `loads_with_state`, but do not load again what no call has changed."""
         self.operations += 1
         if captures or state:
-            return loads_with_state(self.pickled, captures, number, state, in_state)
+            return loads_with_state(self.pickled, captures, number, state, in_state, shared=shared)
         kept, self._kept = self._kept, None
         if (
             kept is not None
@@ -224,11 +229,12 @@ class FunctionTable(dict[int, Function | Failure]):
                 ]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
         number, state, in_state = 0, b"", 0
+        shared: Sequence[int] = ()
         if message.state is not None:
-            number, in_state = message.state.number, message.state.tensors
+            number, _, in_state, shared = message.state
             state = self._states.get(number) or b""
         code = self._codes[message.code]
-        target, modules, streams = code.load(captures, number, state, in_state)
+        target, modules, streams = code.load(captures, number, state, in_state, shared)
         return Function(
             code,
             target,

@@ -9,12 +9,16 @@ cloudpickle would pickle all of this with each function and each item. Here func
 pickled by name. An operation has one state besides its function, and workers keep it. While nothing
 has been changed (`ContentRecord`), nothing is pickled or sent.
 
+A function may hold objects that its modules hold, too. These are only in the state's pickle. The
+function's pickle has numbers for them, so each of them stays one object (`PickleBeside`).
+
 Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
     and whenever they run.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import functools
@@ -30,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
+from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
 from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
@@ -63,7 +68,6 @@ from mpgrad.pickling.structure import (
     TensorPickler,
     TensorUnpickler,
     Way,
-    loads,
     pairs_of,
     values_of,
 )
@@ -95,11 +99,15 @@ __all__ = [
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 MOST_STATES = 128  # kept for later operations
 T = TypeVar("T")
-# The number of the state, its number of tensors, and its number of bytes; the state follows.
-HEADER = struct.Struct("<QQQ")
+# The number of the state, its number of tensors, its number of bytes, and how many objects it
+# shares; their numbers and the state follow.
+HEADER = struct.Struct("<QQQQ")
 # The first byte of what `dumps_whole` gives if there is a state. A pickle begins differently.
 WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
+WITHOUT_IDENTITY = {
+    *(str, bytes, tuple, frozenset, types.CodeType, types.BuiltinFunctionType, types.MethodType),
+}
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
 
@@ -111,8 +119,7 @@ class StatePickler(CallerPickler):
     """Pickles functions and classes of the user's modules by value, then what their code uses."""
 
     def __init__(self, left: dict[WantedName, OwnValueReference]) -> None:
-        self.buffer = io.BytesIO()
-        super().__init__(self.buffer)
+        super().__init__(io.BytesIO())
         self.covered: set[WantedName] = set()
         self._left = left
         # Functions that may run while the state is loaded, and use globals then.
@@ -327,6 +334,9 @@ def is_defined_there(wanted: WantedName) -> bool:
 # --- snapshots of the modules
 
 
+Memo = dict[int, tuple[int, Any]]  # pickle's: a number and the object, by the object's id
+
+
 class ModuleSnapshot:
     """What the user's modules held at one moment, as far as some functions use it."""
 
@@ -340,13 +350,46 @@ class ModuleSnapshot:
         self.record: ContentRecord | None = None  # once it is known to be worth its time
         self._parts = WholePickle(self.pickled, pickler.tensors, pickler.buffers)
         self._covered = pickler.covered
+        self._pickler = pickler
+
+    @functools.cached_property
+    def _memo(self) -> Memo:
+        """Which objects the pickle has, and where. It takes long to read if there are many."""
+        memo: Memo = self._pickler.memo.copy()
+        return memo
 
     def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
 
+    def shared_with(self, pickler: CallerPickler) -> tuple[Memo, tuple[int, ...]]:
+        """Return the objects that a value has, too, as they are to be numbered in its pickle, and
+        their numbers in this one."""
+        own = pickler.memo.copy()
+        both = sorted(
+            (own[each][0], self._memo[each])
+            for each in own.keys() & self._memo.keys()
+            if has_identity(own[each][1])
+        )
+        memo = {id(each): (number, each) for number, (_, (_, each)) in enumerate(both)}
+        return memo, tuple(number for _, (number, _) in both)
+
+    def has_some_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        own = set(map(id, self.tensors))
+        return any(id(each) in own for each in tensors)
+
     def is_like(self, pickler: StatePickler) -> bool:
         now = WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
         return are_alike(now, self._parts)
+
+
+def has_identity(value: object) -> bool:
+    """Whether it matters that two places have the same object.
+
+    Classes are the same ones by themselves, and so are functions that go by name.
+    """
+    if isinstance(value, types.FunctionType):
+        return name_of(value) is None and not by_reference(value)
+    return type(value) not in WITHOUT_IDENTITY and not isinstance(value, type | types.ModuleType)
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
@@ -453,36 +496,62 @@ class SnapshotCache:
 
 STATES = SnapshotCache()
 # the states without tensors that a worker's process has loaded
-LOADED: RecentValues[Namespaces] = RecentValues()
+LOADED: RecentValues[tuple[Namespaces, TensorUnpickler]] = RecentValues()
 LAST = [0]  # the number of the state loaded last; 0 if it is not kept
 
 
 # --- the state with a function, with arguments, and alone
 
 
+class PickleBeside(NamedTuple):
+    """The pickle of a value, and the state to load it with."""
+
+    pickled: bytes
+    tensors: list[torch.Tensor]  # without the state's
+    state: ModuleSnapshot | None
+    # Numbers, in the state's pickle, of objects that both have. They stay one object.
+    shared: tuple[int, ...] = ()
+
+
+def dumps_beside(
+    value: object,
+    make: Callable[[io.BytesIO], CallerPickler],
+    pickler: CallerPickler,
+    state: ModuleSnapshot | None,
+) -> PickleBeside:
+    """Return what the `pickler` made of the value.
+
+    If the value shares objects with the state, it is pickled again, with their numbers.
+    """
+    if state is None:
+        return PickleBeside(pickler.buffer.getvalue() + pickler.mark, pickler.taken_out, None)
+    mark = pickler.mark or state.mark
+    # Futures are asked only once.
+    memo, shared = ({}, ()) if pickler.dependencies else state.shared_with(pickler)
+    if shared:
+        pickler = make(io.BytesIO())
+        pickler.memo = memo
+        pickler.dump(value)
+    return PickleBeside(pickler.buffer.getvalue() + mark, pickler.taken_out, state, shared)
+
+
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
-) -> tuple[bytes, list[torch.Tensor], ModuleSnapshot | None]:
-    """Pickle `function`. Returns the pickle, its tensors, and the state to load it with.
+) -> PickleBeside:
+    """Pickle `function`. The tensors of the state come after those of the function.
 
-    The tensors of the state come after those of the function. `first` holds the arguments of some
-    calls. They may have classes that the other calls will need too.
+    `first` holds the arguments of some calls. They may have classes that the other calls will need
+    too.
     """
     kept, fingerprint = kept_pickle(function)
-    if kept is not None and fingerprint is not None:
-        pickled, mark, wanted = kept.pickled, b"", dict.fromkeys(kept.wanted)
-        tensors = [fingerprint.tensors[number] for number in kept.order]
-    else:
-        pickler = CallerPickler(buffer := io.BytesIO())
+    if kept is None:
+        pickler = CallerPickler(io.BytesIO())
         pickler.dump(function)
-        pickled, mark, wanted, tensors = (
-            buffer.getvalue(),
-            pickler.mark,
-            pickler.wanted,
-            pickler.taken_out,
-        )
+        wanted = pickler.wanted
         if fingerprint is not None:
-            keep_pickle(function, fingerprint, pickler, pickled)
+            keep_pickle(function, fingerprint, pickler, pickler.buffer.getvalue())
+    else:
+        wanted = dict.fromkeys(kept.wanted)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
@@ -491,7 +560,14 @@ def dumps_function(
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)
-    return pickled + (mark or (b"" if state is None else state.mark)), tensors, state
+    if kept is not None and fingerprint is not None:
+        tensors = [fingerprint.tensors[number] for number in kept.order]
+        if state is None or not state.has_some_of(tensors):
+            mark = b"" if state is None else state.mark
+            return PickleBeside(kept.pickled + mark, tensors, state)
+        pickler = CallerPickler(io.BytesIO())
+        pickler.dump(function)
+    return dumps_beside(function, CallerPickler, pickler, state)
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
@@ -530,16 +606,16 @@ def dumps_whole(
 
     Returns the bytes and the tensors of both. `loads_whole` reads them.
     """
-    pickler = CallerPickler(buffer := io.BytesIO(), dependencies, travel)
+    make = functools.partial(CallerPickler, dependencies=dependencies, travel=travel)
+    pickler = make(io.BytesIO())
     pickler.dump(value)
-    pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
-    if known is not None and known.covers(pickler.wanted):
-        return pickled, tensors
-    state = STATES.of(pickler.wanted)
+    is_covered = known is not None and known.covers(pickler.wanted)
+    state = None if is_covered else STATES.of(pickler.wanted)
     if state is None:
-        return pickled, tensors
-    pickled += b"" if pickler.runs_code else state.mark
-    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled))
+        return pickler.buffer.getvalue() + pickler.mark, pickler.taken_out
+    pickled, tensors, _, shared = dumps_beside(value, make, pickler, state)
+    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled), len(shared))
+    header += array.array("Q", shared).tobytes()
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 
 
@@ -557,8 +633,10 @@ def loads_whole(
     """
     if not pickled.startswith(WHOLE):
         return loads_with_state(pickled, tensors, 0, b"", 0, dependency_results, names, streams)[0]
-    number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
-    start = len(WHOLE) + HEADER.size
+    number, in_state, size, count = HEADER.unpack_from(pickled, len(WHOLE))
+    shared = array.array("Q")
+    start = len(WHOLE) + HEADER.size + count * shared.itemsize
+    shared.frombytes(pickled[len(WHOLE) + HEADER.size : start])
     state = pickled[start : start + size]
     return loads_with_state(
         pickled[start + size :],
@@ -569,6 +647,7 @@ def loads_whole(
         dependency_results,
         names,
         streams,
+        shared,
     )[0]
 
 
@@ -581,11 +660,13 @@ def loads_with_state(
     dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
+    shared: Sequence[int] = (),
 ) -> tuple[Any, Namespaces, Streams]:
     """Load a function, the modules that it sees, and the generators that it captures.
 
     The last `tensors` of `captures` belong to the state `number`, if there is one. Without a state,
-    `names` are the modules.
+    `names` are the modules. `shared` are the numbers of objects that the state's pickle has for the
+    function's.
     """
     own = len(captures) - tensors
     seen = names or Namespaces()
@@ -597,8 +678,15 @@ def loads_with_state(
         seen = Namespaces(placement)
 
     def load() -> tuple[Any, Namespaces, Streams]:
-        modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
-        return loads(pickled, captures[:own], dependency_results, modules, found), modules, found
+        modules, objects = seen, list[Any]()
+        if state:
+            modules, loader = loaded(number, state, captures[own:], seen.placement, found)
+            memo = loader.memo.copy() if shared else {}
+            objects = [memo[each] for each in shared]
+        unpickler = TensorUnpickler(
+            io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
+        )
+        return unpickler.load(), modules, found
 
     return load() if placement is None else placement.load(load)
 
@@ -609,8 +697,8 @@ def loaded(
     tensors: Sequence[torch.Tensor],
     placement: GlobalsSnapshot | None = None,
     streams: Streams | None = None,
-) -> Namespaces:
-    """Return the modules of a state.
+) -> tuple[Namespaces, TensorUnpickler]:
+    """Return the modules of a state, and the unpickler that made them.
 
     Modules that were loaded before are reused if the state has no tensors, since tensors differ
     each time.
@@ -631,7 +719,7 @@ def loaded(
             while stream.tell() < len(pickled):
                 module, name, value = unpickler.load()
                 again.put(module, {name: value})
-        found = found or again
+        found = found or (again, unpickler)
     if is_kept:
         LAST[0] = number
         LOADED.put(number, found)

@@ -2,16 +2,20 @@
 
 cloudpickle pickles lambdas, closures and everything that a script defined. But it would pickle
 tensors by value, and it fails on those that need gradients. Here each tensor leaves its number in
-the bytes. Other modules decide how the tensors are sent and who owns their memory. The tensors that
-a *function* reaches in this way are its captures. The bytes also contain attributes that somebody
-set on a tensor, and the tensor's own class. The tensor that takes its place gets both.
+the bytes, in a call of `tensor_at`, which the unpickler answers. Other modules decide how the
+tensors are sent and who owns their memory. The tensors that a *function* reaches in this way are
+its captures. The bytes also contain attributes that somebody set on a tensor, and the tensor's own
+class. The tensor that takes its place gets both.
+
+For each class a pickler decides once how its objects are reduced (`_way_of`). Most reduce
+themselves.
 
 Large buffers of other libraries, mostly numpy arrays, are taken out too, as tensors of bytes.
 Pickle asks for them in the order in which it met them. So they are at the end of the list, with the
 first one last. `mpgrad.pickling.reducers` handles objects that pickle refuses or changes.
 
-The result of an unfinished call (`DeferredValue`) leaves a number below 0, and a dependency on the
-future value.
+The result of an unfinished call (`DeferredValue`) leaves a call of `loaded_with`, and a dependency
+on the future value.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import functools
 import io
 import pickle
 import re
+import struct
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -188,6 +193,7 @@ class TensorPickler(ClassPickler):
     """
 
     def __init__(self, buffer: io.BytesIO, dependencies: list[Any] | None = None) -> None:
+        self.buffer = buffer
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # A method of ours here would make a cycle. Then the tensors, and the graphs behind them,
@@ -646,7 +652,11 @@ class TensorUnpickler(ClassUnpickler):
         dependency_results: Sequence[Any],
         names: Namespaces | None,
         streams: Streams | None = None,
+        objects: Sequence[Any] = (),
     ) -> None:
+        """Make an unpickler. The pickle has numbers for `objects`, which another pickle had."""
+        if objects:
+            buffer = io.BytesIO(memo_of(len(objects)) + buffer.read())
         # This is `cpu` if `device=` has moved everything that a call was given.
         super().__init__(
             buffer,
@@ -657,6 +667,12 @@ class TensorUnpickler(ClassUnpickler):
         self._dependency_results = dependency_results
         self._names = names
         self._streams = Streams() if streams is None else streams
+        self._objects = objects
+        if objects:
+            self.load()
+
+    def persistent_load(self, number: int) -> Any:
+        return self._objects[number]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
@@ -676,6 +692,13 @@ class TensorUnpickler(ClassUnpickler):
         ):
             return functools.partial(self._names.placement.set_class, found)
         return found
+
+
+def memo_of(count: int) -> bytes:
+    """Return a pickle after which an unpickler has its first `count` objects in its memo."""
+    after = pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
+    steps = (pickle.BININT + struct.pack("<i", number) + after for number in range(count))
+    return b"".join([*steps, pickle.NONE, pickle.STOP])
 
 
 def tensor_among(
