@@ -86,7 +86,7 @@ class PickledFunction(NamedTuple):
     # those that look at the same memory in the caller do so in a worker
     captures_share_memory: bool
     state: ModuleSnapshot | None  # of the user's modules, where it uses these
-    shared: Sequence[int]  # see `state.PickleBeside`
+    shared: Sequence[int]  # see `state.SharingPickle`
 
 
 def pickled_function(

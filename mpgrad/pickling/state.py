@@ -10,7 +10,7 @@ pickled by name. An operation has one state besides its function, and workers ke
 has been changed (`ContentRecord`), nothing is pickled or sent.
 
 A function may hold objects that its modules hold, too. These are only in the state's pickle. The
-function's pickle has numbers for them, so each of them stays one object (`PickleBeside`).
+function's pickle has numbers for them, so each of them stays one object (`SharingPickle`).
 
 Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
     and whenever they run.
@@ -18,13 +18,12 @@ Guarantees: all calls of an operation see what was in the caller's modules when 
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
 import functools
 import io
 import itertools
-import struct
+import marshal
 import sys
 import threading
 import types
@@ -34,7 +33,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
-from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
 from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
@@ -64,6 +62,7 @@ from mpgrad.pickling.streams import (
 from mpgrad.pickling.structure import (
     ABSENT,
     CallerPickler,
+    Memo,
     ProbePickler,
     TensorPickler,
     TensorUnpickler,
@@ -84,6 +83,7 @@ from mpgrad.pickling.unchanged import (
 )
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
+from mpgrad.wire.messages import ModulesState
 
 __all__ = [
     "ItemStreams",
@@ -99,15 +99,10 @@ __all__ = [
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 MOST_STATES = 128  # kept for later operations
 T = TypeVar("T")
-# The number of the state, its number of tensors, its number of bytes, and how many objects it
-# shares; their numbers and the state follow.
-HEADER = struct.Struct("<QQQQ")
-# The first byte of what `dumps_whole` gives if there is a state. A pickle begins differently.
+# The first byte of what `dumps_whole` gives if there is a state, which follows. A pickle begins
+# differently.
 WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
-WITHOUT_IDENTITY = {
-    *(str, bytes, tuple, frozenset, types.CodeType, types.BuiltinFunctionType, types.MethodType),
-}
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
 
@@ -133,7 +128,7 @@ class StatePickler(CallerPickler):
         """
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
-        self.dump(sorted(own))
+        self.dump(tuple(sorted(own)))
         while self.wanted:
             some, self.wanted = self.wanted, {}
             if (
@@ -231,11 +226,13 @@ class StatePickler(CallerPickler):
         )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
+            members.pop("__slotnames__", None)  # pickle's own, in each process
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
             identity = value.__module__, value.__qualname__, tracker_id_of(value)
             reduced = made_like_own, (*identity, make, arguments), (members, more), *rest
         if reduced is not NotImplemented and len(reduced) > 2:  # not a type of Python's own
             self.look(held_by_class, value)
+            self.note_made(reduced)
             self._want_name(value)
         return reduced
 
@@ -334,9 +331,6 @@ def is_defined_there(wanted: WantedName) -> bool:
 # --- snapshots of the modules
 
 
-Memo = dict[int, tuple[int, Any]]  # pickle's: a number and the object, by the object's id
-
-
 class ModuleSnapshot:
     """What the user's modules held at one moment, as far as some functions use it."""
 
@@ -354,9 +348,13 @@ class ModuleSnapshot:
 
     @functools.cached_property
     def _memo(self) -> Memo:
-        """Which objects the pickle has, and where. It takes long to read if there are many."""
+        """Which objects the pickle has, and where."""
         memo: Memo = self._pickler.memo.copy()
         return memo
+
+    @functools.cached_property
+    def _identified(self) -> Memo:
+        return self._pickler.identified()
 
     def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
@@ -364,14 +362,21 @@ class ModuleSnapshot:
     def shared_with(self, pickler: CallerPickler) -> tuple[Memo, tuple[int, ...]]:
         """Return the objects that a value has, too, as they are to be numbered in its pickle, and
         their numbers in this one."""
-        own = pickler.memo.copy()
-        both = sorted(
-            (own[each][0], self._memo[each])
-            for each in own.keys() & self._memo.keys()
-            if has_identity(own[each][1])
-        )
+        # Reading a memo takes long if it is large, and most of the small ones have nothing to
+        # share.
+        is_small = pickler.buffer.tell() <= len(self.pickled)
+        some = pickler.identified() if is_small else self._identified
+        if not some:
+            return {}, ()
+        own, known = (some, self._memo) if is_small else (pickler.memo.copy(), some)
+        both = sorted((own[each][0], known[each]) for each in own.keys() & known.keys())
         memo = {id(each): (number, each) for number, (_, (_, each)) in enumerate(both)}
         return memo, tuple(number for _, (number, _) in both)
+
+    def sent(self, shared: Sequence[int], is_known: bool = False) -> ModulesState:
+        """Return the state as a worker gets it."""
+        pickled = None if is_known else self.pickled
+        return ModulesState(self.number, pickled, len(self.tensors), tuple(shared))
 
     def has_some_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         own = set(map(id, self.tensors))
@@ -380,16 +385,6 @@ class ModuleSnapshot:
     def is_like(self, pickler: StatePickler) -> bool:
         now = WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
         return are_alike(now, self._parts)
-
-
-def has_identity(value: object) -> bool:
-    """Whether it matters that two places have the same object.
-
-    Classes are the same ones by themselves, and so are functions that go by name.
-    """
-    if isinstance(value, types.FunctionType):
-        return name_of(value) is None and not by_reference(value)
-    return type(value) not in WITHOUT_IDENTITY and not isinstance(value, type | types.ModuleType)
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
@@ -503,7 +498,7 @@ LAST = [0]  # the number of the state loaded last; 0 if it is not kept
 # --- the state with a function, with arguments, and alone
 
 
-class PickleBeside(NamedTuple):
+class SharingPickle(NamedTuple):
     """The pickle of a value, and the state to load it with."""
 
     pickled: bytes
@@ -518,13 +513,13 @@ def dumps_beside(
     make: Callable[[io.BytesIO], CallerPickler],
     pickler: CallerPickler,
     state: ModuleSnapshot | None,
-) -> PickleBeside:
+) -> SharingPickle:
     """Return what the `pickler` made of the value.
 
     If the value shares objects with the state, it is pickled again, with their numbers.
     """
     if state is None:
-        return PickleBeside(pickler.buffer.getvalue() + pickler.mark, pickler.taken_out, None)
+        return SharingPickle(pickler.buffer.getvalue() + pickler.mark, pickler.taken_out, None)
     mark = pickler.mark or state.mark
     # Futures are asked only once.
     memo, shared = ({}, ()) if pickler.dependencies else state.shared_with(pickler)
@@ -532,12 +527,12 @@ def dumps_beside(
         pickler = make(io.BytesIO())
         pickler.memo = memo
         pickler.dump(value)
-    return PickleBeside(pickler.buffer.getvalue() + mark, pickler.taken_out, state, shared)
+    return SharingPickle(pickler.buffer.getvalue() + mark, pickler.taken_out, state, shared)
 
 
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
-) -> PickleBeside:
+) -> SharingPickle:
     """Pickle `function`. The tensors of the state come after those of the function.
 
     `first` holds the arguments of some calls. They may have classes that the other calls will need
@@ -564,7 +559,7 @@ def dumps_function(
         tensors = [fingerprint.tensors[number] for number in kept.order]
         if state is None or not state.has_some_of(tensors):
             mark = b"" if state is None else state.mark
-            return PickleBeside(kept.pickled + mark, tensors, state)
+            return SharingPickle(kept.pickled + mark, tensors, state)
         pickler = CallerPickler(io.BytesIO())
         pickler.dump(function)
     return dumps_beside(function, CallerPickler, pickler, state)
@@ -614,9 +609,8 @@ def dumps_whole(
     if state is None:
         return pickler.buffer.getvalue() + pickler.mark, pickler.taken_out
     pickled, tensors, _, shared = dumps_beside(value, make, pickler, state)
-    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled), len(shared))
-    header += array.array("Q", shared).tobytes()
-    return WHOLE + header + state.pickled + pickled, tensors + state.tensors
+    beside = marshal.dumps((*state.sent(shared),))
+    return WHOLE + beside + pickled, tensors + state.tensors
 
 
 def loads_whole(
@@ -631,58 +625,41 @@ def loads_whole(
     `names` are the modules of the state that was known then. `streams` receives the streams of the
     generators that the value captures.
     """
-    if not pickled.startswith(WHOLE):
-        return loads_with_state(pickled, tensors, 0, b"", 0, dependency_results, names, streams)[0]
-    number, in_state, size, count = HEADER.unpack_from(pickled, len(WHOLE))
-    shared = array.array("Q")
-    start = len(WHOLE) + HEADER.size + count * shared.itemsize
-    shared.frombytes(pickled[len(WHOLE) + HEADER.size : start])
-    state = pickled[start : start + size]
-    return loads_with_state(
-        pickled[start + size :],
-        tensors,
-        number,
-        state,
-        in_state,
-        dependency_results,
-        names,
-        streams,
-        shared,
-    )[0]
+    state = None
+    if pickled.startswith(WHOLE):
+        stream = io.BytesIO(pickled)
+        stream.seek(len(WHOLE))
+        state, pickled = ModulesState(*marshal.load(stream)), stream.read()
+    return loads_with_state(pickled, tensors, state, dependency_results, names, streams)[0]
 
 
 def loads_with_state(
     pickled: bytes,
     captures: Sequence[torch.Tensor],
-    number: int,
-    state: bytes,
-    tensors: int,
+    state: ModulesState | None = None,
     dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
-    shared: Sequence[int] = (),
 ) -> tuple[Any, Namespaces, Streams]:
     """Load a function, the modules that it sees, and the generators that it captures.
 
-    The last `tensors` of `captures` belong to the state `number`, if there is one. Without a state,
-    `names` are the modules. `shared` are the numbers of objects that the state's pickle has for the
-    function's.
+    The last captures belong to the state, if there is one. Without a state, `names` are the
+    modules.
     """
-    own = len(captures) - tensors
+    own = len(captures) - (0 if state is None else state.tensors)
     seen = names or Namespaces()
     found = Streams() if streams is None else streams
-    placement = (
-        GlobalsSnapshot() if seen.placement is None and (MARK in pickled or MARK in state) else None
-    )
+    is_compiled = MARK in pickled or (state is not None and MARK in (state.pickled or b""))
+    placement = GlobalsSnapshot() if seen.placement is None and is_compiled else None
     if placement is not None:
         seen = Namespaces(placement)
 
     def load() -> tuple[Any, Namespaces, Streams]:
         modules, objects = seen, list[Any]()
-        if state:
-            modules, loader = loaded(number, state, captures[own:], seen.placement, found)
-            memo = loader.memo.copy() if shared else {}
-            objects = [memo[each] for each in shared]
+        if state is not None:
+            modules, loader = loaded(state, captures[own:], seen.placement, found)
+            memo = loader.memo.copy() if state.shared else {}
+            objects = [memo[each] for each in state.shared]
         unpickler = TensorUnpickler(
             io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
         )
@@ -692,8 +669,7 @@ def loads_with_state(
 
 
 def loaded(
-    number: int,
-    pickled: bytes,
+    state: ModulesState,
     tensors: Sequence[torch.Tensor],
     placement: GlobalsSnapshot | None = None,
     streams: Streams | None = None,
@@ -703,6 +679,7 @@ def loaded(
     Modules that were loaded before are reused if the state has no tensors, since tensors differ
     each time.
     """
+    number, pickled = state.number, state.pickled or b""
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
     # States share classes, and the state loaded last has set their attributes.

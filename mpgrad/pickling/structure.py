@@ -28,13 +28,14 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from cloudpickle.cloudpickle import _make_function as make_dynamic
+from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from torch.nn import Module
 
 from mpgrad.pickling.classes import CALLERS_OWN, SETS_CLASS, ClassPickler, ClassUnpickler
@@ -335,6 +336,23 @@ def loaded_with(what: str, *given: Any) -> Any:
 
 NOT_HERE = RuntimeError("this pickle is to be loaded with its tensors")
 Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
+Memo = dict[int, tuple[int, Any]]  # pickle's: a number and the object, by the object's id
+# Marks, and immutable objects. What these hold has an identity of its own.
+WITHOUT_IDENTITY = {
+    *(str, bytes, tuple, frozenset, types.CodeType, types.BuiltinFunctionType, types.MethodType),
+    *(property, classmethod, staticmethod, Streams, NamesReference, OwnValueReference),
+    GlobalsReference,
+}
+
+
+def has_identity(value: object) -> bool:
+    """Whether it matters that two places have the same object.
+
+    Classes are the same ones by themselves, and so are functions that go by name.
+    """
+    if isinstance(value, types.FunctionType):
+        return name_of(value) is None and not by_reference(value)
+    return type(value) not in WITHOUT_IDENTITY and not isinstance(value, type | types.ModuleType)
 
 
 def as_usual(way: Way | None, pickler: TensorPickler, value: Any) -> Any:
@@ -408,6 +426,22 @@ class CallerPickler(TensorPickler):
         self._here = NamesReference()
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
         self.looks: list[Look] = []  # for a record of what was pickled
+        self._made: set[int] = set()  # ids of parts that were made for the pickle
+
+    def note_made(self, parts: Iterable[Any]) -> None:
+        for each in parts:
+            if type(each) is tuple:
+                self.note_made(each)
+            elif type(each) in (dict, list, types.CellType):
+                self._made.add(id(each))
+
+    def identified(self) -> Memo:
+        """Return the part of the memo with objects of which it matters that each is one object."""
+        return {
+            key: entry
+            for key, entry in self.memo.copy().items()
+            if key not in self._made and has_identity(entry[1])
+        }
 
     def look(self, held: Callable[[Any], Sequence[Any]], value: Any) -> None:
         """Note how to find out whether the value holds the same as now."""
@@ -438,7 +472,9 @@ class CallerPickler(TensorPickler):
             )
         if isinstance(value, types.FunctionType):
             return self.reduce_function(value)
-        return super()._reduce_code(value)
+        if isinstance(reduced := super()._reduce_code(value), tuple):
+            self.note_made(reduced)
+        return reduced
 
     def _reduce_own_module(self, way: Way | None, value: types.ModuleType) -> Any:
         name = value.__name__
@@ -498,14 +534,10 @@ class CallerPickler(TensorPickler):
                 GlobalsReference(home),
             )
         here = self._here
-        return (
-            make_function,
-            (here, code, own_globals, *others),
-            (attributes, rest, here),
-            items,
-            pairs,
-            set_function,
-        )
+        arguments, state = (here, code, own_globals, *others), (attributes, rest, here)
+        self.note_made((arguments, state, rest["_cloudpickle_submodules"], rest["__globals__"]))
+        self.note_made([rest["__annotations__"]])
+        return make_function, arguments, state, items, pairs, set_function
 
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]

@@ -110,7 +110,8 @@ class ContentRecord:
         self._slots: list[tuple[types.MemberDescriptorType, list[Any]]] = []
         self._constants: list[Any] = []
         self._opaque: list[Any] = []
-        self._note_dicts([vars(each) for each in pickler.tensors if type(each) is not Root])
+        self._tensors = [each for each in pickler.tensors if type(each) is not Root]
+        self._note_dicts([*map(ATTRIBUTES, self._tensors)])
         for kind, values in kinds.items():
             self._note(kind, values)
         for each in self._opaque:
@@ -181,6 +182,7 @@ class ContentRecord:
             parts += look(value)
             parts.append(BETWEEN)
         parts += map(is_constant, self._constants)
+        parts += map(type, self._tensors)
         pickler = CallerPickler(buffer := io.BytesIO())
         if self._opaque:
             pickler.memo = self._beside.memo

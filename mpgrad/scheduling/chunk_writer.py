@@ -225,8 +225,7 @@ class ChunkWriter:
     def _told(self, state: ModuleSnapshot, shared: Sequence[int]) -> ModulesState:
         is_known = self._states.get(state.number) is not None
         self._states.put(state.number, True)
-        pickled = None if is_known else state.pickled
-        return ModulesState(state.number, pickled, len(state.tensors), shared)
+        return state.sent(shared, is_known)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = self._pack(call.packed, payload)

@@ -132,6 +132,10 @@ MORE = """
         rate = 1.0
         def __new__(cls): return super().__new__(cls)
     def kind(x): return x * Kind.rate * getattr(Kind, "more", 1.0)
+    import torch
+    class Own(torch.Tensor): rate = 3.0
+    TENSOR = torch.ones(1)
+    def of_class(x): return x * getattr(TENSOR, "rate", 1.0)
 """
 
 
@@ -146,13 +150,14 @@ def test_what_is_seen_besides(a_pool: mpgrad.Pool, city: Any, tmp_path: Path) ->
         more.TABLE[0] = more.TABLE[1] = more.LARGE[5] = number
         more.method.rate = number
         if number == 2.0:
+            more.TENSOR.__class__ = more.Own
             more.Kind.more = more.Kind.rate
             del more.Kind.rate
             more.Kind.rate = 5.0
             more.CONSTANT.flags.writeable = True
             more.CONSTANT[0] = 7.0
 
-    names = "absent", "attribute", "order", "arrays", "through", "kind"
+    names = "absent", "attribute", "order", "arrays", "through", "kind", "of_class"
     try:
         for number in (1.0, 2.0, 3.0):
             for _ in range(3):
