@@ -395,7 +395,7 @@ class RestPickler(structure.TensorPickler):
     def persistent_id(self, value: object) -> Any:
         if type(value) is set or type(value) is frozenset:
             return type(value).__name__, sorted(map(rest_of, value))
-        return super().persistent_id(value)
+        return None
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, types.FunctionType):

@@ -71,7 +71,7 @@ from mpgrad.torch_state.private import (
     outputs_leading_to,
     plus,
 )
-from mpgrad.wire.messages import Define, Failure, Forget
+from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
@@ -115,12 +115,12 @@ class FunctionPickle:
         self._under_way: list[LoadedFunction] = []
 
     def load(
-        self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
+        self, captures: Sequence[torch.Tensor], state: ModulesState | None
     ) -> tuple[Any, Namespaces, Streams]:
         """Do as `loads_with_state`, but do not load again what no call has changed."""
         self.operations += 1
-        if captures or state:
-            return loads_with_state(self.pickled, captures, number, state, in_state)
+        if captures or state is not None:
+            return loads_with_state(self.pickled, captures, state)
         kept, self._kept = self._kept, None
         if (
             kept is not None
@@ -130,7 +130,7 @@ class FunctionPickle:
             kept.modules.begin_again(kept.script)
             self._under_way.append(kept)
             return kept.target, kept.modules, Streams()
-        target, modules, streams = loads_with_state(self.pickled, captures, number, state, in_state)
+        target, modules, streams = loads_with_state(self.pickled, captures)
         brings_more = modules.modules or modules.main or modules.placement
         fingerprint = None if brings_more else FunctionFingerprint.of(target)
         if fingerprint is not None and fingerprint.settle():
@@ -223,12 +223,11 @@ class FunctionTable(dict[int, Function | Failure]):
                     for tensor, ref in zip(tensors, refs, strict=True)
                 ]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-        number, state, in_state = 0, b"", 0
-        if message.state is not None:
-            number, in_state = message.state.number, message.state.tensors
-            state = self._states.get(number) or b""
+        state = message.state
+        if state is not None:
+            state = state._replace(pickled=self._states.get(state.number) or b"")
         code = self._codes[message.code]
-        target, modules, streams = code.load(captures, number, state, in_state)
+        target, modules, streams = code.load(captures, state)
         return Function(
             code,
             target,
@@ -244,7 +243,7 @@ class FunctionTable(dict[int, Function | Failure]):
             sums=FunctionSums(),
             streams=streams,
             strays=StrayLeaves(
-                (code.pickled, state),
+                (code.pickled, b"" if state is None else state.pickled or b""),
                 copied_in(target, code.pickled, captures),
                 code.operations > 1,
             ),

@@ -86,6 +86,7 @@ class PickledFunction(NamedTuple):
     # those that look at the same memory in the caller do so in a worker
     captures_share_memory: bool
     state: ModuleSnapshot | None  # of the user's modules, where it uses these
+    shared: Sequence[int]  # see `state.SharingPickle`
 
 
 def pickled_function(
@@ -99,7 +100,7 @@ def pickled_function(
     Exception: what its own code raised when it was to be pickled.
     """
     try:
-        pickled, captures, modules = state.dumps_function(function, first)
+        pickled, captures, modules, shared = state.dumps_function(function, first)
     except Exception as error:
         not_carried(error, "the function", function)
     if modules is not None:
@@ -108,9 +109,8 @@ def pickled_function(
         for tensor in captures:
             if type(tensor) is not Root:
                 check_carriable(tensor, "the function", None, kind)
-    return PickledFunction(
-        pickled, captures, getattr(function, "captures_share_memory", False), modules
-    )
+    sharing = getattr(function, "captures_share_memory", False)
+    return PickledFunction(pickled, captures, sharing, modules, shared)
 
 
 class SharedFunction:
@@ -127,7 +127,7 @@ class SharedFunction:
         names: CallNames,
         request: Request | None = None,
     ) -> None:
-        self.pickled, captures, sharing, self.state = function
+        self.pickled, captures, sharing, self.state, self.shared = function
         self.names = names
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle

@@ -62,6 +62,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.registrations import register, registered_for
 
 __all__ = [
+    "CALLERS_OWN",
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",

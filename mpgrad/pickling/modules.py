@@ -60,14 +60,12 @@ __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
     "KNOWN",
-    "NAMES_HERE",
     "PLACED",
     "UNASKED_BYTES",
     "UNCARRIED",
     "GlobalsReference",
     "Lookups",
     "MainModule",
-    "Mark",
     "NameUses",
     "NamesReference",
     "Namespaces",
@@ -90,6 +88,7 @@ __all__ = [
     "name_of",
     "own_import",
     "own_imports",
+    "own_value",
     "pickle_finds",
     "reduce_carried",
     "run_initializer",
@@ -607,11 +606,8 @@ class GlobalsReference(NamedTuple):
     module: str
 
 
-class NamesReference:
-    """Represents, as NAMES_HERE, the modules that a pickle is loaded with."""
-
-
-NAMES_HERE = ""
+class NamesReference(NamedTuple):
+    """Represents the modules that a pickle is loaded with."""
 
 
 class OwnValueReference(NamedTuple):
@@ -620,9 +616,6 @@ class OwnValueReference(NamedTuple):
     module: str
     name: str  # a path, for an attribute of a class
     type_name: str
-
-
-Mark = str | GlobalsReference | OwnValueReference  # a string is the name of a module
 
 
 # --- in the process that loads the pickle
@@ -749,11 +742,6 @@ class Namespaces:
             self.modules[name] = CarriedModule(name, self.modules)
         return self.modules[name]
 
-    def resolve(self, mark: Mark) -> Any:
-        if isinstance(mark, OwnValueReference):
-            return left_in_class(mark) if "." in mark.name else left_here(mark)
-        return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
-
 
 # Calls find what came for these in the process's own module, and write to it.
 PROCESS_WIDE = {"builtins", "__main__"}
@@ -849,6 +837,10 @@ class CarriedModule(types.ModuleType):
                 f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker "
                 "cannot import the module"
             ) from error
+
+
+def own_value(mark: OwnValueReference) -> Any:
+    return left_in_class(mark) if "." in mark.name else left_here(mark)
 
 
 def left_here(mark: OwnValueReference) -> Any:

@@ -21,7 +21,6 @@ import contextvars
 import copy
 import copyreg
 import dis
-import enum
 import functools
 import gc
 import importlib
@@ -62,10 +61,10 @@ from mpgrad.torch_state.private import (
 )
 
 __all__ = [
+    "HOOKS",
     "INHERITED",
     "PROXIES",
     "REGISTER",
-    "Referent",
     "annotations_of",
     "entries_with_tensors",
     "fill_exception",
@@ -78,9 +77,9 @@ __all__ = [
     "reduce_by_value",
     "reduce_exception",
     "reduce_module",
-    "reduce_object",
+    "reduce_proxy",
     "reduce_subclass",
-    "referent",
+    "way_of",
     "weakly",
     "with_class",
 ]
@@ -492,28 +491,19 @@ class DeadReferent:
     def method(self) -> None: ...
 
 
-class Referent(NamedTuple):
-    """Represents a weak proxy in a pickle. The worker gets the object itself, which looks the same.
-
-    Pickle also takes a proxy for its object.
-    """
-
-    value: Any
-    is_alive: bool = True
-
-    def again(self) -> Any:
-        return self.value if self.is_alive else weakref.proxy(DeadReferent())
-
-
 PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
-def referent(proxy: Any) -> Referent:
-    """Return the representation of a weak proxy's object."""
+def reduce_proxy(proxy: Any) -> Reduced:
+    """Reduce a weak proxy to the object itself, which looks the same."""
     try:
-        return Referent(proxy.__repr__.__self__)
+        return itself, (proxy.__repr__.__self__,)
     except ReferenceError:
-        return Referent(None, is_alive=False)
+        return dead_proxy, ()
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(DeadReferent())
 
 
 def reduce_weak(value: Any) -> Reduced:
@@ -555,54 +545,58 @@ def reduce_subclass(value: object) -> Any:
 # --- objects of the user's classes
 
 
-class Way(enum.Enum):
-    """How objects of a class are pickled that pickle would change."""
-
-    BY_NAME = enum.auto()  # their `__reduce__` may return a name
-    BY_PARTS = enum.auto()  # pickle would ask them for methods, or hash them half made
-    BY_DICT = enum.auto()  # as usual, unless others hold their `__dict__`
-
-
+Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
 OWN_METHODS = "__getnewargs__", "__getnewargs_ex__", "__setstate__"
 IN_PYTHON = types.FunctionType
 IS_HEAP_TYPE = 1 << 9
 
 
-@functools.lru_cache(maxsize=4096)
-def way_of(kind: type) -> Way | None:
-    """Return None for classes whose objects pickle rebuilds as they are."""
-    if kind in copyreg.dispatch_table or kind in ClassPickler.dispatch_table:
-        return None
+def way_of(kind: Any) -> Way | None:
+    """Return how objects of a class are reduced; None if pickle rebuilds them as they are."""
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
-        return Way.BY_NAME
+        return by_own_code
     in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     if (
         in_c not in (object, dict, list)
-        or kind.__reduce__ is not object.__reduce__  # type: ignore[comparison-overlap]
+        or kind.__reduce__ is not object.__reduce__
         or getattr(kind, "__getstate__", usual) is not usual
         or any(hasattr(kind, name) for name in OWN_METHODS)
     ):
         return None
     asks = (getattr(kind, name, None) for name in ("__getattr__", "__getattribute__", "__hash__"))
-    return Way.BY_PARTS if any(isinstance(each, IN_PYTHON) for each in asks) else Way.BY_DICT
+    if any(isinstance(each, IN_PYTHON) for each in asks):
+        return by_parts
+    return by_dictionary if kind.__dictoffset__ else None
 
 
-def reduce_object(value: Any) -> Any:
-    """Reduce an object that pickle would refuse or change; None for any other."""
-    kind: Any = type(value)
-    way = way_of(kind)
-    if way is None:
-        return None
-    if way is Way.BY_NAME:
-        reduced = value.__reduce_ex__(5)
-        return reduce_one_of_a_kind(value, reduced) if isinstance(reduced, str) else reduced
+def by_own_code(pickler: Any, value: Any) -> Any:
+    """Reduce an object as its class says. The class may give a name, which a worker lacks."""
+    reduced = value.__reduce_ex__(5)
+    return reduce_one_of_a_kind(value, reduced) if isinstance(reduced, str) else reduced
+
+
+def by_parts(pickler: Any, value: Any) -> Any:
+    """Reduce an object that pickle would ask for methods, or would hash when it is half made."""
     attributes = attributes_in(value)
-    is_shared = attributes is not None and sys.getrefcount(attributes) > OF_ITS_OBJECT
-    return reduce_by_parts(value, is_shared) if is_shared or way is Way.BY_PARTS else None
+    is_shared = attributes is not None and sys.getrefcount(attributes) > OF_ITS_OBJECT + 1
+    return reduce_by_parts(value, is_shared)
 
 
-OF_ITS_OBJECT = 3  # references to a `__dict__`: the object's, and two of a caller that counts them
+def by_dictionary(pickler: Any, value: Any) -> Any:
+    """Reduce an object as pickle does, unless others hold its `__dict__`."""
+    if sys.getrefcount(value.__dict__) > OF_ITS_OBJECT:
+        return reduce_by_parts(value, is_shared=True)
+    return value.__reduce_ex__(5)
+
+
+class WithDictionary: ...
+
+
+with_dictionary = WithDictionary()
+# references to a `__dict__` that only its object holds
+OF_ITS_OBJECT = sys.getrefcount(with_dictionary.__dict__)
+del with_dictionary
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:

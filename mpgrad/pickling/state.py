@@ -9,9 +9,8 @@ cloudpickle would pickle all of this with each function and each item. Here func
 pickled by name. An operation has one state besides its function, and workers keep it. While nothing
 has been changed (`ContentRecord`), nothing is pickled or sent.
 
-The pickler notes each object that it meets in a `ContentRecord`, which says later whether the
-pickle is still true. An object that the caller may change is compared by its contents or by its
-pickle. If the pickle is large, only the object's identity is compared.
+A function may hold objects that its modules hold, too. These are only in the state's pickle. The
+function's pickle has numbers for them, so each of them stays one object (`SharingPickle`).
 
 Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
     and whenever they run.
@@ -21,28 +20,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
-import decimal
-import enum
-import fractions
 import functools
 import io
 import itertools
-import operator
-import pathlib
-import re
-import struct
+import marshal
 import sys
 import threading
 import types
-import uuid
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -51,7 +42,6 @@ from mpgrad.pickling.modules import (
     Namespaces,
     OwnValueReference,
     WantedName,
-    contents_of,
     is_own,
     make_function,
     module_of,
@@ -59,8 +49,7 @@ from mpgrad.pickling.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
-from mpgrad.pickling.registrations import registered_for
+from mpgrad.pickling.reducers import identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -70,10 +59,31 @@ from mpgrad.pickling.streams import (
     plain,
     reduce_generator,
 )
-from mpgrad.pickling.structure import CallerPickler, ProbePickler, TensorUnpickler, loads
-from mpgrad.pickling.unchanged import keep_pickle, kept_pickle
+from mpgrad.pickling.structure import (
+    ABSENT,
+    CallerPickler,
+    Memo,
+    ProbePickler,
+    TensorPickler,
+    TensorUnpickler,
+    Way,
+    pairs_of,
+    values_of,
+)
+from mpgrad.pickling.unchanged import (
+    STEADY,
+    ContentRecord,
+    WholePickle,
+    are_alike,
+    are_same,
+    held_by_class,
+    held_by_function,
+    keep_pickle,
+    kept_pickle,
+)
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
+from mpgrad.wire.messages import ModulesState
 
 __all__ = [
     "ItemStreams",
@@ -86,161 +96,15 @@ __all__ = [
     "loads_with_state",
 ]
 
-# bytes of a pickle; an object with a larger pickle is compared by its identity
-LARGE_BYTES = 64 << 10
-CONTAINERS = {
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.Counter,
-    collections.deque,
-}
-OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out compiled parts
 CODE = types.FunctionType, types.MethodType, type, functools.partial
-STEADY = (
-    *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
-    *(
-        types.MethodType,
-        types.BuiltinFunctionType,
-        types.CodeType,
-        types.MappingProxyType,
-        types.ModuleType,
-    ),
-    *(
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.GetSetDescriptorType,
-        types.MemberDescriptorType,
-    ),
-    *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
-    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
-)  # immutable, or their contents are noted while they are pickled
-
-ABSENT = object()
-OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-MOST_OBJECTS = 1000  # checked in one large value before each operation
-
-Content = Sequence[Any]
-# The objects are kept alive, so that no other object gets their address.
-Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]
 MOST_STATES = 128  # kept for later operations
 T = TypeVar("T")
-# The number of the state, its number of tensors, and its number of bytes; the state follows.
-HEADER = struct.Struct("<QQQ")
-# The first byte of what `dumps_whole` gives if there is a state. A pickle begins differently.
+# The first byte of what `dumps_whole` gives if there is a state, which follows. A pickle begins
+# differently.
 WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
-
-
-# --- whether objects are unchanged since they were pickled
-
-
-class ContentRecord:
-    """Records the objects that were met while a pickle was made, and what they held.
-
-    It says within microseconds whether they still hold the same. Python does not report changes of
-    modules, classes and lists. So each object in a pickle that may be changed is noted here, with
-    the objects that it then held. It is unchanged as long as it holds the same ones. Objects that
-    do not show what they hold (numpy arrays, objects of other libraries) are pickled again and
-    compared. Of tensors only the attributes are compared. The tensors' values are sent with each
-    operation.
-    """
-
-    def __init__(self) -> None:
-        self._contents: list[tuple[Callable[[Any], Content], Any, Content]] = []
-        self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
-
-    def is_unchanged(self) -> bool:
-        """Whether each noted object still holds what it held then."""
-        for held_by, value, before in self._contents:
-            now = held_by(value)
-            if len(now) != len(before) or (now and not all(map(operator.is_, now, before))):
-                return False
-        return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
-
-    def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
-        self._contents.append((held_by, value, held_by(value)))
-
-    def names(self, contents: dict[str, Any], names: Iterable[str]) -> None:
-        """Note the values that a module has under these names."""
-        self.content(values_of, (contents, tuple(names)))
-
-    def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
-        self._opaque.append((pickled, value, now))
-
-    def mark(self) -> tuple[int, int]:
-        return len(self._contents), len(self._opaque)
-
-    def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget the containers noted since `mark` and, if there are very many objects, these too.
-
-        Classes, functions and modules stay noted.
-        """
-        kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
-        if len(kept) > MOST_OBJECTS:
-            kept = [each for each in kept if each[0] in OF_CODE]
-        self._contents[mark[0] :] = kept
-        del self._opaque[mark[1] :]
-
-
-def is_same(now: Opaque, before: Opaque) -> bool:
-    """Whether two pickles of one object are equal."""
-    count = len(now[1]) - len(now[2])  # the rest are views of buffers that were made for the pickle
-    tensors = len(now[1]) == len(before[1]) and all(
-        map(operator.is_, now[1][:count], before[1][:count])
-    )
-    return tensors and now[0] == before[0] and now[2] == before[2]
-
-
-# --- the contents of objects
-
-
-def items_of(value: Any) -> Content:
-    return tuple(value)
-
-
-def pairs_of(value: dict[Any, Any]) -> Content:
-    return (*value, *value.values())
-
-
-def attributes_of(value: Any) -> Content:
-    own = value.__dict__
-    return pairs_of(own) if own else ()  # empty for most tensors
-
-
-def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
-    """Return the values of some names in a dictionary."""
-    contents, chosen = names
-    return [contents.get(name, ABSENT) for name in chosen]
-
-
-def contents_of_function(value: types.FunctionType) -> Content:
-    """Return the function's code, defaults, closure and attributes."""
-    parts = OF_A_FUNCTION(value)
-    return (*parts, *attributes_of(value)) if vars(value) else parts
-
-
-def contents_of_class(value: type) -> Content:
-    """Return the class's bases, the values in its body, and its registrations."""
-    return (
-        *value.__bases__,
-        *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON],
-        *parts_of(registered_for(value)),
-    )
-
-
-def parts_of(value: Any) -> Iterable[Any]:
-    """Yield what is in nested containers that are new each time."""
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from parts_of(each)
-    else:
-        yield value
-
-
-OF_CODE = contents_of_class, contents_of_function, values_of
 
 
 # --- the pickle
@@ -250,15 +114,11 @@ class StatePickler(CallerPickler):
     """Pickles functions and classes of the user's modules by value, then what their code uses."""
 
     def __init__(self, left: dict[WantedName, OwnValueReference]) -> None:
-        self.buffer = io.BytesIO()
-        super().__init__(self.buffer)
+        super().__init__(io.BytesIO())
         self.covered: set[WantedName] = set()
-        self.watch = ContentRecord()
         self._left = left
         # Functions that may run while the state is loaded, and use globals then.
         self._hastened: dict[int, types.FunctionType] = {}
-        # objects that reducers made for the pickle, which nobody can change
-        self._made: dict[int, Any] = {}
 
     def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
         """Pickle everything that is wanted.
@@ -268,7 +128,7 @@ class StatePickler(CallerPickler):
         """
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
-        self.dump(sorted(own))
+        self.dump(tuple(sorted(own)))
         while self.wanted:
             some, self.wanted = self.wanted, {}
             if (
@@ -291,10 +151,13 @@ class StatePickler(CallerPickler):
             for each in contents:
                 if not each.startswith("__"):
                     of_module.setdefault(each, False)
-        self.watch.names(sys.modules, list(names))
+        self.look(values_of, (sys.modules, list(names)))
         for module, of_module in names.items():
             contents = vars(sys.modules[module])
-            self.watch.names(contents, list(of_module))
+            is_whole = WantedName(module, None) in wanted
+            self.look(
+                *((pairs_of, contents) if is_whole else (values_of, (contents, [*of_module])))
+            )
             for name, by_itself in of_module.items():
                 this = WantedName(module, name)
                 self.covered.add(this)
@@ -307,7 +170,6 @@ class StatePickler(CallerPickler):
 
         It raises if it was impossible and the worker's own value cannot be used instead.
         """
-        mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
         except Exception as error:
@@ -317,42 +179,28 @@ class StatePickler(CallerPickler):
                 raise
             return False
         if wanted in self._left:
-            self.watch.content(held_by, value)
-        if self.buffer.tell() - start > LARGE_BYTES:
-            self.watch.forget_since(mark)
+            self.look(held_by, value)
         return True
 
-    # --- noting each object
+    def _way_of(self, kind: type) -> Way | None:
+        if issubclass(kind, io.IOBase):
+            return refuse_files
+        return super()._way_of(kind)
 
-    def persistent_id(self, value: Any) -> Any:
-        kind = type(value)
-        if (kind is dict or kind is list or kind is set) and id(value) not in self._made:
-            self.watch.content(pairs_of if kind is dict else items_of, value)
-            return None
-        if issubclass(kind, torch.Tensor):
-            self.watch.content(attributes_of, value)
-        elif kind is bytearray:  # pickle asks about a bytearray nowhere else
-            self._note(value)
-        return super().persistent_id(value)
+    def _generator(self, value: Any) -> Any:
+        if (reduced := reduce_generator(value, captured)) is not None and hasattr(
+            value, "__dict__"
+        ):
+            self.look(attributes_beside_state, value)
+        return reduced
 
-    def reducer_override(self, value: object) -> Any:
+    def _reduce_code(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._noted_function(value)
         if isinstance(value, type):
             return self._noted_class(value)
-        if isinstance(value, functools._lru_cache_wrapper):
-            self.watch.content(identities, value)
-            return reduce_by_value(value)
-        if (reduced := reduce_generator(value, captured)) is not None:
-            if hasattr(value, "__dict__"):
-                self.watch.content(attributes_beside_state, value)
-            return reduced
-        if isinstance(value, types.CellType):
-            self.watch.content(contents_of, value)
-        elif not isinstance(value, STEADY):
-            refuse_files(value)
-            self._note(value)
-        return super(CallerPickler, self).reducer_override(value)
+        self.look(identities, value)
+        return reduce_by_value(value)
 
     def _noted_function(self, value: types.FunctionType) -> Any:
         reduced = (
@@ -362,11 +210,8 @@ class StatePickler(CallerPickler):
         )
         if reduced is NotImplemented:
             return reduced
-        self.watch.content(contents_of_function, value)
+        self.look(held_by_function, value)
         if reduced[0] is make_function:  # not made by the compiler
-            state = reduced[2][1]
-            self.watch.names(value.__globals__, list(state["__globals__"]))
-            self._note_made(reduced, state["__annotations__"])
             self._want_name(value)
         return reduced
 
@@ -377,18 +222,17 @@ class StatePickler(CallerPickler):
         if is_own(value.__module__):
             self._hasten_methods(value)
         reduced = (
-            dynamic(value)
-            if is_own(value.__module__)
-            else super(CallerPickler, self).reducer_override(value)
+            dynamic(value) if is_own(value.__module__) else TensorPickler._reduce_code(self, value)
         )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
+            members.pop("__slotnames__", None)  # pickle's own, in each process
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
             identity = value.__module__, value.__qualname__, tracker_id_of(value)
             reduced = made_like_own, (*identity, make, arguments), (members, more), *rest
-        if reduced is not NotImplemented:
-            self.watch.content(contents_of_class, value)
-            self._note_made(reduced)
+        if reduced is not NotImplemented and len(reduced) > 2:  # not a type of Python's own
+            self.look(held_by_class, value)
+            self.note_made(reduced)
             self._want_name(value)
         return reduced
 
@@ -426,49 +270,15 @@ class StatePickler(CallerPickler):
         if (own := name_of(value)) is not None:
             self.wanted[own] = None
 
-    def _note_made(self, *made: Any) -> None:
-        for each in made:
-            if isinstance(each, dict | list):
-                self._made[id(each)] = each
-            elif isinstance(each, tuple):
-                self._note_made(*each)
-
-    def _note(self, value: Any) -> None:
-        """Make the record compare what the object holds or, if the object does not show that, its
-        pickle."""
-        kind = type(value)
-        if reduces_as_usual(kind):
-            if isinstance(value, dict):
-                self.watch.content(pairs_of, value)
-            elif isinstance(value, list):
-                self.watch.content(items_of, value)
-            if hasattr(value, "__dict__"):
-                self.watch.content(attributes_of, value)
-            if slots := [member for each in kind.__mro__ for member in slots_of(each)]:
-                self.watch.content(functools.partial(values_at, slots), value)
-            return
-        if kind in CONTAINERS:
-            self.watch.content(items_of if kind is collections.deque else pairs_of, value)
-            return
-        for each in kind.__mro__:
-            if is_own(each.__module__):
-                self._hasten_methods(each)
-        now = pickled_alone(value)
-        if len(now[0]) <= LARGE_BYTES:
-            self.watch.opaque(pickled_alone, value, now)
-
 
 def held_by(value: Any) -> Sequence[Any]:
     """Return what a value holds, to compare it with later."""
     if isinstance(value, dict):
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
-        return items_of(value)
-    return (
-        attributes_of(value)
-        if is_own(type(value).__module__) and hasattr(value, "__dict__")
-        else ()
-    )
+        return tuple(value)
+    own = is_own(type(value).__module__) and getattr(value, "__dict__", None)
+    return pairs_of(own) if own else ()
 
 
 def attributes_beside_state(generator: Any) -> Sequence[Any]:
@@ -478,18 +288,18 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
     )
 
 
-def refuse_files(value: object) -> None:
-    if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+def refuse_files(pickler: CallerPickler, value: Any) -> Any:
+    if not isinstance(value, io.StringIO | io.BytesIO):
         # cloudpickle would send the contents of the file.
         raise TypeError(f"cannot pickle an open file ({value!r})")
+    return value.__reduce_ex__(5)
 
 
 class FilelessPickler(CallerPickler):
     """Finds out whether something can be pickled."""
 
-    def reducer_override(self, value: object) -> Any:
-        refuse_files(value)
-        return super().reducer_override(value)
+    def _way_of(self, kind: type) -> Way | None:
+        return refuse_files if issubclass(kind, io.IOBase) else super()._way_of(kind)
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
@@ -518,47 +328,6 @@ def is_defined_there(wanted: WantedName) -> bool:
     return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
 
 
-def reduces_as_usual(kind: type) -> bool:
-    """Whether pickle takes only an object's attributes, slots and items."""
-    if any(
-        "__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]
-    ):
-        return False
-    usual = getattr(object, "__getstate__", None)  # since Python 3.11
-    own = getattr(kind, "__getstate__", usual)
-    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
-    return (own is usual or own is OF_MODULES) and not known
-
-
-def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    return [
-        member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)
-    ]
-
-
-def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
-    return [slot_value(member, value) for member in members]
-
-
-def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
-        return ABSENT
-
-
-def pickled_alone(value: Any) -> Opaque:
-    """Return the value's bytes, its tensors, and the addresses of its buffers."""
-    pickler = CallerPickler(buffer := io.BytesIO())
-    pickler.dump(value)
-    tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
-    return (
-        buffer.getvalue(),
-        [*tensors, *pickler.buffers],
-        [(each.data_ptr(), each.nbytes) for each in pickler.buffers],
-    )
-
-
 # --- snapshots of the modules
 
 
@@ -567,26 +336,55 @@ class ModuleSnapshot:
 
     _numbers = itertools.count(1)
 
-    def __init__(
-        self,
-        pickled: bytes,
-        mark: bytes,
-        tensors: list[torch.Tensor],
-        covered: set[WantedName],
-        watch: ContentRecord,
-    ) -> None:
+    def __init__(self, pickler: StatePickler) -> None:
         self.number = next(self._numbers)
-        self.pickled = pickled
-        self.mark = mark  # see `structure.RUNS_CODE`
-        self.tensors = tensors  # captures of everything that uses the state
-        self._covered = covered
-        self._watch = watch
+        self.pickled = pickler.buffer.getvalue()
+        self.mark = pickler.mark  # see `structure.RUNS_CODE`
+        self.tensors = pickler.taken_out  # captures of everything that uses the state
+        self.record: ContentRecord | None = None  # once it is known to be worth its time
+        self._parts = WholePickle(self.pickled, pickler.tensors, pickler.buffers)
+        self._covered = pickler.covered
+        self._pickler = pickler
+
+    @functools.cached_property
+    def _memo(self) -> Memo:
+        """Which objects the pickle has, and where."""
+        memo: Memo = self._pickler.memo.copy()
+        return memo
+
+    @functools.cached_property
+    def _identified(self) -> Memo:
+        return self._pickler.identified()
 
     def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
 
-    def is_current(self) -> bool:
-        return self._watch.is_unchanged()
+    def shared_with(self, pickler: CallerPickler) -> tuple[Memo, tuple[int, ...]]:
+        """Return the objects that a value has, too, as they are to be numbered in its pickle, and
+        their numbers in this one."""
+        # Reading a memo takes long if it is large, and most of the small ones have nothing to
+        # share.
+        is_small = pickler.buffer.tell() <= len(self.pickled)
+        some = pickler.identified() if is_small else self._identified
+        if not some:
+            return {}, ()
+        own, known = (some, self._memo) if is_small else (pickler.memo.copy(), some)
+        both = sorted((own[each][0], known[each]) for each in own.keys() & known.keys())
+        memo = {id(each): (number, each) for number, (_, (_, each)) in enumerate(both)}
+        return memo, tuple(number for _, (number, _) in both)
+
+    def sent(self, shared: Sequence[int], is_known: bool = False) -> ModulesState:
+        """Return the state as a worker gets it."""
+        pickled = None if is_known else self.pickled
+        return ModulesState(self.number, pickled, len(self.tensors), tuple(shared))
+
+    def has_some_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        own = set(map(id, self.tensors))
+        return any(id(each) in own for each in tensors)
+
+    def is_like(self, pickler: StatePickler) -> bool:
+        now = WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
+        return are_alike(now, self._parts)
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
@@ -606,7 +404,7 @@ class SnapshotCache:
     """The snapshots that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        # Pickled objects have methods of their own, which may come here again.
+        # WholePickle objects have methods of their own, which may come here again.
         self._lock = threading.RLock()
         self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by the wanted names
         # Values that cannot be pickled, as they were first met since the module was loaded. ABSENT
@@ -623,12 +421,25 @@ class SnapshotCache:
             return None
         with self._lock:
             state = self._known.get(key)
-            if state is None or not state.is_current():
-                state = self._made(key)
+            if state is None or state.record is None or not state.record.holds():
+                state = self._made(key, state)
             self._known.put(key, state)
             return state
 
-    def _made(self, wanted: Sequence[WantedName]) -> ModuleSnapshot:
+    def _made(self, wanted: Sequence[WantedName], known: ModuleSnapshot | None) -> ModuleSnapshot:
+        """Pickle the state again. Return the `known` one if it is still true.
+
+        What changes between all operations is worth no record. What did not change is recorded
+        between two pickles, because another thread may write while an object is pickled.
+        """
+        pickler = self._pickled(wanted)
+        if known is None or not known.is_like(pickler):
+            return ModuleSnapshot(pickler)
+        record = ContentRecord(pickler)
+        known.record = record if known.is_like(self._pickled(wanted)) else None
+        return known
+
+    def _pickled(self, wanted: Sequence[WantedName]) -> StatePickler:
         left: dict[WantedName, OwnValueReference] = {}
         while True:
             pickler = StatePickler(left)
@@ -642,13 +453,7 @@ class SnapshotCache:
                 if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None
                 else ABSENT,
             )
-        return ModuleSnapshot(
-            pickler.buffer.getvalue(),
-            pickler.mark,
-            pickler.taken_out,
-            pickler.covered,
-            pickler.watch,
-        )
+        return pickler
 
     def _left_of(self, wanted: WantedName) -> OwnValueReference:
         """Return the reference to the worker's own value, for one that cannot be pickled.
@@ -674,48 +479,73 @@ class SnapshotCache:
         if known is None or known[0] is not load:
             known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
-        if known[1]() is value and not (
-            len(now) == len(known[2]) and all(map(operator.is_, known[2], now))
-        ):
+        if known[1]() is value and not are_same(known[2], now):
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was written to, and cannot be carried "
                 f"({type(value).__name__}): workers have "
                 "it as they import it; keep what cannot be carried apart from what changes"
             )
-        return known[1]()
+        found = known[1]()
+        return ABSENT if found is None and isinstance(known[1], weakref.ref) else found
 
 
 STATES = SnapshotCache()
 # the states without tensors that a worker's process has loaded
-LOADED: RecentValues[Namespaces] = RecentValues()
+LOADED: RecentValues[tuple[Namespaces, TensorUnpickler]] = RecentValues()
 
 
 # --- the state with a function, with arguments, and alone
 
 
+class SharingPickle(NamedTuple):
+    """The pickle of a value, and the state to load it with."""
+
+    pickled: bytes
+    tensors: list[torch.Tensor]  # without the state's
+    state: ModuleSnapshot | None
+    # Numbers, in the state's pickle, of objects that both have. They stay one object.
+    shared: tuple[int, ...] = ()
+
+
+def dumps_beside(
+    value: object,
+    make: Callable[[io.BytesIO], CallerPickler],
+    pickler: CallerPickler,
+    state: ModuleSnapshot | None,
+) -> SharingPickle:
+    """Return what the `pickler` made of the value.
+
+    If the value shares objects with the state, it is pickled again, with their numbers.
+    """
+    if state is None:
+        return SharingPickle(pickler.buffer.getvalue() + pickler.mark, pickler.taken_out, None)
+    mark = pickler.mark or state.mark
+    # Futures are asked only once.
+    memo, shared = ({}, ()) if pickler.dependencies else state.shared_with(pickler)
+    if shared:
+        pickler = make(io.BytesIO())
+        pickler.memo = memo
+        pickler.dump(value)
+    return SharingPickle(pickler.buffer.getvalue() + mark, pickler.taken_out, state, shared)
+
+
 def dumps_function(
     function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
-) -> tuple[bytes, list[torch.Tensor], ModuleSnapshot | None]:
-    """Pickle `function`. Returns the pickle, its tensors, and the state to load it with.
+) -> SharingPickle:
+    """Pickle `function`. The tensors of the state come after those of the function.
 
-    The tensors of the state come after those of the function. `first` holds the arguments of some
-    calls. They may have classes that the other calls will need too.
+    `first` holds the arguments of some calls. They may have classes that the other calls will need
+    too.
     """
     kept, fingerprint = kept_pickle(function)
-    if kept is not None and fingerprint is not None:
-        pickled, mark, wanted = kept.pickled, b"", dict.fromkeys(kept.wanted)
-        tensors = [fingerprint.tensors[number] for number in kept.order]
-    else:
-        pickler = CallerPickler(buffer := io.BytesIO())
+    if kept is None:
+        pickler = CallerPickler(io.BytesIO())
         pickler.dump(function)
-        pickled, mark, wanted, tensors = (
-            buffer.getvalue(),
-            pickler.mark,
-            pickler.wanted,
-            pickler.taken_out,
-        )
+        wanted = pickler.wanted
         if fingerprint is not None:
-            keep_pickle(function, fingerprint, pickler, pickled)
+            keep_pickle(function, fingerprint, pickler, pickler.buffer.getvalue())
+    else:
+        wanted = dict.fromkeys(kept.wanted)
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
@@ -724,7 +554,14 @@ def dumps_function(
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)
-    return pickled + (mark or (b"" if state is None else state.mark)), tensors, state
+    if kept is not None and fingerprint is not None:
+        tensors = [fingerprint.tensors[number] for number in kept.order]
+        if state is None or not state.has_some_of(tensors):
+            mark = b"" if state is None else state.mark
+            return SharingPickle(kept.pickled + mark, tensors, state)
+        pickler = CallerPickler(io.BytesIO())
+        pickler.dump(function)
+    return dumps_beside(function, CallerPickler, pickler, state)
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
@@ -763,17 +600,16 @@ def dumps_whole(
 
     Returns the bytes and the tensors of both. `loads_whole` reads them.
     """
-    pickler = CallerPickler(buffer := io.BytesIO(), dependencies, travel)
+    make = functools.partial(CallerPickler, dependencies=dependencies, travel=travel)
+    pickler = make(io.BytesIO())
     pickler.dump(value)
-    pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
-    if known is not None and known.covers(pickler.wanted):
-        return pickled, tensors
-    state = STATES.of(pickler.wanted)
+    is_covered = known is not None and known.covers(pickler.wanted)
+    state = None if is_covered else STATES.of(pickler.wanted)
     if state is None:
-        return pickled, tensors
-    pickled += b"" if pickler.runs_code else state.mark
-    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled))
-    return WHOLE + header + state.pickled + pickled, tensors + state.tensors
+        return pickler.buffer.getvalue() + pickler.mark, pickler.taken_out
+    pickled, tensors, _, shared = dumps_beside(value, make, pickler, state)
+    beside = marshal.dumps((*state.sent(shared),))
+    return WHOLE + beside + pickled, tensors + state.tensors
 
 
 def loads_whole(
@@ -788,50 +624,45 @@ def loads_whole(
     `names` are the modules of the state that was known then. `streams` receives the streams of the
     generators that the value captures.
     """
-    if not pickled.startswith(WHOLE):
-        return loads_with_state(pickled, tensors, 0, b"", 0, dependency_results, names, streams)[0]
-    number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
-    start = len(WHOLE) + HEADER.size
-    state = pickled[start : start + size]
-    return loads_with_state(
-        pickled[start + size :],
-        tensors,
-        number,
-        state,
-        in_state,
-        dependency_results,
-        names,
-        streams,
-    )[0]
+    state = None
+    if pickled.startswith(WHOLE):
+        stream = io.BytesIO(pickled)
+        stream.seek(len(WHOLE))
+        state, pickled = ModulesState(*marshal.load(stream)), stream.read()
+    return loads_with_state(pickled, tensors, state, dependency_results, names, streams)[0]
 
 
 def loads_with_state(
     pickled: bytes,
     captures: Sequence[torch.Tensor],
-    number: int,
-    state: bytes,
-    tensors: int,
+    state: ModulesState | None = None,
     dependency_results: Sequence[Any] = (),
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> tuple[Any, Namespaces, Streams]:
     """Load a function, the modules that it sees, and the generators that it captures.
 
-    The last `tensors` of `captures` belong to the state `number`, if there is one. Without a state,
-    `names` are the modules.
+    The last captures belong to the state, if there is one. Without a state, `names` are the
+    modules.
     """
-    own = len(captures) - tensors
+    own = len(captures) - (0 if state is None else state.tensors)
     seen = names or Namespaces()
     found = Streams() if streams is None else streams
-    placement = (
-        GlobalsSnapshot() if seen.placement is None and (MARK in pickled or MARK in state) else None
-    )
+    is_compiled = MARK in pickled or (state is not None and MARK in (state.pickled or b""))
+    placement = GlobalsSnapshot() if seen.placement is None and is_compiled else None
     if placement is not None:
         seen = Namespaces(placement)
 
     def load() -> tuple[Any, Namespaces, Streams]:
-        modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
-        target = loads(pickled, captures[:own], dependency_results, modules, found)
+        modules, objects = seen, list[Any]()
+        if state is not None:
+            modules, loader = loaded(state, captures[own:], seen.placement, found)
+            memo = loader.memo.copy() if state.shared else {}
+            objects = [memo[each] for each in state.shared]
+        unpickler = TensorUnpickler(
+            io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
+        )
+        target = unpickler.load()
         modules.keep_changed_objects()
         return target, modules, found
 
@@ -839,31 +670,32 @@ def loads_with_state(
 
 
 def loaded(
-    number: int,
-    pickled: bytes,
+    state: ModulesState,
     tensors: Sequence[torch.Tensor],
     placement: GlobalsSnapshot | None = None,
     streams: Streams | None = None,
-) -> Namespaces:
-    """Return the modules of a state.
+) -> tuple[Namespaces, TensorUnpickler]:
+    """Return the modules of a state, and the unpickler that made them.
 
     Modules that were loaded before are reused if the state has no tensors, since tensors differ
     each time.
     """
+    number, pickled = state.number, state.pickled or b""
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
     if found is None:
-        found = Namespaces(placement)
+        names = Namespaces(placement)
         stream = io.BytesIO(pickled)
-        unpickler = TensorUnpickler(stream, tensors, (), found, streams)
+        unpickler = TensorUnpickler(stream, tensors, (), names, streams)
         with PLACED.taken_back():  # for this process's own values
             own_imports(unpickler.load())
             while stream.tell() < len(pickled):
                 module, name, value = unpickler.load()
-                found.put(module, {name: value})
+                names.put(module, {name: value})
+        found = names, unpickler
     if is_kept:
         LOADED.put(number, found)
-    return found.for_operation()
+    return found[0].for_operation(), found[1]
 
 
 # --- generators of random numbers that items hold

@@ -2,16 +2,20 @@
 
 cloudpickle pickles lambdas, closures and everything that a script defined. But it would pickle
 tensors by value, and it fails on those that need gradients. Here each tensor leaves its number in
-the bytes. Other modules decide how the tensors are sent and who owns their memory. The tensors that
-a *function* reaches in this way are its captures. The bytes also contain attributes that somebody
-set on a tensor, and the tensor's own class. The tensor that takes its place gets both.
+the bytes, in a call of `tensor_at`, which the unpickler answers. Other modules decide how the
+tensors are sent and who owns their memory. The tensors that a *function* reaches in this way are
+its captures. The bytes also contain attributes that somebody set on a tensor, and the tensor's own
+class. The tensor that takes its place gets both.
+
+For each class a pickler decides once how its objects are reduced (`_way_of`). Most reduce
+themselves.
 
 Large buffers of other libraries, mostly numpy arrays, are taken out too, as tensors of bytes.
 Pickle asks for them in the order in which it met them. So they are at the end of the list, with the
 first one last. `mpgrad.pickling.reducers` handles objects that pickle refuses or changes.
 
-The result of an unfinished call (`DeferredValue`) leaves a number below 0, and a dependency on the
-future value.
+The result of an unfinished call (`DeferredValue`) leaves a call of `loaded_with`, and a dependency
+on the future value.
 """
 
 from __future__ import annotations
@@ -21,26 +25,26 @@ import functools
 import io
 import pickle
 import re
+import struct
 import sys
 import types
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from cloudpickle.cloudpickle import _make_function as make_dynamic
+from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from torch.nn import Module
 
-from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
+from mpgrad.pickling.classes import CALLERS_OWN, SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     KNOWN,
-    NAMES_HERE,
     UNCARRIED,
     GlobalsReference,
     Lookups,
-    Mark,
     Namespaces,
     NamesReference,
     OwnValueReference,
@@ -57,24 +61,26 @@ from mpgrad.pickling.modules import (
     mentioned_in,
     module_of,
     name_of,
+    own_value,
     pickle_finds,
     reduce_carried,
     set_function,
     stands_alone,
+    uses_in,
     uses_of,
 )
 from mpgrad.pickling.reducers import (
+    INHERITED,
     PROXIES,
-    Referent,
     function_state,
     is_rebuilt,
     itself,
     named_attributes,
     reduce_exception,
     reduce_module,
-    reduce_object,
+    reduce_proxy,
     reduce_subclass,
-    referent,
+    way_of,
     with_class,
 )
 from mpgrad.pickling.streams import (
@@ -85,7 +91,7 @@ from mpgrad.pickling.streams import (
     reduce_generator,
     set_attributes,
 )
-from mpgrad.torch_state.generators import learn
+from mpgrad.torch_state.generators import is_generator_class, learn
 from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
 from mpgrad.wire.tensor_refs import (
@@ -190,6 +196,7 @@ class TensorPickler(ClassPickler):
     """
 
     def __init__(self, buffer: io.BytesIO, dependencies: list[Any] | None = None) -> None:
+        self.buffer = buffer
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # A method of ours here would make a cycle. Then the tensors, and the graphs behind them,
@@ -199,47 +206,14 @@ class TensorPickler(ClassPickler):
         )
         self.dependencies = dependencies
         self.runs_code = False  # see `RUNS_CODE`
-        self._number: dict[int, int] = {}
+        self._ways: dict[type, Way | None] = {
+            torch.Tensor: TensorPickler._reduce_tensor,
+            types.FunctionType: type(self)._reduce_code,
+        }
 
     @property
     def taken_out(self) -> list[torch.Tensor]:
         return self.tensors + self.buffers[::-1]
-
-    def persistent_id(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in NEVER_TAKEN_OUT:
-            return None
-        if kind in PROXIES:
-            return referent(value)
-        if kind is BareTensor:
-            value = value.tensor
-        elif not isinstance(value, torch.Tensor):
-            return self._number_of_dependency(value) if isinstance(value, DeferredValue) else None
-        elif kind is not Root and have_attributes((value,)):
-            return None
-        number = self._number.setdefault(id(value), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(value)
-        return number
-
-    def _number_of_dependency(self, value: DeferredValue) -> int | None:
-        """Return a number below 0, or None if the caller has the result already.
-
-        With None, the result is pickled as it is.
-        """
-        if self.dependencies is None:
-            raise TypeError(
-                "a future can be an argument of a call, but neither part of a function or result, "
-                "nor within a torch.func "
-                "transform; pass it as an argument, or pass its result()"
-            )
-        if id(value) not in self._number:
-            dependency = value._dependency()
-            if dependency is None:
-                return None
-            self.dependencies.append(dependency)
-            self._number[id(value)] = -len(self.dependencies)
-        return self._number[id(value)]
 
     @property
     def mark(self) -> bytes:
@@ -248,21 +222,66 @@ class TensorPickler(ClassPickler):
 
     def reducer_override(self, value: object) -> Any:
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return reduce_tensor(value)
+        try:
+            way = self._ways[kind]
+        except KeyError:
+            way = self._ways[kind] = self._way_of(kind)
+        return value.__reduce_ex__(5) if way is None else way(self, value)
+
+    def _way_of(self, kind: type) -> Way | None:
+        """Return how this pickler reduces the objects of a class; None if they do it themselves."""
+        if issubclass(kind, torch.Tensor):
+            return TensorPickler._reduce_tensor
+        if kind in PROXIES:
+            return lambda pickler, value: reduce_proxy(value)
         self.runs_code = self.runs_code or has_own_way(kind)
-        if isinstance(value, DeferredValue):
-            return itself, (value._taken(),)
-        if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
-            return reduced
-        if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
-            return reduced
+        if issubclass(kind, DeferredValue):
+            return type(self)._reduce_deferred
+        if issubclass(kind, Module):
+            return lambda pickler, value: reduce_module(value) or value.__reduce_ex__(5)
+        if issubclass(kind, (types.FunctionType, type, *CALLERS_OWN)):
+            return type(self)._reduce_code
         if issubclass(kind, BaseException) and is_rebuilt(kind):
-            return reduce_exception(value)
-        if (reduced := reduce_subclass(value)) is not None:
-            return reduced
-        if (reduced := reduce_object(value)) is not None:
-            return reduced
+            return lambda pickler, value: reduce_exception(value)
+        if (reduce := self.dispatch_table.get(kind)) is not None:
+            return lambda pickler, value: reduce(value)
+        if not INHERITED.isdisjoint(kind.__mro__):
+            return lambda pickler, value: reduce_subclass(value) or value.__reduce_ex__(5)
+        return way_of(kind)
+
+    def _reduce_tensor(self, value: torch.Tensor) -> Any:
+        """Reduce a tensor to its number, with its attributes and its own class, whatever the class
+        says of pickling. So a leaf stays a leaf."""
+        kind, number = type(value), len(self.tensors)
+        if kind is not Root and have_attributes((value,)):
+            if kind not in PLAIN:
+                check_class(value)
+            self.tensors.append(value)
+            own = value.__dict__ if kind in PLAIN else named_attributes(value)
+            return tensor_at, (number, kind), own, None, None, set_attributes
+        self.tensors.append(value)
+        return tensor_at, (number,)
+
+    def _reduce_deferred(self, value: Any) -> Any:
+        """Reduce a value that may not exist yet. If the caller has it already, it is pickled as it
+        is."""
+        if self.dependencies is None:
+            raise TypeError(
+                "a future can be an argument of a call, but neither part of a function or result, "
+                "nor within a torch.func "
+                "transform; pass it as an argument, or pass its result()"
+            )
+        if (dependency := value._dependency()) is None:
+            return itself, (value._taken(),)
+        self.dependencies.append(dependency)
+        return loaded_with, ("results", len(self.dependencies) - 1)
+
+    def _reduce_code(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            if value in BY_NAME:
+                return NotImplemented
+            if (carried := reduce_carried(value)) is not None:
+                return carried
         return super().reducer_override(value)
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
@@ -289,29 +308,57 @@ class TensorPickler(ClassPickler):
         )
 
 
-class BareTensor(NamedTuple):
-    """A tensor without its Python class and attributes."""
+# A function gives the parts that an object holds.
+Look = tuple[Callable[[Any], Sequence[Any]], Any]
+ABSENT = object()
 
-    tensor: torch.Tensor
+
+def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Sequence[Any]:
+    """Return the values of some names in a dictionary."""
+    contents, chosen = names
+    return [contents.get(name, ABSENT) for name in chosen]
 
 
-def reduce_tensor(value: torch.Tensor) -> Any:
-    """Reduce a tensor with its attributes and its own class, whatever the class says of pickling.
+def pairs_of(value: dict[Any, Any]) -> Sequence[Any]:
+    return (*value, *value.values())
 
-    So a leaf stays a leaf.
+
+# --- what an unpickler puts in the place of a call of these functions
+
+
+def tensor_at(number: int, kind: type | None = None) -> Any:
+    """Give the tensor of this number, changed to the class if one is given."""
+    raise NOT_HERE
+
+
+def loaded_with(what: str, *given: Any) -> Any:
+    """Give something that the pickle is loaded with: a result, a module, streams."""
+    raise NOT_HERE
+
+
+NOT_HERE = RuntimeError("this pickle is to be loaded with its tensors")
+Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
+Memo = dict[int, tuple[int, Any]]  # pickle's: a number and the object, by the object's id
+# Marks, and immutable objects. What these hold has an identity of its own.
+WITHOUT_IDENTITY = {
+    *(str, bytes, tuple, frozenset, types.CodeType, types.BuiltinFunctionType, types.MethodType),
+    *(property, classmethod, staticmethod, Streams, NamesReference, OwnValueReference),
+    GlobalsReference,
+}
+
+
+def has_identity(value: object) -> bool:
+    """Whether it matters that two places have the same object.
+
+    Classes are the same ones by themselves, and so are functions that go by name.
     """
-    kind = type(value)
-    if kind in PLAIN:
-        return itself, (BareTensor(value),), value.__dict__, None, None, set_attributes
-    check_class(value)
-    return (
-        with_class,
-        (BareTensor(value), kind),
-        named_attributes(value),
-        None,
-        None,
-        set_attributes,
-    )
+    if isinstance(value, types.FunctionType):
+        return name_of(value) is None and not by_reference(value)
+    return type(value) not in WITHOUT_IDENTITY and not isinstance(value, type | types.ModuleType)
+
+
+def as_usual(way: Way | None, pickler: TensorPickler, value: Any) -> Any:
+    return value.__reduce_ex__(5) if way is None else way(pickler, value)
 
 
 def has_own_way(kind: Any) -> bool:
@@ -378,45 +425,72 @@ class CallerPickler(TensorPickler):
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[WantedName, None] = {}  # in order
         self._seen: set[str] = set()  # modules of which the wanted names are known
+        self._here = NamesReference()
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
+        self.looks: list[Look] = []  # for a record of what was pickled
+        self._made: set[int] = set()  # ids of parts that were made for the pickle
 
-    def persistent_id(self, value: Any) -> Any:
-        kind = type(value)  # no isinstance: a weak proxy would answer for its object
-        if kind in NEVER_TAKEN_OUT:
-            return None
-        if kind in HERE:
-            return HERE[kind]
-        if (
-            issubclass(kind, types.ModuleType)
-            and is_own(value.__name__)
-            and sys.modules[value.__name__] is value
-        ):
-            if value.__name__ not in self._seen:  # not met in a function
-                self.wanted[WantedName(value.__name__, None)] = None
-            return value.__name__
-        return value if kind in MARKS else super().persistent_id(value)
+    def note_made(self, parts: Iterable[Any]) -> None:
+        for each in parts:
+            if type(each) is tuple:
+                self.note_made(each)
+            elif type(each) in (dict, list, types.CellType):
+                self._made.add(id(each))
 
-    def reducer_override(self, value: object) -> Any:
-        if value is make_function or value is set_function or value is find_in:
-            return NotImplemented  # by name, because all functions need these
-        if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
-            wanted = name_of(value)
-            if wanted is not None:
-                self.wanted[wanted] = None
-                return (
-                    NotImplemented
-                    if pickle_finds(wanted.module)
-                    else (find_in, (NamesReference(), wanted.module, value.__qualname__))
-                )
-            if isinstance(value, types.FunctionType):
-                return self.reduce_function(value)
-        if (
-            type(value) is types.ModuleType
-            and value is sys.modules["__main__"]
-            and self.follows_lookups
-        ):
+    def identified(self) -> Memo:
+        """Return the part of the memo with objects of which it matters that each is one object."""
+        return {
+            key: entry
+            for key, entry in self.memo.copy().items()
+            if key not in self._made and has_identity(entry[1])
+        }
+
+    def look(self, held: Callable[[Any], Sequence[Any]], value: Any) -> None:
+        """Note how to find out whether the value holds the same as now."""
+        self.looks.append((held, value))
+
+    def _way_of(self, kind: type) -> Way | None:
+        if issubclass(kind, types.FunctionType | type | functools._lru_cache_wrapper):
+            return type(self)._reduce_code
+        if kind in PLACES:
+            return lambda pickler, value: (loaded_with, (PLACES[kind], *value))
+        way = super()._way_of(kind)
+        if issubclass(kind, types.ModuleType):
+            return lambda pickler, value: pickler._reduce_own_module(way, value)
+        if is_generator_class(kind):
+            return lambda pickler, value: pickler._generator(value) or as_usual(way, pickler, value)
+        return way
+
+    def _reduce_code(self, value: Any) -> Any:
+        if value in BY_NAME:
+            return NotImplemented
+        wanted = name_of(value)
+        if wanted is not None:
+            self.wanted[wanted] = None
+            return (
+                NotImplemented
+                if pickle_finds(wanted.module)
+                else (find_in, (self._here, wanted.module, value.__qualname__))
+            )
+        if isinstance(value, types.FunctionType):
+            return self.reduce_function(value)
+        if isinstance(reduced := super()._reduce_code(value), tuple):
+            self.note_made(reduced)
+        return reduced
+
+    def _reduce_own_module(self, way: Way | None, value: types.ModuleType) -> Any:
+        name = value.__name__
+        if is_own(name) and sys.modules[name] is value:
+            if name not in self._seen:  # not met in a function
+                self.wanted[WantedName(name, None)] = None
+            return loaded_with, ("module", name)
+        is_main = type(value) is types.ModuleType and value is sys.modules["__main__"]
+        if is_main and self.follows_lookups:
             return self._reduce_main(vars(value))
-        return reduce_generator(value, self._travel) or super().reducer_override(value)
+        return as_usual(way, self, value)
+
+    def _generator(self, value: Any) -> Any:
+        return reduce_generator(value, self._travel)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Return the globals that are pickled beside the function. It finds the others in its
@@ -428,9 +502,7 @@ class CallerPickler(TensorPickler):
 
         If its globals belong to a module of the user's, they are pickled as that module's globals.
         """
-        reduced = (
-            self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
-        )
+        reduced = self._dynamic_function_reduce(value) if by_value else super()._reduce_code(value)
         # It goes by name, or the compiler made it.
         if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:
             return reduced
@@ -440,9 +512,13 @@ class CallerPickler(TensorPickler):
         rest["_cloudpickle_submodules"] = [
             each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)
         ]
+        names = tuple(uses_in(value.__code__).names)
+        self.look(values_of, (value.__globals__, names))
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
+            if wanted.name == "__name__":
+                self.look(values_of, (vars(sys.modules[wanted.module]), names))
         if home is not None and looks_up(value):
             self.wanted[WantedName(home, None)] = None
         if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
@@ -459,15 +535,11 @@ class CallerPickler(TensorPickler):
                 self.globals_along(value, given),
                 GlobalsReference(home),
             )
-        here = NamesReference()
-        return (
-            make_function,
-            (here, code, own_globals, *others),
-            (attributes, rest, here),
-            items,
-            pairs,
-            set_function,
-        )
+        here = self._here
+        arguments, state = (here, code, own_globals, *others), (attributes, rest, here)
+        self.note_made((arguments, state, rest["_cloudpickle_submodules"], rest["__globals__"]))
+        self.note_made([rest["__annotations__"]])
+        return make_function, arguments, state, items, pairs, set_function
 
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
@@ -488,14 +560,8 @@ class CallerPickler(TensorPickler):
 class ProbePickler(CallerPickler):
     """Shows what is in a value and whether it can be pickled. It asks nothing of futures."""
 
-    def persistent_id(self, value: Any) -> Any:
-        if (
-            self.dependencies is not None
-            and type(value) not in PROXIES
-            and isinstance(value, DeferredValue)
-        ):
-            return 0
-        return super().persistent_id(value)
+    def _reduce_deferred(self, value: Any) -> Any:
+        return super()._reduce_deferred(value) if self.dependencies is None else (loaded_with, ())
 
 
 class SizePickler(CallerPickler):
@@ -507,10 +573,9 @@ class SizePickler(CallerPickler):
     follows_lookups = False
     is_asked = False
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> None:
         if value is sys.modules:
             raise TypeError("it has sys.modules")
-        return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
@@ -519,7 +584,7 @@ class SizePickler(CallerPickler):
         ):
             refuse_users(kind)
         reduced = super().reducer_override(value)
-        if reduced is NotImplemented and not self.is_asked and is_called(value):
+        if not self.is_asked and self._ways[type(value)] is None and is_called(value):
             refuse_users(kind)
         return reduced
 
@@ -582,14 +647,15 @@ def size_alone(value: Any, limit: int | None) -> int:
 
 
 FUNCTION_PARTS = 5  # cloudpickle makes a function from so many arguments
-MARKS = GlobalsReference, OwnValueReference
-STREAMS_HERE = "*"
-HERE: dict[type, str] = {NamesReference: NAMES_HERE, Streams: STREAMS_HERE}
-# Every object in a pickle is looked up here, and most objects are of these types.
-NEVER_TAKEN_OUT = frozenset(
-    {str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type}
-)
-NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType}
+# The first argument of `loaded_with` for objects that represent what a pickle is loaded with.
+PLACES: dict[type, str] = {
+    NamesReference: "names",
+    Streams: "streams",
+    GlobalsReference: "globals",
+    OwnValueReference: "value",
+}
+# functions that most pickles need
+BY_NAME: set[Any] = {tensor_at, loaded_with, itself, make_function, set_function, find_in}
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -619,7 +685,11 @@ class TensorUnpickler(ClassUnpickler):
         dependency_results: Sequence[Any],
         names: Namespaces | None,
         streams: Streams | None = None,
+        objects: Sequence[Any] = (),
     ) -> None:
+        """Make an unpickler. The pickle has numbers for `objects`, which another pickle had."""
+        if objects:
+            buffer = io.BytesIO(memo_of(len(objects)) + buffer.read())
         # This is `cpu` if `device=` has moved everything that a call was given.
         super().__init__(
             buffer,
@@ -627,21 +697,24 @@ class TensorUnpickler(ClassUnpickler):
             copies=None if names is None else names.classes,
         )
         self._tensors = tensors
-        self._claimed = dependency_results
+        self._dependency_results = dependency_results
         self._names = names
         self._streams = Streams() if streams is None else streams
+        self._objects = objects
+        if objects:
+            self.load()
 
-    def persistent_load(self, mark: int | Mark | Referent) -> Any:
-        if isinstance(mark, int):
-            return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
-        if isinstance(mark, Referent):
-            return mark.again()
-        if mark == STREAMS_HERE:
-            return self._streams
-        assert self._names is not None  # a pickle with names is loaded with names
-        return self._names if mark == NAMES_HERE else self._names.resolve(mark)
+    def persistent_load(self, number: int) -> Any:
+        return self._objects[number]
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == "tensor_at":
+                return functools.partial(tensor_among, self._tensors)
+            if name == "loaded_with":
+                return functools.partial(
+                    found_here, self._names, self._streams, self._dependency_results
+                )
         if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
         found = super().find_class(module, name)
@@ -655,6 +728,33 @@ class TensorUnpickler(ClassUnpickler):
             if self._names.classes is not None
             else functools.partial(self._names.set_class, found)
         )
+
+
+def memo_of(count: int) -> bytes:
+    """Return a pickle after which an unpickler has its first `count` objects in its memo."""
+    after = pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
+    steps = (pickle.BININT + struct.pack("<i", number) + after for number in range(count))
+    return b"".join([*steps, pickle.NONE, pickle.STOP])
+
+
+def tensor_among(
+    tensors: Sequence[torch.Tensor], number: int, kind: type[torch.Tensor] | None = None
+) -> torch.Tensor:
+    tensor = tensors[number]
+    return tensor if kind is None else with_class(tensor, kind)
+
+
+def found_here(names: Any, streams: Streams, results: Sequence[Any], what: str, *given: Any) -> Any:
+    """Return what `loaded_with` stands for. A pickle with names is loaded with `names`."""
+    if what == "results":
+        return results[given[0]]
+    if what == "streams":
+        return streams
+    if what == "names":
+        return names
+    if what == "module":
+        return names.module(*given)
+    return vars(names.module(*given)) if what == "globals" else own_value(OwnValueReference(*given))
 
 
 # --- whether a pickle leads to installed packages

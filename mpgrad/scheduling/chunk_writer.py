@@ -212,7 +212,7 @@ class ChunkWriter:
         if function.code not in self.codes:
             pickled = function.pickled
             function.is_new = True
-        state = None if function.state is None else self._told(function.state)
+        state = None if function.state is None else self._told(function.state, function.shared)
         messages.append(
             Define(
                 function.number,
@@ -231,10 +231,10 @@ class ChunkWriter:
         for slot in function.slots:
             self._lent_slots.lend(slot.address, slot)
 
-    def _told(self, state: ModuleSnapshot) -> ModulesState:
+    def _told(self, state: ModuleSnapshot, shared: Sequence[int]) -> ModulesState:
         is_known = self._states.get(state.number) is not None
         self._states.put(state.number, True)
-        return ModulesState(state.number, None if is_known else state.pickled, len(state.tensors))
+        return state.sent(shared, is_known)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = self._pack(call.packed, payload)

@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "bits_of",
     "is_generator",
+    "is_generator_class",
     "kind_of",
     "kind_of_class",
     "learn",
@@ -53,9 +54,12 @@ class Kind(NamedTuple):
 
 
 def is_generator(value: object) -> bool:
-    """Whether the value is a known generator. Call `learn` before. Most objects in a pickle are
-    asked."""
-    return not CLASSES.isdisjoint(type(value).__mro__)
+    """Whether the value is a known generator. Call `learn` before."""
+    return is_generator_class(type(value))
+
+
+def is_generator_class(kind: type) -> bool:
+    return not CLASSES.isdisjoint(kind.__mro__)
 
 
 def kind_of(generator: object) -> Kind | None:

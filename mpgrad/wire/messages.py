@@ -241,6 +241,8 @@ class ModulesState(NamedTuple):
     number: int
     pickled: bytes | None  # None if the worker has the bytes
     tensors: int  # how many of the captures belong to this state
+    # numbers in the state's pickle of the objects that the function has, too
+    shared: Sequence[int]
 
 
 class Define(NamedTuple):

@@ -25,6 +25,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import statistics
 import subprocess
@@ -38,8 +39,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from common import (
+    WARM_UPS,
     Figure,
     Record,
     WrongResultError,
@@ -64,6 +67,7 @@ from jobs import (
     Function,
     Loop,
     LoopsApart,
+    Part,
     Run,
     Work,
     backward_at_once,
@@ -102,6 +106,7 @@ MANY_WORKERS = 64
 # microseconds of the caller, of workers
 LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}
 LONE_AIM = 1.25
+OBJECT_AIMS = {"changed": ("<=", 1.0), "unchanged": ("<=", 0.8), "item": ("<=", 1.0)}
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MiB
@@ -139,6 +144,7 @@ class Plan:
     largest_bytes: int = 16_000_000
     capture_bytes: int = 100_000_000
     capture_items: int = 512
+    parts: int = 10_000  # of an object
     further_workers: int = 8
     idle_seconds: float = 10.0
     megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
@@ -162,6 +168,7 @@ QUICK = Plan(
     largest_bytes=1_000_000,
     capture_bytes=1_000_000,
     capture_items=16,
+    parts=100,
     further_workers=1,
     idle_seconds=0.2,
     megabytes=4,
@@ -614,6 +621,56 @@ class Captured:
                 weight.grad = None
 
 
+class ScriptPart(Part):
+    """The same in a class of the script, which goes by value."""
+
+
+def bench_objects(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """An object of many small parts, that a function captures or an item is; without tensors."""
+    for kind, where in ((Part, "module"), (ScriptPart, "script")):
+        parts = [kind(number) for number in range(plan.parts)]
+        yield from object_figures(
+            f"objects: {plan.parts} parts, class of a {where}", parts, pools, plan
+        )
+
+
+def object_figures(row: str, parts: Sequence[Part], pools: Pools, plan: Plan) -> Iterator[Figure]:
+    def captured(x: float) -> float:
+        return parts[-1].rate * x
+
+    def change() -> None:
+        parts[0].rate += 1.0
+
+    pool, pickled, items = pools["auto"], cloudpickle.dumps(parts), [parts, parts]
+    turns: dict[str, Callable[[], object]] = {
+        "cloudpickle.dumps": lambda: cloudpickle.dumps(parts),
+        "pickle.loads": lambda: pickle.loads(pickled),
+        "changed": lambda: pool.map(captured, [1.0, 2.0]),
+        "unchanged": lambda: pool.map(captured, [1.0, 2.0]),
+        "item": lambda: pool.map(last_rate, items),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(-WARM_UPS, plan.repeats):
+        for name, turn in turns.items():
+            if name in ("changed", "item"):
+                change()
+            seconds = timeit.timeit(turn, number=1) / (len(items) if name == "item" else 1)
+            if number >= 0:
+                rounds[name].append(seconds)
+    dumps, loads = rounds["cloudpickle.dumps"], rounds["pickle.loads"]
+    both = [sum(pair) for pair in zip(dumps, loads, strict=True)]
+    for name, aim in OBJECT_AIMS.items():
+        base, words = (dumps, "dumps") if name == "unchanged" else (both, "(dumps + loads)")
+        yield median_figure(
+            row, f"{name}, over {words} of cloudpickle", ratios(rounds[name], base), "", aim
+        )
+    yield median_figure(row, "cloudpickle.dumps", [1e3 * each for each in dumps], "ms")
+
+
+def last_rate(parts: Sequence[Part]) -> float:
+    return parts[-1].rate
+
+
 # --- processes, each time in a fresh program: no other fork server is warm, and nothing else idle
 
 STARTED = """
@@ -893,6 +950,7 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
     "huge": bench_huge,
     "transfer": bench_transfer,
     "captures": bench_captures,
+    "objects": bench_objects,
     "start": bench_start,
     "memory": bench_memory,
     "idle": bench_idle,

@@ -318,3 +318,16 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
                 raise WrongResultError(
                     f"{name}: a {kind} differs from the serial loop's"
                 ) from error
+
+
+# --- objects
+
+
+class Part:
+    """One of many small parts of an object."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rate = number / 2
+        self.name = f"part {number}"
+        self.near = [number, number + 1]
