@@ -66,6 +66,7 @@ __all__ = [
     "PROXIES",
     "REGISTER",
     "annotations_of",
+    "by_own_code",
     "entries_with_tensors",
     "fill_exception",
     "function_state",
@@ -567,7 +568,7 @@ def way_of(kind: Any) -> Way | None:
     asks = (getattr(kind, name, None) for name in ("__getattr__", "__getattribute__", "__hash__"))
     if any(isinstance(each, IN_PYTHON) for each in asks):
         return by_parts
-    return by_dictionary if kind.__dictoffset__ else None
+    return by_dictionary if issubclass(kind, dict) and kind.__dictoffset__ else None
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
@@ -578,25 +579,12 @@ def by_own_code(pickler: Any, value: Any) -> Any:
 
 def by_parts(pickler: Any, value: Any) -> Any:
     """Reduce an object that pickle would ask for methods, or would hash when it is half made."""
-    attributes = attributes_in(value)
-    is_shared = attributes is not None and sys.getrefcount(attributes) > OF_ITS_OBJECT + 1
-    return reduce_by_parts(value, is_shared)
+    return reduce_by_parts(value)
 
 
 def by_dictionary(pickler: Any, value: Any) -> Any:
-    """Reduce an object as pickle does, unless others hold its `__dict__`."""
-    if sys.getrefcount(value.__dict__) > OF_ITS_OBJECT:
-        return reduce_by_parts(value, is_shared=True)
-    return value.__reduce_ex__(5)
-
-
-class WithDictionary: ...
-
-
-with_dictionary = WithDictionary()
-# references to a `__dict__` that only its object holds
-OF_ITS_OBJECT = sys.getrefcount(with_dictionary.__dict__)
-del with_dictionary
+    """Reduce a dictionary as pickle does, unless it is its own `__dict__`."""
+    return reduce_by_parts(value) if value.__dict__ is value else value.__reduce_ex__(5)
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
@@ -616,21 +604,20 @@ def slots_with_values(value: object) -> dict[str, Any]:
     return found
 
 
-def reduce_by_parts(value: Any, is_shared: bool = False) -> Reduced:
+def reduce_by_parts(value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
     Its immutable attributes come with the empty object: in a cycle it may be hashed before it gets
-    the others. If its `__dict__` is shared, for example because the object itself is its
-    `__dict__`, it gets the same dictionary.
+    the others. If the object is its own `__dict__`, so is the one that is made from it.
     """
     attributes, slots = attributes_in(value), slots_with_values(value)
-    all_values = {**slots, **({} if is_shared else attributes or {})}
+    all_values = {**slots, **(attributes or {})}
     early = {name: each for name, each in all_values.items() if is_immutable(each)}
-    late = is_shared or len(early) < len(all_values)
+    late = attributes is value or len(early) < len(all_values)
     return (
         with_attributes,
         (type(value), early),
-        (attributes, slots, is_shared) if late else None,
+        (attributes, slots) if late else None,
         list.__iter__(value) if isinstance(value, list) else None,
         iter(dict.items(value)) if isinstance(value, dict) else None,
         set_parts,
@@ -652,10 +639,10 @@ def with_attributes(kind: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], bool]) -> None:
-    attributes, slots, is_shared = parts
-    if is_shared:
-        object.__setattr__(made, "__dict__", attributes)
+def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
+    attributes, slots = parts
+    if attributes is made:
+        object.__setattr__(made, "__dict__", made)
     elif attributes is not None:
         own: dict[str, Any] = object.__getattribute__(made, "__dict__")
         own.clear()  # they get the caller's order

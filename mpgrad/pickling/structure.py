@@ -72,6 +72,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.reducers import (
     INHERITED,
     PROXIES,
+    by_own_code,
     function_state,
     is_rebuilt,
     itself,
@@ -584,7 +585,8 @@ class SizePickler(CallerPickler):
         ):
             refuse_users(kind)
         reduced = super().reducer_override(value)
-        if not self.is_asked and self._ways[type(value)] is None and is_called(value):
+        way = self._ways[type(value)]
+        if not self.is_asked and way in (None, by_own_code) and is_called(value):
             refuse_users(kind)
         return reduced
 

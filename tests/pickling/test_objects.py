@@ -261,9 +261,7 @@ def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
     )
     unruly = Unruly(log=log)
     unruly.items = None  # type: ignore[assignment,method-assign]
-    assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(
-        pool, lambda x: unruly
-    )
+    assert "(<lambda>'s closure: unruly" in refusal(pool, lambda x: unruly)
 
 
 def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:

@@ -30,13 +30,6 @@ class AttributeDict(dict):  # type: ignore[type-arg]
         self.__dict__ = self
 
 
-class Borg:
-    state: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, shared: dict[str, Any]) -> None:
-        self.__dict__ = shared
-
-
 class Config(collections.UserDict):  # type: ignore[type-arg]
     def __getattr__(self, name: str) -> Any:
         try:
@@ -120,7 +113,7 @@ def written(config: Any) -> Any:
     return config["rate"], config.rate, sorted(config)
 
 
-for kind in (AttributeDict, Borg, Config, Dotted, Proxy, Node, SlottedNode, Sentinel):
+for kind in (AttributeDict, Config, Dotted, Proxy, Node, SlottedNode, Sentinel):
     kind.__module__ = "__main__"  # as classes of a script: no worker can import them
 
 OBJECTS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
@@ -167,18 +160,6 @@ def test_objects_that_a_fork_would_have(pool2: mpgrad.Pool, name: str) -> None:
     assert pool2.map(fn, [thing]) == [wanted]
     (back,) = pool2.map(lambda each: each, [thing])
     assert fn(back) == wanted
-
-
-@pytest.mark.quick
-def test_an_object_and_the_dictionary_that_it_shares(pool2: mpgrad.Pool) -> None:
-    shared = {"rate": 1.0}
-    thing = Borg(shared)
-
-    def fn(rate: float) -> float:
-        shared["rate"] = rate
-        return thing.rate
-
-    assert pool2.map(fn, [3.0]) == [3.0]
 
 
 MISSING = Sentinel("MISSING")
