@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import pickle
 import sys
 import types
 from collections.abc import Iterator
