@@ -35,6 +35,10 @@ import builtins
 import contextlib
 import ctypes
 import errno
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import logging
 import math
 import multiprocessing
@@ -48,6 +52,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -91,6 +96,7 @@ class Environment(NamedTuple):
     paths: list[str]  # where Python looks for modules
     zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
     filters: list[Filter]  # of `warnings`
+    extensions: Mapping[str, str]  # the files of extension modules that `import` does not find
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
@@ -122,7 +128,9 @@ def in_use() -> tuple[Any, ...]:
     `os.environ` stores its variables in a dictionary, which C compares in a microsecond.
     """
     variables = getattr(os.environ, "_data", os.environ)
-    return variables, working_directory(), sys.argv, sys.path, zone_in_use(), FILTERS_IN_USE()
+    extensions = extensions_by_path(len(sys.modules))
+    of_process = working_directory(), sys.argv, sys.path, zone_in_use(), FILTERS_IN_USE()
+    return variables, *of_process, extensions
 
 
 def filters_in_use() -> Any:
@@ -138,20 +146,20 @@ def zone_in_use() -> tuple[Any, ...]:
 
 
 def copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    variables, directory, arguments, paths, zone, filters = fields
-    return dict(variables), directory, list(arguments), list(paths), zone, list(filters)
+    variables, directory, arguments, paths, zone, filters, extensions = fields
+    lists = list(arguments), list(paths)
+    return dict(variables), directory, *lists, zone, list(filters), extensions
 
 
 def environment_of(fields: tuple[Any, ...]) -> Environment:
-    variables, directory, arguments, paths, zone, filters = fields
+    variables, directory, arguments, paths, zone, filters, extensions = fields
     texts = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
     named = [
         Filter(action, message, (category.__module__, category.__qualname__), module, line)
         for action, message, category, module, line in filters
     ]
-    return Environment(
-        texts, directory, list(map(str, arguments)), list(map(str, paths)), zone, named
-    )
+    lists = list(map(str, arguments)), list(map(str, paths))
+    return Environment(texts, directory, *lists, zone, named, extensions)
 
 
 def current_environment() -> Environment:
@@ -184,6 +192,47 @@ class EnvironmentChanges:
             pickled = pickle.dumps(changes) if changes else b""
             self._seen = seen, pickled
         return pickled
+
+
+# --- extension modules
+
+
+SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+
+
+@functools.lru_cache(maxsize=1)
+def extensions_by_path(modules: int) -> dict[str, str]:
+    """Return the files of extension modules that were loaded by their path, as
+    `torch.utils.cpp_extension.load` does. `modules` is the number of imported modules."""
+    files = {
+        name: vars(module).get("__file__")
+        for name, module in list(sys.modules.items())
+        if "." not in name and issubclass(type(module), types.ModuleType)
+    }
+    return {
+        name: os.path.abspath(file)
+        for name, file in files.items()
+        if isinstance(file, str)
+        and file.endswith(SUFFIXES)
+        and os.path.dirname(file) not in sys.path
+    }
+
+
+class ExtensionFinder(importlib.abc.MetaPathFinder):
+    """Has a worker's imports find the caller's extension modules."""
+
+    def __init__(self) -> None:
+        self.files: Mapping[str, str] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        return (
+            importlib.util.spec_from_file_location(name, self.files[name])
+            if name in self.files
+            else None
+        )
+
+
+EXTENSIONS = ExtensionFinder()
 
 
 # --- filters of `warnings`
@@ -302,6 +351,9 @@ class EnvironmentFollower:
         for name, value in begin.variables.items():
             set_variable(name, value)
         sys.argv[:], sys.path[:] = begin.arguments, begin.paths
+        EXTENSIONS.files = begin.extensions
+        if EXTENSIONS not in sys.meta_path:
+            sys.meta_path.append(EXTENSIONS)
         if begin.directory is not None:
             # The directory may be gone by now. The initializer may know a better one.
             with contextlib.suppress(OSError):
@@ -336,6 +388,7 @@ class EnvironmentFollower:
             sys.argv[:] = now.arguments
         if now.paths != before.paths:
             sys.path[:] = [*(each for each in own.paths if each not in begin.paths), *now.paths]
+        EXTENSIONS.files = now.extensions
         if now.zone != before.zone:
             time.tzset()
         if now.filters != before.filters:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import builtins
 import collections
-import importlib
+import importlib.util
+import shutil
 import struct
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +332,33 @@ def test_names_that_the_user_put_into_builtins(
     assert pool2.map(reads_builtins("by_getattr"), [2.0]) == [2.0]
     with pytest.raises(NameError, match="mpgrad_scale"):
         pool2.map(reads_builtins("global_name"), [1.0])
+
+
+EXTENSION = """
+#include <Python.h>
+static PyObject *twice(PyObject *self, PyObject *x) { return PyNumber_Add(x, x); }
+static PyMethodDef methods[] = {{"twice", twice, METH_O, ""}, {0}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "mpgrad_by_path", 0, -1, methods};
+PyMODINIT_FUNC PyInit_mpgrad_by_path(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="comes without a compiler")
+def test_an_extension_module_that_was_loaded_by_its_path(
+    pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.utils.cpp_extension loads them: `import` finds none in a worker."""
+    source, file = tmp_path / "by_path.c", tmp_path / f"by_path{EXTENSION_SUFFIXES[0]}"
+    source.write_text(EXTENSION)
+    include = sysconfig.get_path("include")
+    subprocess.run(["cc", "-shared", "-fPIC", "-I", include, source, "-o", file], check=True)
+    pool2.map(abs, [-1])  # the module comes after the workers
+    spec = importlib.util.spec_from_file_location("mpgrad_by_path", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mpgrad_by_path", module)
+    spec.loader.exec_module(module)
+    twice = module.twice
+    assert pool2.map(lambda x: module.twice(x), [2.0]) == [4.0]
+    assert pool2.map(twice, [2.0]) == [4.0]
+    assert pool2.map(lambda f: f(2.0), [twice]) == [4.0]
