@@ -608,7 +608,7 @@ def dumps_whole(
     if state is None:
         return pickler.buffer.getvalue() + pickler.mark, pickler.taken_out
     pickled, tensors, _, shared = dumps_beside(value, make, pickler, state)
-    beside = marshal.dumps((*state.sent(shared),))
+    beside = marshal.dumps((state.number, state.pickled, len(state.tensors), shared))
     return WHOLE + beside + pickled, tensors + state.tensors
 
 

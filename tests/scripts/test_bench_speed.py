@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_the_clone_clean"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_speed.py"
 
 
-# in three runs, each well within its time; with the rows that have aims, once for each aim
+# in four runs, each well within its time; with the rows that have aims, once for each aim
 ROWS = {
     ("tiny", "forward", "budget", "python", "op"): ["tiny", "forward", "python", "op"],
     ("lone", "layers", "gradients", "huge", "transfer", "captures"): [
@@ -27,6 +27,7 @@ ROWS = {
         *["layers"] * 2,
     ],
     ("step",): ["step"] * 6,
+    ("objects",): ["objects"] * 6,
 }
 
 
