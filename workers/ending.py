@@ -2,7 +2,7 @@
 side.
 
     begin ──► initializer, tasks ──► Stop ──► end
-    end: flush files ──► threads ──► exit handlers ──► finalizers ──► globals of tasks ──► files
+    end: flush files ──► threads ──► exit handlers ──► finalizers ──► files ──► globals of tasks
 Taking the whole interpreter apart would cost each worker 0.1 s, and a fork would destroy objects of
 the process that it was forked from, whose files would then be written twice. So only objects that
 were made since `begin` are finalized: the garbage collector leaves the older ones out. Libraries
@@ -82,55 +82,81 @@ def end(status: int, waits: bool) -> NoReturn:
     # nobody can be asked any more what happens to them
     warnings.simplefilter("ignore")
     try:
-        write_files(gc.get_objects(), at_last=False)
+        objects = gc.get_objects()
+        places = own_globals(objects)
+        due = with_an_end(objects)
+        del objects
+        gc.freeze()  # the next look finds only what is made from now on
+        write_files(due, at_last=False)
         if waits:
             reported(threading._shutdown)  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        finalized = finalize(gc.get_objects())  # noqa: F841
-        clear_globals()
-        write_files(gc.get_objects(), at_last=True)
+        due += with_an_end(gc.get_objects())
+        finalized = finalize(due)  # noqa: F841
+        write_files(due, at_last=True)
+        del due
+        clear(places)
         for stream in (sys.stdout, sys.stderr):
             # closed streams must not turn a successful exit into a failed one
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
 
 
-def clear_globals() -> None:
-    """Drop the globals that functions of tasks use, for objects that finalize themselves outside
-    Python. Functions, classes and modules stay, because finalizers use them."""
-    made = gc.get_objects()
-    ours = {id(each) for each in made if type(each) is dict}
-    places = {
-        id(each.__globals__): each.__globals__
-        for each in made
-        if type(each) is types.FunctionType and id(each.__globals__) in ours
-    }
-    del made
+def own_globals(objects: list[Any]) -> list[dict[str, Any]]:
+    """Return the globals of tasks and of the initializer."""
     libraries = installed()
-    for place in [*INITIALIZED.values(), *places.values()]:
-        if not str(place.get("__file__")).startswith(libraries):
-            for name in reversed(list(place)):
-                if not (name.startswith("__") or isinstance(place[name], CODE)):
-                    del place[name]
+    functions = [each for each in objects if type(each) is types.FunctionType]
+    places = {
+        id(each): each
+        for each in {
+            id(function.__globals__): function.__globals__ for function in functions
+        }.values()
+        if not str(each.get("__file__")).startswith(libraries)
+    }
+    # others are the caller's, if this process is its fork
+    made = [each for each in objects if type(each) is dict and id(each) in places]
+    return [*INITIALIZED.values(), *made]
 
 
-def finalize(made: list[Any]) -> list[Any]:
-    """Run the finalizers that are still due: of objects with a `__del__`, and of generators.
+def clear(places: list[dict[str, Any]]) -> None:
+    """Drop globals, for objects that finalize themselves outside Python. Functions, classes and
+    modules stay, because finalizers use them."""
+    for place in places:
+        for name in reversed(list(place)):
+            if not (name.startswith("__") or isinstance(place[name], CODE)):
+                del place[name]
 
-    Return the objects, which must stay until the end. Otherwise Python would finalize them again.
+
+def with_an_end(objects: list[Any]) -> list[Any]:
+    """Return the objects that have something to do at the end: files, generators, and those that
+    have a `__del__`."""
+    wanted = {
+        kind
+        for kind in set(map(type, objects))
+        if kind is types.GeneratorType or issubclass(kind, ANY_FILE) or finalizer_of(kind)
+    }
+    return [each for each in objects if type(each) in wanted]
+
+
+def finalize(due: list[Any]) -> list[Any]:
+    """Run the finalizers of objects that have a `__del__`, and of generators.
+
+    Return these objects, which must stay until the end. Otherwise Python would finalize them again.
     """
-    finalizers = {kind: finalizer_of(kind) for kind in set(map(type, made))}
-    due = [
-        each for each in made if finalizers[type(each)] is not None and not gc.is_finalized(each)
+    finalizers = {kind: finalizer_of(kind) for kind in set(map(type, due))}
+    finalized = [
+        each for each in due if finalizers[type(each)] is not None and not gc.is_finalized(each)
     ]
-    for each in due:
+    for each in finalized:
         reported(functools.partial(finalizers[type(each)], each))
-    for each in [each for each in made if type(each) is types.GeneratorType]:
-        if not each.gi_running:
+    for each in due:
+        if type(each) is types.GeneratorType and not each.gi_running:
             reported(each.close)
-    return due
+    return finalized
 
 
 def finalizer_of(kind: type) -> Any:
@@ -139,12 +165,12 @@ def finalizer_of(kind: type) -> Any:
     return found if isinstance(found, types.FunctionType) and not is_from("mpgrad", kind) else None
 
 
-def write_files(made: list[Any], at_last: bool) -> None:
+def write_files(due: list[Any], at_last: bool) -> None:
     """Write the buffers of open files, those of outer files first.
 
     `at_last` close the files that write an end, such as compressed ones.
     """
-    kinds = {kind for kind in set(map(type, made)) if issubclass(kind, ANY_FILE)}
+    kinds = {kind for kind in set(map(type, due)) if issubclass(kind, ANY_FILE)}
     texts = {kind for kind in kinds if issubclass(kind, io.TextIOWrapper)}
     layers = {
         kind for kind in kinds - texts if not (is_from("_io", kind) or is_from("mpgrad", kind))
@@ -155,7 +181,7 @@ def write_files(made: list[Any], at_last: bool) -> None:
         (layers if at_last else set(), "close"),
         (buffers, "flush"),
     ):
-        for each in [each for each in made if type(each) in some]:
+        for each in [each for each in due if type(each) in some]:
             if not each.closed:
                 reported(getattr(each, write))
 

@@ -16,8 +16,8 @@ Assumes: one thread calls `handle`. Inline, that may happen within `handle`, bec
 
 A worker is not one of multiprocessing's processes. But a task may start processes, connect to a
 manager or make shared memory. Then it finds the same state as in such a process: the caller's
-authentication key, interpreter, start method and resource tracker, and a name and a number. Exit
-handlers run at the worker's end, and end daemonic children.
+authentication key, interpreter, start method and resource tracker, and a name and a number. Its end
+is in `workers.ending`.
 
 The tracker is the caller's, because others may use what a task makes. If nobody unlinks it, it must
 be removed with the program, not with a worker. Most programs never need a tracker. So a worker asks

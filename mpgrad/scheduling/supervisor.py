@@ -438,7 +438,7 @@ class WorkerSupervisor:
     def end_all(self, reason: BaseException, gently: bool) -> None:
         """End all workers.
 
-        Idle workers run their exit handlers. With `gently` all workers do.
+        Idle workers end in peace. With `gently` all workers do.
         """
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
