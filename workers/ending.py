@@ -127,7 +127,7 @@ def clear(places: list[dict[str, Any]]) -> None:
     modules stay, because finalizers use them."""
     for place in places:
         for name in reversed(list(place)):
-            if not (name.startswith("__") or isinstance(place[name], CODE)):
+            if not (name.startswith("__") or issubclass(type(place[name]), CODE)):
                 del place[name]
 
 

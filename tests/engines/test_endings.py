@@ -281,3 +281,17 @@ def test_finalizers_that_fail_or_hang(
     pool.join()
     found = lines_in(tmp_path)
     assert (found["text"], found["counter"]) == (ITEMS, finalized)
+
+
+def test_globals_that_were_not_sent_do_not_disturb_the_end(
+    fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A function that looks names up has objects in their places, any use of which raises."""
+    with open(os.devnull) as held:
+        names: dict[str, Any] = {"__name__": "__main__", "held": held}
+        exec("def look(x): return len(globals()) > 1", names)
+        with mpgrad.Pool(1) as pool:
+            assert pool.map(names["look"], [0]) == [True]
+            pool.close()
+            pool.join()
+    assert "held" not in capfd.readouterr().err
