@@ -35,7 +35,12 @@ def waits_for(path: Path | None) -> int:
 
 def holds(path: Path) -> None:
     """Another function, so that its time does not count for `waits_for`."""
+    has_begun(path).touch()
     waits_for(path)
+
+
+def has_begun(path: Path) -> Path:
+    return path.with_suffix(".begun")
 
 
 @pytest.fixture(params=["process", "thread"])
@@ -48,9 +53,11 @@ def one(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mp
 
 @contextlib.contextmanager
 def held(pool: mpgrad.Pool | mpgrad.Executor, path: Path) -> Iterator[None]:
-    """Its worker is busy meanwhile, so that all calls wait and then go together."""
+    """Its worker is busy meanwhile, so that all calls wait and then go together; backwards, too,
+    which would go before a call that waits."""
     future = pool.submit(holds, path)
     try:
+        waits_for(has_begun(path))
         yield
     finally:
         path.touch()
@@ -117,7 +124,7 @@ def test_several_slow_calls_in_a_chunk(one: mpgrad.Pool, tmp_path: Path) -> None
 
 def test_a_worker_that_dies_behind_early_results(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """The call that was running is blamed, and no call runs twice that was answered."""
-    noted = tmp_path / "noted"
+    noted, go = tmp_path / "noted", tmp_path / "go"
 
     def notes(item: tuple[int, bool]) -> int:
         number, kills = item
@@ -125,7 +132,7 @@ def test_a_worker_that_dies_behind_early_results(fork_server: mpgrad.Pool, tmp_p
             with open(noted, "a") as file:
                 file.write(f"{number}\n")
         if kills:
-            time.sleep(0.1)
+            waits_for(go)
             os.kill(os.getpid(), signal.SIGKILL)
         return number
 
@@ -133,7 +140,10 @@ def test_a_worker_that_dies_behind_early_results(fork_server: mpgrad.Pool, tmp_p
         pool.map(notes, [(-1, False)] * 20)
         with held(pool, tmp_path / "hold"):
             results = pool.imap(notes, [(number, number == 3) for number in range(6)], 6)
-        assert [results.next(ENOUGH) for _ in range(3)] == [0, 1, 2]
+        try:
+            assert [results.next(ENOUGH) for _ in range(3)] == [0, 1, 2]
+        finally:
+            go.touch()
         with pytest.raises(mpgrad.WorkerDiedError):
             results.next(ENOUGH)
     assert noted.read_text().split()[:4] == ["0", "1", "2", "3"]
@@ -194,16 +204,15 @@ def test_a_quick_backward_before_a_slow_one(
     with mpgrad.Pool(1, engine=engine, graphs="keep") as pool:
         xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
         results = pool.starmap(Waits.apply, list(zip(xs, [None, None, go], strict=True)))
-        first = pool.submit(holds, hold)
-        # The first one is sent behind that call, and the other two together behind both.
-        threads = [begun(result.sum().backward, pool) for result in results]
-        hold.touch()
-        threads[1].join(ENOUGH)
+        with held(pool, hold):
+            # The first one is sent behind that call, and the other two together behind both.
+            threads = [begun(result.sum().backward, pool) for result in results]
+        for thread in threads[:2]:
+            thread.join(ENOUGH)
         come = [x.grad is not None for x in xs]
         go.touch()
         for thread in threads:
             thread.join()
-        first.result()
     assert come == [True, True, False]
     assert [x.grad.tolist() for x in xs] == [[2.0, 2.0]] * 3
 

@@ -105,7 +105,8 @@ class Task:
         self.ended = False  # nobody wants it to begin any more
         self.sources: list[Task] = []  # whose results it is given
         # the truth of forwards: how often a worker died that was at it, or had it next
-        self.deaths = self.idle_deaths = self.overdue = self.unsure_deaths = 0
+        self.deaths = self.idle_deaths = self.overdue = 0
+        self.unsure_deaths = self.unsure_timeouts = 0  # it may have been left out in that moment
         self.was_caught = False  # a worker died that had done it, and may have sent its result
 
 
@@ -926,15 +927,16 @@ class SimulatedLink:
         is_told = self._had_traceback is not None and not self.lost
         if is_told and self._had_traceback != tuple(self.numbers[:3]):
             return  # it ended in that moment, and nobody is to blame
+        is_overdue = is_told and has_begun
         if isinstance(part, tuple):
-            is_overdue = is_told and has_begun
             counts = self.world.backward_timeouts if is_overdue else self.world.backward_deaths
             counts[part] += 1
-        elif is_told and has_begun:
-            part.overdue += 1
         elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
             # it was about to leave it out; the scheduler may have taken it back
-            part.unsure_deaths += 1
+            part.unsure_deaths += not is_overdue
+            part.unsure_timeouts += is_overdue
+        elif is_overdue:
+            part.overdue += 1
         elif has_begun:
             part.deaths += 1
         else:

@@ -748,7 +748,7 @@ class History:
             case CancelledError():
                 return asked.is_cancelled
             case CallTimeoutError():
-                is_overdue = task.overdue > self.program.timeout_retries
+                is_overdue = task.overdue + task.unsure_timeouts > self.program.timeout_retries
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
