@@ -15,6 +15,7 @@ import abc
 import copyreg
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.modules import is_users_own
 from mpgrad.torch_state.private import pytree_node, set_pytree_node
 
-__all__ = ["register", "registered_for"]
+__all__ = ["Accessors", "accessors_named", "register", "registered_for"]
 
 
 class Registry(NamedTuple):
@@ -120,3 +121,40 @@ REGISTRIES = {
     "copyreg": Registry(copyreg.dispatch_table.get, register_reducer),
     "torch.utils._pytree": Registry(pytree_node, set_pytree_node),
 }
+
+
+# --- accessors of pandas
+
+
+def accessors_named(names: Iterable[str]) -> list[Any]:
+    """Return the user's accessors of pandas with these names. Code finds them by name only.
+
+    The list has the class of pandas, the name and the accessor's class, for each in turn.
+    """
+    pandas: Any = sys.modules.get("pandas")
+    found: list[Any] = []
+    for kind in () if pandas is None else (pandas.DataFrame, pandas.Series, pandas.Index):
+        for name in kind._accessors.intersection(names):
+            accessor = vars(kind)[name]._accessor if name in vars(kind) else object
+            if is_users_own(accessor.__module__):
+                found += kind, name, accessor
+    return found
+
+
+class Accessors:
+    """Represents accessors in a pickle, which registers them when it is loaded."""
+
+    def __init__(self, found: list[Any]) -> None:
+        self._found = found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return register_accessors, tuple(self._found)
+
+
+def register_accessors(*found: Any) -> None:
+    extensions = sys.modules["pandas"].api.extensions
+    for kind, name, accessor in zip(found[::3], found[1::3], found[2::3], strict=True):
+        register_one = getattr(extensions, f"register_{kind.__name__.lower()}_accessor")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it replaces the one before
+            register_one(name)(accessor)

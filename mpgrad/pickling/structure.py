@@ -20,6 +20,7 @@ on the future value.
 
 from __future__ import annotations
 
+import builtins
 import copyreg
 import functools
 import io
@@ -84,6 +85,7 @@ from mpgrad.pickling.reducers import (
     way_of,
     with_class,
 )
+from mpgrad.pickling.registrations import Accessors, accessors_named
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -515,6 +517,11 @@ class CallerPickler(TensorPickler):
         ]
         names = tuple(uses_in(value.__code__).names)
         self.look(values_of, (value.__globals__, names))
+        self.look(values_of, (vars(builtins), names))
+        self.look(accessors_named, names)
+        if accessors := accessors_named(names):
+            # cloudpickle makes these with the function, and does not keep them
+            rest["_cloudpickle_submodules"].append(Accessors(accessors))
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None

@@ -36,7 +36,7 @@ from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of, uses_in
 from mpgrad.pickling.reducers import HOOKS, INHERITED, annotations_of, globals_used
-from mpgrad.pickling.registrations import registered_for
+from mpgrad.pickling.registrations import accessors_named, registered_for
 from mpgrad.pickling.streams import Root
 from mpgrad.pickling.structure import ABSENT, CallerPickler, is_known, loaded, pairs_of
 from mpgrad.wire.messages import SCALARS, is_plain
@@ -382,7 +382,7 @@ class FunctionFingerprint:
             *annotations.values(),
             *[names.get(each, ABSENT) for each in OF_ITS_MODULE],
             *given.values(),
-            *builtins_of(function),
+            *found_elsewhere(function),
         ]
         for cell in cells:
             values += contents_of(cell) or [ABSENT]
@@ -441,11 +441,13 @@ class FunctionFingerprint:
         return not finds_names
 
 
-def builtins_of(function: types.FunctionType) -> list[object]:
-    """Return what builtins hold under the names that the function does not find in its globals."""
+def found_elsewhere(function: types.FunctionType) -> list[object]:
+    """Return what the function finds under its names outside its globals: in builtins, and as
+    accessors of pandas."""
     known, contents = function.__globals__, vars(builtins)
     names = uses_in(function.__code__).names
-    return [contents.get(name, ABSENT) for name in names if name not in known]
+    found = [contents.get(name, ABSENT) for name in names if name not in known]
+    return [*found, *accessors_named(names)]
 
 
 class MutableStateError(Exception):

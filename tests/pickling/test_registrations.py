@@ -12,6 +12,7 @@ import importlib
 import numbers
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,32 @@ def test_gradients_through_a_registered_class(pool2: mpgrad.Pool, lib: Any) -> N
     (got,) = torch.autograd.grad(sum(results), lib.w)
     (wanted,) = torch.autograd.grad(sum(expected), lib.w)
     assert torch.equal(got, wanted)
+
+
+def test_accessors_of_pandas(pool2: mpgrad.Pool) -> None:
+    """A worker's pandas lacked them: AttributeError."""
+    pandas = pytest.importorskip("pandas")
+    register = pandas.api.extensions.register_series_accessor
+
+    def total(series: Any) -> Any:
+        return series.mpgrad_test.total()
+
+    try:
+        with pytest.raises(AttributeError, match="mpgrad_test"):
+            pool2.map(total, [pandas.Series([1.0, 2.0])])
+        for factor in (1.0, 10.0):
+
+            class Accessor:
+                def __init__(self, series: Any) -> None:
+                    self.series = series
+
+                def total(self, factor: float = factor) -> float:
+                    return float(self.series.sum()) * factor
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the second one replaces the first
+                register("mpgrad_test")(Accessor)
+            assert pool2.map(total, [pandas.Series([1.0, 2.0])]) == [3.0 * factor]
+    finally:
+        del pandas.Series.mpgrad_test
+        pandas.Series._accessors.discard("mpgrad_test")
