@@ -15,11 +15,12 @@ Assumes: user's code lets other threads run. While C code keeps the interpreter 
 from __future__ import annotations
 
 import _thread
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+
+from mpgrad.system import PROC
 
 __all__ = ["EarlyAnswers"]
 
@@ -88,7 +89,7 @@ class EarlyAnswers:
         self._has_ended.release()
         self._is_asleep = True
         # Python warns of a fork while the system still counts a second thread.
-        while os.path.exists(f"/proc/self/task/{thread}"):
+        while (PROC / "self" / "task" / str(thread)).exists():
             time.sleep(0)
 
     def _run(self, begun: _thread.LockType) -> None:

@@ -43,7 +43,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from mpgrad.environment import InheritedState, credentials, inherited, working_directory
+from mpgrad.environment import PLACE, InheritedState, credentials, inherited, working_directory
 from mpgrad.errors import contextmanager
 from mpgrad.system import (
     NO_SIGNAL,
@@ -342,12 +342,14 @@ class ForkServerLauncher(Launcher):
     @classmethod
     def _leave(cls, fork_server: ForkServerProcess, obeys: bool = True) -> None:
         """Count one user less. After the last, the fork server stays for a while, unless it is
-        gone, does not obey, or the program ends."""
+        gone, does not obey, the program ends, or this process is a worker, which rarely has more
+        than one pool."""
         with cls._lock:
             fork_server.users -= 1
             if not fork_server.users:
                 fork_server.unused_since = time.monotonic()
-                if cls._program_ends or not (obeys and fork_server.alive):
+                stays = obeys and fork_server.alive and not PLACE.in_worker
+                if cls._program_ends or not stays:
                     cls._close_unused()
 
     @classmethod
