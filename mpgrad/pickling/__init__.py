@@ -14,6 +14,7 @@ or workers.
                  sends what is registered for a class, for example with abc or as a pytree
     initialized  keeps what an initializer has set in a worker
     reducers     pickles objects that pickle refuses, such as PyTorch's modules, caches of functools
+    objects      rebuilds objects of the user's classes that pickle would change
     compiled     pickles functions and modules that torch.compile made
     streams      pickles generators of random numbers that a function captures
     exceptions   pickles a task's exception with its traceback; finds the part that pickle refuses

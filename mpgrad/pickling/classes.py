@@ -97,7 +97,7 @@ def loads(pickled: bytes) -> Any:
 
 def loads_with_functions(pickled: bytes) -> tuple[Any, list[types.FunctionType]]:
     """Load what `dumps` gave. Returns it with the functions that came by value."""
-    unpickler = FunctionNoter(io.BytesIO(pickled))
+    unpickler = InitializerUnpickler(io.BytesIO(pickled))
     return unpickler.load(), unpickler.functions
 
 
@@ -236,6 +236,7 @@ def make_struct(
     tracker_id: str | None,
     extra: object,
 ) -> type:
+    # long because: these are the arguments of `make_class`, and two more
     """Make a class of msgspec, or return the one that this process has under the tracker id."""
     made: type | None = CLASS_OF.get(tracker_id)
     if made is None:
@@ -436,7 +437,7 @@ class InitializerPickler(ClassPickler):
         return super().reducer_override(value)
 
 
-class FunctionNoter(ClassUnpickler):
+class InitializerUnpickler(ClassUnpickler):
     """Notes each function that comes by value."""
 
     def __init__(self, *arguments: Any) -> None:

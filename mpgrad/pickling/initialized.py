@@ -40,7 +40,7 @@ NOT_SEARCHED = {type(None), bool, int, float, complex, str, bytes, type, types.M
 NOT_SEARCHED |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType}
 
 
-class SharedCopies:
+class SharedTensors:
     """Copies of tensors in shared memory that the initializer was given.
 
     In torch.multiprocessing, tasks write to such tensors, and the caller sees it.
@@ -60,7 +60,7 @@ class SharedCopies:
         return before != self._versions
 
 
-SHARED = SharedCopies()
+SHARED = SharedTensors()
 
 
 def copy_of_shared(make: Callable[..., torch.Tensor], parts: tuple[Any, ...]) -> torch.Tensor:

@@ -70,10 +70,10 @@ from mpgrad.pickling.modules import (
     uses_in,
     uses_of,
 )
+from mpgrad.pickling.objects import by_own_code, way_of
 from mpgrad.pickling.reducers import (
     INHERITED,
     PROXIES,
-    by_own_code,
     function_state,
     is_rebuilt,
     itself,
@@ -82,7 +82,6 @@ from mpgrad.pickling.reducers import (
     reduce_module,
     reduce_proxy,
     reduce_subclass,
-    way_of,
     with_class,
 )
 from mpgrad.pickling.registrations import Accessors, accessors_named

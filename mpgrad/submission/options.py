@@ -224,7 +224,7 @@ class PickledInitializer:
             )
         whole: Any = initializer, initargs
         # Threads of this process call it as it is. A copy would set the globals of a copy.
-        self.here = None if traits.is_process else HeldHere(whole)
+        self.here = None if traits.is_process else HeldValue(whole)
         try:
             self.bytes = classes.dumps(self.here or whole, classes.InitializerPickler)
         except Exception as error:
@@ -232,7 +232,7 @@ class PickledInitializer:
             not_carried(error, "the initializer or its arguments", given)
 
 
-class HeldHere:
+class HeldValue:
     """Represents, in a pickle, a value of this process, for as long as somebody holds this."""
 
     def __init__(self, value: Any) -> None:
@@ -243,7 +243,7 @@ class HeldHere:
         return held, (id(self),)
 
 
-HELD: weakref.WeakValueDictionary[int, HeldHere] = weakref.WeakValueDictionary()
+HELD: weakref.WeakValueDictionary[int, HeldValue] = weakref.WeakValueDictionary()
 
 
 def held(number: int) -> Any:

@@ -207,7 +207,7 @@ def new_scheduler(
 
 
 def new_function(scheduler: SimulatedScheduler, code: bytes, with_captures: bool) -> SharedFunction:
-    pickled = PickledFunction(code, [], False, None)
+    pickled = PickledFunction(code, [], False, None, ())
     function = SharedFunction(
         pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item")
     )
