@@ -161,7 +161,8 @@ class CallQueue:
                     has_taken = True
                 moment = max(moment, now + SEEN)
             if worker.under_way.has_for_others:
-                self.look_at = min(self.look_at, moment)
+                # Nobody says when the worker begins a call, which is late before its chunk is.
+                self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
 
     def note_given(self, worker: WorkerHandle) -> None:

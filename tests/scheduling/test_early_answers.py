@@ -20,7 +20,8 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk, ChunkSeconds
+from mpgrad.scheduling.queue import LONG_CALL, CallQueue
 from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.agent_messages import ProgressRecord
 
@@ -262,6 +263,26 @@ def test_positions_count_from_the_first_call_that_is_not_answered(
     ((_, taken),) = under_way.take_back()
     assert [call.index for call in taken] == [4, 5]
     assert not under_way.has_for_others
+
+
+@pytest.mark.quick
+def test_a_call_may_be_late_long_before_its_chunk() -> None:
+    # symptom: calls wait behind a slow one for twice the time of the whole chunk. cause: the chunk
+    # had not begun when the scheduler decided when to look next.
+    cache: Any = types.SimpleNamespace(seconds=lambda function, unknown: 0.4)
+    queue = CallQueue(cache, itertools.count(), 2, None, False, ChunkSeconds(1e-3, 1e-2))
+    options = types.SimpleNamespace(chunksize=None, function=None)
+    operation: Any = types.SimpleNamespace(options=options, limit=9)
+    workers: Any = []
+    for number in range(2):
+        under_way = SentChunks()
+        under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+        calls: Any = [(k, types.SimpleNamespace(index=k, items=1)) for k in range(3)]
+        under_way.add(number + 1, Chunk(operation, calls, [], None, None))
+        workers.append(types.SimpleNamespace(ready=True, retiring=False, under_way=under_way))
+    queue.look_at = 0.0
+    assert not queue.take_back(workers)
+    assert queue.look_at <= time.monotonic() + LONG_CALL
 
 
 def test_prints_of_a_chunk_with_early_results(
