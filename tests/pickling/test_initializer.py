@@ -125,8 +125,8 @@ def lib(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *itertools.product(["Pool", "Executor"], WAYS),
-        *itertools.product(["thread", "inline"], ["a function", "an object"]),
+        *itertools.product(["Pool"], WAYS),
+        *itertools.product(["Executor", "thread", "inline"], ["a function", "an object"]),
     ],
 )
 def test_what_an_initializer_sets(lib: Any, kind: str, way: str) -> None:
