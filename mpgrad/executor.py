@@ -279,8 +279,8 @@ class Executor(concurrent.futures.Executor):
         """Take no new calls. Workers end when all is done and nobody needs their graphs any more.
 
         Args:
-            wait: wait until all submitted calls have ended; with `kill_workers`, until the workers
-                have ended.
+            wait: wait until all submitted calls have ended, and the workers that keep no graph;
+                with `kill_workers`, until all workers have ended.
             cancel_futures: cancel calls that have not begun.
             kill_workers: kill the workers, as in loky. All calls that have not ended fail with a
                 `BrokenProcessPool`. Results that have arrived stay valid, but their graphs are
@@ -314,6 +314,7 @@ class Executor(concurrent.futures.Executor):
             self._pool._scheduler.join()
         elif wait:
             self._pool._scheduler.await_all()
+            self._pool._scheduler.await_unneeded()
 
     def terminate_workers(self) -> None:
         """Shut down, and send the workers SIGTERM, as `concurrent.futures.ProcessPoolExecutor` does

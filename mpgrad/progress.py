@@ -2,8 +2,9 @@
 
 The function that shows it may need a lock that the waiting thread holds. So a thread that is in
 `map`, `get` or `next` *attends*, and calls the function itself, ten times a second while it waits.
-If no thread attends, the callbacks thread calls it. A thread that is in a backward does not attend,
-because it is in PyTorch's code.
+With a timeout it does not attend, so a slow function delays no deadline. If no thread attends, the
+callbacks thread calls the function. A thread that is in a backward does not attend, because it is
+in PyTorch's code.
 
     operation, pool ◄── look ── an attending thread, ──► show: a bar of tqdm, or the caller's
                                 or the callbacks thread        function
@@ -261,10 +262,13 @@ def reporter_of(
 
 
 def attended(
-    callbacks: CallbackThread, own: Reporter | None = None
+    callbacks: CallbackThread, own: Reporter | None = None, timeout: float | None = None
 ) -> contextlib.AbstractContextManager[bool]:
-    """Return a block in which this thread attends `own`, and the reporters of the whole pool."""
-    if own is None and not callbacks.watched:
+    """Return a block in which this thread attends `own`, and the reporters of the whole pool.
+
+    With a `timeout` it does not, because a slow function would delay the end of the wait.
+    """
+    if timeout is not None or (own is None and not callbacks.watched):
         return NOT_ATTENDED
     of_pool = [each for each in callbacks.watched if isinstance(each, Reporter) and each.is_of_pool]
     return attending(of_pool if own is None else [*of_pool, own])

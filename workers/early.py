@@ -45,7 +45,7 @@ class EarlyAnswers:
         self._calls = 0  # begun with results before them that were not sent
         self._is_asleep = True  # the thread, if there is one; a call wakes it
         self._bell = _thread.allocate_lock()
-        self._has_ended = _thread.allocate_lock()  # held by the thread
+        self._has_ended = _thread.allocate_lock()  # held by the newest thread while it lives
         self._thread = 0  # its number for the system; 0 if there is none
 
     def __enter__(self) -> None:
@@ -66,33 +66,33 @@ class EarlyAnswers:
 
     def _start(self) -> None:
         self._bell.acquire(blocking=False)
-        self._has_ended.acquire()
+        self._has_ended = ended = _thread.allocate_lock()
+        ended.acquire()
         begun = _thread.allocate_lock()
         begun.acquire()
         try:
-            _thread.start_new_thread(self._run, (begun,))
+            _thread.start_new_thread(self._run, (begun, ended))
         except RuntimeError:  # the limit of threads is reached: results leave with their chunk
             self.is_on = False
-            self._has_ended.release()
             return
         begun.acquire()
 
     def stop(self) -> None:
         """End the thread. The next call that needs it starts another."""
-        thread = self._thread
+        thread, ended = self._thread, self._has_ended
         if not thread:
             return
         self._thread = 0
         self._bell.acquire(blocking=False)
         self._bell.release()
-        self._has_ended.acquire()
-        self._has_ended.release()
+        ended.acquire()
+        ended.release()
         self._is_asleep = True
         # Python warns of a fork while the system still counts a second thread.
         while (PROC / "self" / "task" / str(thread)).exists():
             time.sleep(0)
 
-    def _run(self, begun: _thread.LockType) -> None:
+    def _run(self, begun: _thread.LockType, ended: _thread.LockType) -> None:
         # Their handlers run in the worker's thread, and interrupt what it waits for.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._thread = thread = _thread.get_native_id()
@@ -114,4 +114,4 @@ class EarlyAnswers:
             self.error = error
             self.is_on = False
         finally:
-            self._has_ended.release()
+            ended.release()

@@ -153,7 +153,7 @@ class AsyncResult(Listener, Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         timeout = seconds_or_none("timeout", timeout)
         try:
-            with attended(self._scheduler.callbacks, self._reporter):
+            with attended(self._scheduler.callbacks, self._reporter, timeout):
                 is_ready = self._scheduler.wait_until(self.ready, timeout)
                 if is_ready and self._reporter is not None:
                     self._reporter.end()
@@ -452,7 +452,7 @@ class ResultIterator(Listener, Generic[R]):
         """
         timeout = seconds_or_none("timeout", timeout)
         # several threads may share the iterator
-        with self._turn, attended(self._scheduler.callbacks, self._reporter):
+        with self._turn, attended(self._scheduler.callbacks, self._reporter, timeout):
             if self._next == self._operation.added:
                 self._end()
             try:

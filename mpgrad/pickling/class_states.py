@@ -86,6 +86,7 @@ def attributes_of_members(kind: type) -> dict[str, dict[str, Any]]:
     return {
         name: {each: value for each, value in vars(member).items() if not made_by_enum(each)}
         for name, member in members.items()
+        if member.name == name  # others are aliases
     }
 
 

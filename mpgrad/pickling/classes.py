@@ -36,7 +36,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
-import torch
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as TRACKER_ID_OF
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_attributes
@@ -47,7 +46,7 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
-from mpgrad.pickling.initialized import copy_of_shared
+from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -66,7 +65,6 @@ __all__ = [
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",
-    "InitializerPickler",
     "dumps",
     "dynamic",
     "follow_the_caller",
@@ -303,7 +301,7 @@ def quiet(bases: Sequence[Any]) -> Iterator[None]:
     """Keep this thread from running `__init_subclass__` methods of the user's classes."""
     owners = {
         owner: vars(owner)[BEGINS]
-        for base in bases
+        for base in types.resolve_bases(bases)
         for owner in type.mro(base)
         if BEGINS in vars(owner) and is_users_own(owner.__module__)
     }
@@ -385,9 +383,15 @@ def is_slot(owner: type, name: str, member: object) -> bool:
 
 
 def set_class(made: type, state: Any) -> None:
-    """Set the state of a class as cloudpickle does, and register the class."""
-    set_attributes(made, state)
-    register(made, state[1])
+    """Set the attributes of a class, whatever its metaclass says of that, and register it."""
+    attributes, registered = state
+    for name, value in attributes.items():
+        if name == "_abc_impl":
+            for each in value:
+                made.register(each)  # type: ignore[attr-defined]
+        else:
+            type.__setattr__(made, name, value)
+    register(made, registered)
 
 
 def leave_ours(made: type, state: Any) -> None:
@@ -425,16 +429,6 @@ class ClassUnpickler(pickle.Unpickler):
             if self._copies is not None and found in MAKERS
             else found
         )
-
-
-class InitializerPickler(ClassPickler):
-    """Pickles an initializer and its arguments. Tensors in shared memory become copies."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
-            make, parts, *_ = value.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return copy_of_shared, (make, parts)
-        return super().reducer_override(value)
 
 
 class InitializerUnpickler(ClassUnpickler):
@@ -481,11 +475,15 @@ def follow(made: type, state: Any) -> None:
     Such an attribute was deleted in the caller, or set by a task.
     """
     if not issubclass(made, enum.Enum):
-        gone = vars(made).keys() - state[0].keys()
-        for name in gone:
-            if not name.startswith(("__", "_abc_")) and not is_slot(made, name, vars(made)[name]):
-                delattr(made, name)
+        for name in vars(made).keys() - state[0].keys() - NOT_IN_STATE:
+            if not is_slot(made, name, vars(made)[name]):
+                type.__delattr__(made, name)
     set_class(made, state)
+
+
+# What a class has although its state does not contain it.
+NOT_IN_STATE = MADE_BY_PYTHON | {"__module__", "__doc__", "__slots__", "__match_args__"}
+NOT_IN_STATE |= {"__annotations__", "__annotate_func__", "__annotations_cache__"}
 
 
 MAKERS = make_class, make_enum, make_struct, made_like_own

@@ -19,7 +19,7 @@ import gc
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -71,90 +71,75 @@ def path_of(value: types.FunctionType | type) -> Path:
     return value.__module__, value.__qualname__
 
 
+Contents = Mapping[str, Any]
+
+
 def noted(
     initialize: Callable[[], object],
-    modules: Mapping[str, dict[str, Any]],
+    modules: Sequence[tuple[str, dict[str, Any]]],
     functions: Sequence[types.FunctionType],
 ) -> None:
     """Run the initializer, and note what differs then.
 
-    `modules` are the contents of the user's modules and of the script. `functions` are those that
-    came with the initializer.
+    `modules` are the names and contents of the user's modules and of the script. `functions` are
+    those that came with the initializer.
     """
-    before = {path: dict(snapshots(contents)) for path, contents in places(modules, functions)}
+    before = [(path, contents, dict(contents)) for path, contents in places(modules, functions)]
+    held = {id(each): (each, held_by(each)) for each in led_to_by(before)}
     initialize()
     SHARED.are_written()  # its own writes do not count
+    changed = {number for number, (each, parts) in held.items() if held_by(each) != parts}
+    known = {id(contents): values for _, contents, values in before}
     for path, contents in places(modules, functions):
-        known = before.get(path, {})
-        for name, (value, inside) in snapshots(contents):
-            was = known.get(name)
-            if was is None or was.value is not value:
+        values = known.get(id(contents), {})
+        for name, value in list(contents.items()):
+            if name.startswith("__") or name in MADE_BY_PYTHON:
+                continue
+            if values.get(name, ABSENT) is not value:
                 INITIALIZED.setdefault(path, {})[name] = value
-            elif not same(was.inside, inside):
+            elif changed and not changed.isdisjoint(map(id, led_to_by([value]))):
                 INITIALIZED.setdefault(path, {})[name] = value
                 IN_PLACE.add((path[0], name))
 
 
 def places(
-    modules: Mapping[str, dict[str, Any]], functions: Sequence[types.FunctionType]
-) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    modules: Sequence[tuple[str, dict[str, Any]]], functions: Sequence[types.FunctionType]
+) -> Iterator[tuple[Path, Contents]]:
     """Yield everything that has names: the modules, and their functions and classes."""
     found: dict[int, Any] = {id(each): each for each in functions}
-    for name, contents in modules.items():
-        yield (name, ""), contents
+    names = {name for name, _ in modules}
+    waiting: list[Contents] = [contents for _, contents in modules]
+    for contents in waiting:
         for value in list(contents.values()):
-            if isinstance(value, types.FunctionType | type) and value.__module__ in modules:
+            is_code = isinstance(value, types.FunctionType | type) and value.__module__ in names
+            if is_code and id(value) not in found:
                 found[id(value)] = value
-    for value in found.values():
-        yield path_of(value), vars(value)
+                if isinstance(value, type):
+                    waiting.append(vars(value))
+    yield from [((name, ""), contents) for name, contents in modules]
+    yield from [(path_of(value), value.__dict__) for value in found.values()]
 
 
-class Snapshot(NamedTuple):
-    """A value and all that it leads to."""
-
-    value: Any
-    inside: list[Any]
-
-
-def snapshots(contents: Mapping[str, Any]) -> Iterator[tuple[str, Snapshot]]:
-    for name, value in list(contents.items()):
-        if not (name.startswith("__") or name in MADE_BY_PYTHON):
-            yield name, Snapshot(value, led_to_by(value))
-
-
-def led_to_by(value: Any) -> list[Any]:
-    """Return everything that the value leads to, always in the same order, with what memory holds
-    as a number."""
-    found: list[Any] = []
-    level, seen = [value], {id(value)}
+def led_to_by(values: list[Any]) -> list[Any]:
+    """Return these values, and everything that they lead to."""
+    found, level, seen = list[Any](), values, set(map(id, values))
     while level := [each for each in level if type(each) not in NOT_SEARCHED]:
-        found += (held for each in level for held in memory_of(each))
-        referents = gc.get_referents(*level)
-        keys = [key for each in level if isinstance(each, dict) for key in each]
-        found += (*referents, *keys)
-        level = []
-        for each in referents:
-            if id(each) not in seen:
-                seen.add(id(each))
-                level.append(each)
+        found += level
+        further = {id(each): each for each in gc.get_referents(*level) if id(each) not in seen}
+        seen |= further.keys()
+        level = list(further.values())
     return found
 
 
-def memory_of(value: Any) -> Iterable[object]:
-    """Return what tells whether the memory of a tensor, array or buffer was written to."""
+def held_by(value: Any) -> list[int]:
+    """Return what tells whether the value was changed in place."""
+    parts = [*gc.get_referents(value), *(value if isinstance(value, dict) else ())]
     if isinstance(value, torch.Tensor):
-        return value._version, value.data_ptr()
+        return [*map(id, parts), value._version, value.data_ptr()]
     try:
-        return (zlib.crc32(memoryview(value).cast("B")),)
-    except (TypeError, ValueError, BufferError):
-        return ()
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        each is its_like or (type(each) is int and each == its_like)
-        for each, its_like in zip(one, other, strict=True)
-    )
+        return [*map(id, parts), zlib.crc32(memoryview(value).cast("B"))]
+    except (TypeError, ValueError, BufferError):  # it shows no memory
+        return [*map(id, parts)]
 
 
 def other_names(namespaces: Iterable[dict[str, Any]], came: Mapping[Path, Any]) -> None:

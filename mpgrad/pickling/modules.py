@@ -627,6 +627,7 @@ class Namespaces:
     def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
         # the copies of classes that are sent by value, if this process is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
+        self.registered: list[type] = []  # of these copies, those that libraries know
         self.placement = placement  # if the compiler made some functions
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look names up
@@ -1043,9 +1044,13 @@ def run_initializer(
             if not level:
                 with contextlib.suppress(ImportError):  # the initializer will get this error itself
                     imported(name)
-    modules = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
+    modules = [(name, vars(module)) for name, module in list(sys.modules.items()) if is_own(name)]
+    modules.append(("__main__", vars(sys.modules["__main__"])))
+    known = {id(contents) for _, contents in modules}
     for each in functions:
-        modules.setdefault(each.__globals__.get("__name__", ""), each.__globals__)
+        if id(each.__globals__) not in known:
+            known.add(id(each.__globals__))
+            modules.append((each.__globals__.get("__name__", ""), each.__globals__))
     noted(functools.partial(initializer, *arguments), modules, functions)
 
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from mpgrad.pickling.modules import at_path
+from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 
 __all__ = ["by_own_code", "way_of"]
@@ -142,15 +142,16 @@ def reduce_one_of_a_kind(value: Any, name: str) -> Any:
     the object once, and the caller gets its own back.
     """
     module = getattr(value, "__module__", None) or type(value).__module__
-    if module != "__main__" and at_path(sys.modules.get(module), name) is value:
+    if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
     _, (kind, early), parts, items, pairs, _ = reduce_by_parts(value)
+    parts = parts or (attributes_in(value), slots_with_values(value))
     return one_of_a_kind, (number_of(value), kind, early), parts, items, pairs, set_unless_ours
 
 
 def number_of(value: object) -> str:
     number = NUMBERS.get(id(value))
-    if number is None or ONES[number]() is not value:
+    if number is None or number not in ONES or ONES[number]() is not value:
         number = uuid.uuid4().hex
         note_one(number, value)
         OF_THIS_PROCESS.add(number)
@@ -158,6 +159,10 @@ def number_of(value: object) -> str:
 
 
 def note_one(number: str, value: object) -> None:
+    if len(ONES) == MOST_ONES:
+        for gone in [each for each, find in ONES.items() if find() is None]:
+            del ONES[gone]
+        OF_THIS_PROCESS.intersection_update(ONES)
     ONES[number], NUMBERS[id(value)] = weakly(value), number
 
 
@@ -170,10 +175,11 @@ def one_of_a_kind(number: str, kind: type, attributes: dict[str, Any]) -> Any:
 
 
 def set_unless_ours(made: Any, parts: Any) -> None:
-    if NUMBERS[id(made)] not in OF_THIS_PROCESS:
+    if NUMBERS.get(id(made)) not in OF_THIS_PROCESS:
         set_parts(made, parts)
 
 
+MOST_ONES = 1000  # after which those that are gone are forgotten
 ONES: dict[str, Callable[[], Any]] = {}
 NUMBERS: dict[int, str] = {}  # of these objects, by id
 OF_THIS_PROCESS: set[str] = set()

@@ -50,6 +50,7 @@ from torch.utils.hooks import RemovableHandle
 from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
+from mpgrad.pickling.initialized import copy_of_shared
 from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
@@ -64,6 +65,7 @@ __all__ = [
     "INHERITED",
     "PROXIES",
     "REGISTER",
+    "InitializerPickler",
     "annotations_of",
     "entries_with_tensors",
     "fill_exception",
@@ -682,11 +684,7 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
 
     It returns None for any other module.
     """
-    if is_of_a_rank(value):
-        raise TypeError(
-            f"a module that belongs to a process group ({type(value).__qualname__}), of which "
-            "workers are no ranks"
-        )
+    refuse_of_a_rank(value)
     if isinstance(value, torch.jit.ScriptModule):
         tensors = {
             **dict(value.named_parameters(remove_duplicate=False)),
@@ -724,6 +722,14 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         return reduced
     own: Any = reduced or value.__reduce_ex__(5)
     return with_compiled_call(own, compiled)
+
+
+def refuse_of_a_rank(module: Module) -> None:
+    if is_of_a_rank(module):
+        raise TypeError(
+            f"a module that belongs to a process group ({type(module).__qualname__}), of which "
+            "workers are no ranks"
+        )
 
 
 def is_of_a_rank(value: Module) -> bool:
@@ -1077,3 +1083,18 @@ def fill(
 
 def given(result: Any, *args: Any, **kwargs: Any) -> Any:
     return result
+
+
+# --- an initializer
+
+
+class InitializerPickler(ClassPickler):
+    """Pickles an initializer and its arguments. Tensors in shared memory become copies."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Module):
+            refuse_of_a_rank(value)
+        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
+            make, parts, *_ = value.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return copy_of_shared, (make, parts)
+        return super().reducer_override(value)

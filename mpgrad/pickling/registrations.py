@@ -20,11 +20,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
+
 from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.modules import is_users_own
-from mpgrad.torch_state.private import pytree_node, set_pytree_node
+from mpgrad.torch_state.private import KL_FUNCTIONS, pytree_node, set_pytree_node
 
-__all__ = ["Accessors", "accessors_named", "register", "registered_for"]
+__all__ = ["Accessors", "accessors_named", "register", "registered_for", "unregister"]
 
 
 class Registry(NamedTuple):
@@ -43,6 +45,14 @@ def registered_for(kind: type) -> dict[str, Any]:
 def register(kind: type, found: dict[str, Any]) -> None:
     for name, each in found.items():
         REGISTRIES[name].register(kind, each)
+
+
+def unregister(kind: type) -> None:
+    """Forget a copy of a class. Tables without weak references would keep it."""
+    copyreg.dispatch_table.pop(kind, None)
+    set_pytree_node(kind, None)
+    for pair in [pair for pair in KL_FUNCTIONS if kind in pair]:
+        del KL_FUNCTIONS[pair]
 
 
 # --- abstract base classes and single dispatch
@@ -114,11 +124,34 @@ def register_reducer(kind: type, reducer: Any) -> None:
     copyreg.pickle(kind, reducer)
 
 
+# --- PyTorch
+
+
+def divergences(kind: type) -> list[tuple[type, type, Any]]:
+    """Return the functions of `torch.distributions.kl.register_kl` for the class."""
+    return [(*pair, each) for pair, each in KL_FUNCTIONS.items() if kind in pair]
+
+
+def register_divergences(kind: type, found: list[tuple[type, type, Any]]) -> None:
+    for one, other, function in found:
+        torch.distributions.register_kl(one, other)(function)  # type: ignore[no-untyped-call]
+
+
+def is_safe_global(kind: type) -> bool:
+    return kind in torch.serialization.get_safe_globals()
+
+
+def register_safe_global(kind: type, is_one: bool) -> None:
+    torch.serialization.add_safe_globals([kind])
+
+
 REGISTRIES = {
     "attributes of an enumeration's members": Registry(attributes_of_members, set_members),
     "abc": Registry(abstract_bases, register_with_bases),
     "functools.singledispatch": Registry(implementations, register_implementations),
     "copyreg": Registry(copyreg.dispatch_table.get, register_reducer),
+    "torch.distributions": Registry(divergences, register_divergences),
+    "torch.serialization": Registry(is_safe_global, register_safe_global),
     "torch.utils._pytree": Registry(pytree_node, set_pytree_node),
 }
 

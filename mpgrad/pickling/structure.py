@@ -39,7 +39,7 @@ from cloudpickle.cloudpickle import _make_function as make_dynamic
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from torch.nn import Module
 
-from mpgrad.pickling.classes import CALLERS_OWN, SETS_CLASS, ClassPickler, ClassUnpickler
+from mpgrad.pickling.classes import CALLERS_OWN, COPIES, SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     KNOWN,
@@ -730,12 +730,19 @@ class TensorUnpickler(ClassUnpickler):
             return found
         if self._names.placement is not None:
             found = functools.partial(self._names.placement.set_class, found)
-        # Copies, in the caller's process, belong to one operation anyway.
-        return (
-            found
-            if self._names.classes is not None
-            else functools.partial(self._names.set_class, found)
-        )
+        if self._names.classes is not None:  # copies, which belong to one operation anyway
+            return functools.partial(set_copied, self._names, found)
+        return functools.partial(self._names.set_class, found)
+
+
+def set_copied(
+    names: Namespaces, set_state: Callable[[type, Any], Any], made: type, state: Any
+) -> None:
+    """Set the state of a class for workers in the caller's process. Registrations of a copy go with
+    its operation."""
+    set_state(made, state)
+    if state[1] and made in COPIES:
+        names.registered.append(made)
 
 
 def memo_of(count: int) -> bytes:

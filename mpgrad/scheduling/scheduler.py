@@ -420,6 +420,16 @@ class Scheduler(ABC):
             self.life.enter(Phase.LEAVING)
             self.wake()
 
+    def await_unneeded(self) -> None:
+        """Once the pool is left, wait until the workers have ended that keep no graph."""
+        self.wait_until(
+            # In this order, because a worker that leaves the first is in the second already.
+            lambda: (
+                all(each.is_last and each.only_keeps for each in list(self.workers.values()))
+                and not self.supervisor.awaits_exits
+            )
+        )
+
     def terminate(self) -> None:
         """End the workers now; work that is under way fails with `PoolClosedError`."""
         if self.life.is_ours:

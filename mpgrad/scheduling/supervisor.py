@@ -276,8 +276,8 @@ class WorkerSupervisor:
         """
         worker.link.end()
         worker.gone = reason
-        del self._workers[worker.number]
         self._ending[worker.number] = EndingWorker(worker, time.monotonic() + EXIT_PATIENCE, death)
+        del self._workers[worker.number]
         if worker.link.exit is not None:
             self.remove(worker.number)
 
@@ -297,6 +297,7 @@ class WorkerSupervisor:
             worker.exit_code = worker.link.exit.code
         self._deliveries.unmap(self._memory.slabs_of(number))
         worker.note_end()
+        self._driver.tell_waiters()
         if ending.death is not None:
             ending.death()
         # A start may have failed because this worker took the resources.
@@ -309,6 +310,11 @@ class WorkerSupervisor:
         return [
             *dict.fromkeys([*self.unplaced, *(ending.worker for ending in self._ending.values())])
         ]
+
+    @property
+    def awaits_exits(self) -> bool:
+        """Whether workers that were ready have not ended yet. Any thread may ask."""
+        return any(ending.worker.ready for ending in list(self._ending.values()))
 
     @property
     def has_deaths(self) -> bool:

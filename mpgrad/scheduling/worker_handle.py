@@ -182,6 +182,14 @@ class WorkerHandle:
         return self.sums.are_before(graph_task)
 
     @property
+    def only_keeps(self) -> bool:
+        """Whether the worker does nothing but keep graphs or sums for backwards that may come. Any
+        thread may ask."""
+        if self.under_way or self.backlog:
+            return False
+        return bool(self.sums or set(self.graphs.states) - set(self.releases))
+
+    @property
     def has_others(self) -> bool:
         """Whether the worker has anything that was not cancelled with grace."""
         graphs = self.graphs.states.keys() - set(self.releases)

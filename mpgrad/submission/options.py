@@ -19,6 +19,7 @@ from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
+from mpgrad.pickling.reducers import InitializerPickler
 from mpgrad.progress import Progress
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
 from mpgrad.system import bytes_of, usable_cpus
@@ -226,7 +227,7 @@ class PickledInitializer:
         # Threads of this process call it as it is. A copy would set the globals of a copy.
         self.here = None if traits.is_process else HeldValue(whole)
         try:
-            self.bytes = classes.dumps(self.here or whole, classes.InitializerPickler)
+            self.bytes = classes.dumps(self.here or whole, InitializerPickler)
         except Exception as error:
             given = {"initializer": initializer, "initargs": initargs}
             not_carried(error, "the initializer or its arguments", given)

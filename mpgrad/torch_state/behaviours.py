@@ -81,6 +81,7 @@ NAMES: dict[str, str] = {
     "torch.autograd.Variable": "_execution_engine",
     "torch.autograd.forward_ad": "_current_level _set_fwd_grad_enabled",
     "torch.autograd.function.BackwardCFunction": "_register_hook_dict _set_sequence_nr",
+    "torch.distributions.kl": "_KL_REGISTRY",
     "torch.nn.Module": "_replicate_for_data_parallel",
     "torch.nn.modules.module": "_global_is_full_backward_hook",
     "torch.nn.utils.parametrize": "_cache_enabled _inject_new_class _inject_property",

@@ -38,6 +38,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributions.kl import _KL_REGISTRY as KL_FUNCTIONS
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -60,6 +61,7 @@ from mpgrad.tracebacks import hide_own_frames
 __all__ = [
     "DELAYED_ERRORS",
     "ERROR_NODE",
+    "KL_FUNCTIONS",
     "LEAF_NODE",
     "NODE_IN_PYTHON",
     "CallCounter",
@@ -977,11 +979,13 @@ def pytree_node(kind: type) -> tuple[Any, ...] | None:
     return node and (node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)
 
 
-def set_pytree_node(kind: type, functions: tuple[Any, ...]) -> None:
-    """Register the class as a pytree, perhaps with other functions than before."""
-    flatten, unflatten, with_keys = functions
+def set_pytree_node(kind: type, functions: tuple[Any, ...] | None) -> None:
+    """Register the class as a pytree, perhaps with other functions than before. With None it is
+    not registered any more."""
     SUPPORTED_NODES.pop(kind, None)  # it refuses to register one again
-    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+    if functions is not None:
+        flatten, unflatten, with_keys = functions
+        register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:

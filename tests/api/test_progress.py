@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import importlib
 import json
+import multiprocessing
 import sys
 import threading
 import time
@@ -598,3 +599,15 @@ def test_a_pool_says_what_it_is(two: mpgrad.Pool) -> None:
     assert repr(two) == "<mpgrad.Pool processes=2 engine='process' open>"
     two.close()
     assert repr(two) == "<mpgrad.Pool processes=2 engine='process' closed>"
+
+
+def test_a_slow_function_delays_no_timeout(pool2: mpgrad.Pool) -> None:
+    """The waiting thread was in the function, and `get` returned seconds after its time."""
+    may_end = threading.Event()
+    calls = pool2.map_async(
+        time.sleep, [0.05] * 20, chunksize=1, progress=lambda *_: may_end.wait(60)
+    )
+    with pytest.raises(multiprocessing.TimeoutError):
+        calls.get(timeout=0.3)
+    may_end.set()
+    calls.get()

@@ -62,7 +62,18 @@ DEFINITIONS = """
         @staticmethod
         def backward(ctx, grad): return grad * ctx.x * Params.rate, None
 
+    class Alias(enum.Enum):
+        A = 1
+        B = 1
+    class Frozen(type):
+        def __setattr__(cls, name, value): raise AttributeError("frozen")
+    class Constants(metaclass=Frozen):
+        three = 3.0
+
     net = Net()
+    def of_an_alias(x): return Alias.B.value * x
+    def is_callable(_): return callable(Params())
+    def of_a_frozen_class(x): return Constants.three * x
     def leaf(x): return (Params.w * x) ** 2
     def rated(x): return (Params.w * x * Params.rate) ** 2
     def of_module(x): return net(x)
@@ -278,3 +289,27 @@ def test_nothing_is_kept_of_forgotten_operations(
 
     # that which the class has now
     assert pool.map(tensors, [0]) <= [1]
+
+
+def test_an_enumeration_with_an_alias(
+    pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any]
+) -> None:
+    """Its attributes were looked up under the alias: KeyError."""
+    assert pools["auto"].map(definitions().of_an_alias, [2.0]) == [2.0]
+
+
+def test_methods_that_are_deleted(
+    pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any]
+) -> None:
+    """A name with two underscores stayed in the worker."""
+    lib = definitions()
+    lib.Params.__call__ = lambda self: None
+    assert pools["auto"].map(lib.is_callable, [0]) == [True]
+    del lib.Params.__call__
+    assert pools["auto"].map(lib.is_callable, [0]) == [False]
+
+
+def test_a_metaclass_that_lets_nobody_set_attributes(
+    pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any]
+) -> None:
+    assert pools["auto"].map(definitions().of_a_frozen_class, [2.0]) == [6.0]

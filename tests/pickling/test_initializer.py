@@ -31,6 +31,8 @@ SOURCE = """
 
     class Settings:
         rate = 1.0
+        class Nested:
+            rate = 1.0
     class Agent:
         def __init__(self): self.value = 1.0
     agent = Agent()
@@ -41,7 +43,7 @@ SOURCE = """
 
     def initialize(value):
         global number, new
-        number = new = Settings.rate = agent.value = task.attribute = value
+        number = new = Settings.rate = Settings.Nested.rate = agent.value = task.attribute = value
         config["deep"]["er"][0] = value
         table.fill_(value)
         array[0] = value
@@ -59,6 +61,7 @@ SOURCE = """
     def reads_number(x): return x * number
     def reads_new(x): return x * new
     def reads_class(x): return x * Settings.rate
+    def reads_nested(x): return x * Settings.Nested.rate
     def reads_object(x): return x * agent.value
     def reads_container(x): return x * config["deep"]["er"][0]
     def reads_tensor(x): return x * float(table[1])
@@ -71,7 +74,15 @@ SOURCE = """
     constant = 5.0
 """
 TASKS = [
-    *("task", "reads_number", "reads_new", "reads_class", "reads_object", "reads_container"),
+    *(
+        "task",
+        "reads_number",
+        "reads_new",
+        "reads_class",
+        "reads_nested",
+        "reads_object",
+        "reads_container",
+    ),
     *("reads_tensor", "reads_array", "reads_buffer", "reads_builtin", "reads_from_helper"),
     *("calls_others", "untouched"),
 ]
@@ -156,6 +167,18 @@ def test_in_every_context(lib: Any, context: Any) -> None:
     with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,), context=context) as pool:
         for name in TASKS:
             assert pool.map(getattr(lib, name), [1.0]) == [5.0]
+
+
+def test_a_script_whose_initializer_sets_a_name_in_its_module(folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "import sys\nquantity = 1.0\n"
+        "def init(): setattr(sys.modules[__name__], 'quantity', 10.0)\n"
+        "def task(x): return quantity * x\n",
+        names,
+    )
+    with mpgrad.Pool(1, initializer=names["init"]) as pool:
+        assert pool.map(names["task"], [2.0]) == [20.0]
 
 
 kept: list[torch.Tensor] = []

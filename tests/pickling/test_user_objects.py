@@ -183,6 +183,9 @@ def test_an_object_whose_reduce_gives_a_name_is_one_of_a_kind(pool2: mpgrad.Pool
             (False, False, local),
         ]
     assert pool2.map(lambda _: MISSING, [0])[0] is MISSING
+    local.rate = 1.0  # type: ignore[attr-defined]
+    for local.rate in (2.0, 3.0):  # type: ignore[attr-defined]
+        assert pool2.map(lambda _: local.rate, [0, 0, 0]) == [local.rate] * 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.quick
