@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,22 +95,57 @@ def test_a_group_and_what_belongs_to_it_are_refused(pool: mpgrad.Pool) -> None:
                 pool.map(str, [value])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_sharded_modules_and_tensors_are_refused(pool: mpgrad.Pool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import Replicate, distribute_tensor
+# In a program of its own: PyTorch keeps the group in each thread that had such a tensor, and a fork
+# of the process would destroy it there, which waits for ever.
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+import mpgrad
 
-    mesh = init_device_mesh("cpu", (1,))
-    for module in (
-        FullyShardedDataParallel(nn.Linear(2, 1), device_id=torch.device("cpu")),
-        fully_shard(nn.Linear(2, 1), mesh=mesh),
-    ):
-        for way in WAYS.values():
-            function, item = way(module)
-            with pytest.raises(TypeError, match=r"of which workers are no ranks.*full state dict"):
-                pool.map(function, [item])
-    tensor = distribute_tensor(X, mesh, [Replicate()])
-    with pytest.raises(TypeError, match=r"DTensor, .* pass the plain tensors"):
-        pool.map(torch.sum, [tensor])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+sharded = fully_shard(nn.Linear(2, 1), mesh=mesh)
+whole = FullyShardedDataParallel(nn.Linear(2, 1), device_id=torch.device("cpu"))
+tensor = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+
+class Holder:
+    def __init__(self, held): self.held = held
+    def __call__(self, x): return self.held(x)
+
+def refusal(function, item):
+    try:
+        return pool.map(function, [item])
+    except TypeError as error:
+        return str(error)
+
+for engine in ("process", "thread", "inline"):
+    with mpgrad.Pool(1, engine=engine) as pool:
+        for module in (sharded, whole):
+            for function, item in (
+                (module, torch.ones(2)), (module.forward, torch.ones(2)),
+                (lambda x: module(x), torch.ones(2)), (Holder(module), torch.ones(2)),
+                (lambda module: module(torch.ones(2)), module), (str, [module]),
+            ):
+                said = refusal(function, item)
+                assert "of which workers are no ranks" in said and "full state dict" in said, said
+        said = refusal(torch.sum, tensor)
+        assert "DTensor, " in said and "pass the plain tensors" in said, said
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sharded_modules_and_tensors_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "sharded.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_initializers_are_refused_one(fork_server: mpgrad.Pool) -> None:
+    module = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"of which workers are no ranks.*\.module"):
+        mpgrad.Pool(1, initializer=print, initargs=(module,))
