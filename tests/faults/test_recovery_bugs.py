@@ -344,7 +344,7 @@ def test_the_fork_server_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its
     workers were asked of it."""
     code = (
-        "from mpgrad.engines.launch import ForkServerProcess\n"
+        "from mpgrad.engines.launch import ForkServerLauncher, ForkServerProcess\n"
         "# without a look\n"
         "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)\n"
         "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
@@ -354,6 +354,7 @@ def test_the_fork_server_is_dying_and_nobody_can_know() -> None:
         "    while first.stats().deaths < 2 or second.stats().deaths < 1: time.sleep(0.001)\n"
         "    print(first.map(abs, [-4, -5]), second.map(abs, [-6]))\n"
         "    print(len(psutil.Process().children()))\n"
+        "ForkServerLauncher.end_unused()\n"
         "print(len(psutil.Process().children()))\n"
     )
     assert run(code).splitlines() == ["[1, 2] [3]", "[4, 5] [6]", "1", "0"]
@@ -533,6 +534,7 @@ def test_a_pool_for_which_no_descriptor_is_left() -> None:
     """It counted as a user of the fork server, which stayed when all pools had ended; and so did
     its pipe."""
     code = (
+        "from mpgrad.engines.launch import ForkServerLauncher\n"
         "first = mpgrad.Pool(1)\n"
         "assert first.map(abs, [-1]) == [1]\n"
         "before = psutil.Process().num_fds()\n"
@@ -549,6 +551,7 @@ def test_a_pool_for_which_no_descriptor_is_left() -> None:
         "    for each in held: os.close(each)\n"
         "    assert psutil.Process().num_fds() == before, spare\n"
         "first.terminate()\n"
+        "ForkServerLauncher.end_unused()\n"
         "print(psutil.Process().children())\n"
     )
     assert run(code) == "True True True []\n"
