@@ -85,10 +85,11 @@ def noted(
     those that came with the initializer.
     """
     before = [(path, contents, dict(contents)) for path, contents in places(modules, functions)]
-    held = {id(each): (each, held_by(each)) for each in led_to_by(before)}
+    # With what each one refers to, so that no new object gets the address of an old one.
+    held = {id(each): (each, held_by(each), gc.get_referents(each)) for each in led_to_by(before)}
     initialize()
     SHARED.are_written()  # its own writes do not count
-    changed = {number for number, (each, parts) in held.items() if held_by(each) != parts}
+    changed = {number for number, (each, parts, _) in held.items() if held_by(each) != parts}
     known = {id(contents): values for _, contents, values in before}
     for path, contents in places(modules, functions):
         values = known.get(id(contents), {})

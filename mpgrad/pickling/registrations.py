@@ -117,13 +117,6 @@ def register_implementations(kind: type, found: list[tuple[Any, Any]]) -> None:
         dispatcher.register(kind, implementation)
 
 
-# --- pickle
-
-
-def register_reducer(kind: type, reducer: Any) -> None:
-    copyreg.pickle(kind, reducer)
-
-
 # --- PyTorch
 
 
@@ -149,7 +142,7 @@ REGISTRIES = {
     "attributes of an enumeration's members": Registry(attributes_of_members, set_members),
     "abc": Registry(abstract_bases, register_with_bases),
     "functools.singledispatch": Registry(implementations, register_implementations),
-    "copyreg": Registry(copyreg.dispatch_table.get, register_reducer),
+    "copyreg": Registry(copyreg.dispatch_table.get, copyreg.pickle),
     "torch.distributions": Registry(divergences, register_divergences),
     "torch.serialization": Registry(is_safe_global, register_safe_global),
     "torch.utils._pytree": Registry(pytree_node, set_pytree_node),
