@@ -266,6 +266,8 @@ class WorkerSupervisor:
         for worker in list(self._workers.values()):
             worker.is_last = True
             self.retire(worker)
+        # Whoever waits for workers that are not needed may not have to wait for these.
+        self._driver.tell_waiters()
 
     def _remove_at_once(
         self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None

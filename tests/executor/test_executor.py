@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from conftest import every_loss_gets, gone
 
 import mpgrad
+from mpgrad.scheduling import dispatcher
 
 PATIENCE = 20.0  # seconds
 FORK = multiprocessing.get_context("fork")  # Python 3.14's own would leave a server
@@ -503,6 +504,53 @@ def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> No
         torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected
     )
     del losses
+    wait_for_threads(before)
+
+
+class NotingLock:
+    """A lock that calls a function when a thread has to wait for it."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._lock, self._note = threading.Lock(), note
+        self.release = self._lock.release
+
+    def acquire(self, timeout: float = -1) -> bool:
+        if self._lock.locked():
+            self._note()
+        return self._lock.acquire(timeout=timeout)
+
+
+def test_a_shutdown_that_waits_before_the_workers_retire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: `shutdown` hung. Cause: workers that only keep graphs were marked as the last ones,
+    and the thread that waits for that was not told."""
+    before = threading.active_count()
+    executor = mpgrad.Executor(1)
+    leaf = torch.ones((), requires_grad=True)
+    result = executor.submit(torch.exp, leaf).result()
+    scheduler, make, waits = executor._pool._scheduler, dispatcher.Waiter, threading.Event()
+
+    def note() -> None:
+        waits.set()
+        scheduler.wake()
+
+    def make_noting(satisfied: Callable[[], bool], lock: threading.Lock) -> dispatcher.Waiter:
+        is_last = "await_unneeded" in satisfied.__qualname__
+        return make(satisfied, NotingLock(note) if is_last else lock)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dispatcher, "Waiter", make_noting)
+    retire_all = scheduler.supervisor.retire_all
+
+    def late() -> None:
+        if waits.is_set():
+            retire_all()
+
+    monkeypatch.setattr(scheduler.supervisor, "retire_all", late)
+    thread = threading.Thread(target=executor.shutdown, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    result.backward()
+    assert leaf.grad is not None
     wait_for_threads(before)
 
 
