@@ -90,21 +90,24 @@ class PickledFunction(NamedTuple):
 
 
 def pickled_function(
-    function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()
+    function: Callable[..., Any],
+    kind: str = "",
+    first: Sequence[Arguments] = (),
+    recent: state.RecentFunctions | None = None,
 ) -> PickledFunction:
     """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others
-    will be like them.
+    will be like them. `recent`: the pool's functions that were pickled before.
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
     Exception: what its own code raised when it was to be pickled.
     """
     try:
-        pickled, captures, modules, shared = state.dumps_function(function, first)
+        pickled, captures, modules, shared = state.dumps_function(function, first, recent)
     except Exception as error:
         not_carried(error, "the function", function)
     if modules is not None:
-        captures += modules.tensors
+        captures = [*captures, *modules.tensors]
     with without_subclasses():
         for tensor in captures:
             if type(tensor) is not Root:

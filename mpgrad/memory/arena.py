@@ -25,13 +25,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import resource
 import sys
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -45,7 +46,16 @@ from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_fr
 if TYPE_CHECKING:
     from mpgrad.memory.accelerator import DeviceSlab
 
-__all__ = ["WITHHELD", "Arena", "BorrowedMemory", "ForeignSlabs", "Slab", "Slot"]
+__all__ = [
+    "COPY_BYTES",
+    "WITHHELD",
+    "Arena",
+    "BorrowedMemory",
+    "ForeignSlabs",
+    "KeptSlots",
+    "Slab",
+    "Slot",
+]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -55,6 +65,7 @@ IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touc
 # Up to this size a copy is cheaper than a private mapping, whose pages fault (64 KiB: 5 us for the
 # copy, 16 us for the mapping).
 COPY_BYTES = 1 << 20
+MOST_KEPT = 8  # slots, in `KeptSlots`
 
 
 class Slab:
@@ -144,9 +155,69 @@ class Slot:
         # a memoryview, or a `accelerator.Region`
         self.memory: Any = slab.memory[offset : offset + nbytes]
 
+    @property
+    def pointer(self) -> int:
+        """The address of the memory in this process."""
+        start: int = self.slab.start
+        return start + (self.address & OFFSET_MASK)
+
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
             self._arena.note_dead(self.slab, self.address & OFFSET_MASK, self._capacity)
+
+
+class KeptSlot(NamedTuple):
+    """A slot, if it is still there, and what it was copied from if nobody can write to that."""
+
+    find: Callable[[], Slot | None]
+    constant: object
+
+
+class KeptSlots:
+    """Slots that are lent once more if what they were copied from has the same bytes as before.
+
+    Functions that run again and again capture the same tables. To compare them takes less time than
+    to copy them, and constants are not even compared. A slot is kept from the second time on, so
+    what is new each time is not kept.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = threading.Lock()
+        # by address and size of what was copied
+        self._known: OrderedDict[tuple[int, int], KeptSlot] = OrderedDict()
+
+    def slot_with(self, pointer: int, nbytes: int, constant: object = None) -> Slot:
+        """Return a slot with the bytes at `pointer`, which must not be written to. `constant` keeps
+        these bytes alive if nobody can write to them.
+
+        Raises:
+            SharedMemoryError: there is no memory for another slot.
+        """
+        key = pointer, nbytes
+        with self._lock:
+            known = self._known.pop(key, None)
+        slot = None if known is None else known.find()
+        is_constant = known is not None and None not in (constant, known.constant)
+        if slot is None or not (is_constant or has_bytes(slot, *key)):
+            slot = self._arena.allocate(nbytes)
+            ctypes.memmove(slot.pointer, pointer, nbytes)
+        find = weakref.ref(slot) if known is None else functools.partial(itself, slot)
+        with self._lock:
+            self._known[key] = KeptSlot(find, constant)
+            if len(self._known) > MOST_KEPT:
+                self._known.popitem(last=False)
+        return slot
+
+
+def has_bytes(slot: Slot, pointer: int, nbytes: int) -> bool:
+    """Whether the slot has the bytes at `pointer`."""
+    difference: int = LIBC.memcmp(*map(ctypes.c_void_p, (slot.pointer, pointer, nbytes)))
+    return difference == 0
+
+
+def itself(slot: Slot) -> Slot:
+    return slot
 
 
 class BorrowedMemory(NamedTuple):

@@ -57,7 +57,6 @@ from mpgrad.pickling.streams import (
     as_it_is,
     captured,
     plain,
-    reduce_generator,
 )
 from mpgrad.pickling.structure import (
     ABSENT,
@@ -67,17 +66,14 @@ from mpgrad.pickling.structure import (
     TensorPickler,
     TensorUnpickler,
     Way,
+    held_by_class,
     pairs_of,
     values_of,
 )
 from mpgrad.pickling.unchanged import (
     STEADY,
-    ContentRecord,
-    WholePickle,
-    are_alike,
+    KnownPickle,
     are_same,
-    held_by_class,
-    held_by_function,
     keep_pickle,
     kept_pickle,
 )
@@ -88,6 +84,7 @@ from mpgrad.wire.messages import ModulesState
 __all__ = [
     "ItemStreams",
     "ModuleSnapshot",
+    "RecentFunctions",
     "RecentValues",
     "dumps_arguments",
     "dumps_function",
@@ -98,6 +95,7 @@ __all__ = [
 
 CODE = types.FunctionType, types.MethodType, type, functools.partial
 MOST_STATES = 128  # kept for later operations
+MOST_FUNCTIONS = 8  # of a pool, whose pickles are kept
 T = TypeVar("T")
 # The first byte of what `dumps_whole` gives if there is a state, which follows. A pickle begins
 # differently.
@@ -187,13 +185,6 @@ class StatePickler(CallerPickler):
             return refuse_files
         return super()._way_of(kind)
 
-    def _generator(self, value: Any) -> Any:
-        if (reduced := reduce_generator(value, captured)) is not None and hasattr(
-            value, "__dict__"
-        ):
-            self.look(attributes_beside_state, value)
-        return reduced
-
     def _reduce_code(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._noted_function(value)
@@ -208,11 +199,8 @@ class StatePickler(CallerPickler):
             if name_of(value) is None
             else self.reduce_function(value, by_value=True)
         )
-        if reduced is NotImplemented:
-            return reduced
-        self.look(held_by_function, value)
-        if reduced[0] is make_function:  # not made by the compiler
-            self._want_name(value)
+        if reduced is not NotImplemented and reduced[0] is make_function:
+            self._want_name(value)  # the compiler did not make it
         return reduced
 
     def _noted_class(self, value: type) -> Any:
@@ -281,13 +269,6 @@ def held_by(value: Any) -> Sequence[Any]:
     return pairs_of(own) if own else ()
 
 
-def attributes_beside_state(generator: Any) -> Sequence[Any]:
-    """Return the attributes of a random number generator, whose state is not in the pickle."""
-    return pairs_of(
-        {name: value for name, value in vars(generator).items() if name != "gauss_next"}
-    )
-
-
 def refuse_files(pickler: CallerPickler, value: Any) -> Any:
     if not isinstance(value, io.StringIO | io.BytesIO):
         # cloudpickle would send the contents of the file.
@@ -331,30 +312,28 @@ def is_defined_there(wanted: WantedName) -> bool:
 # --- snapshots of the modules
 
 
-class ModuleSnapshot:
+class ModuleSnapshot(KnownPickle):
     """What the user's modules held at one moment, as far as some functions use it."""
 
     _numbers = itertools.count(1)
 
     def __init__(self, pickler: StatePickler) -> None:
+        super().__init__(pickler)
         self.number = next(self._numbers)
         self.pickled = pickler.buffer.getvalue()
         self.mark = pickler.mark  # see `structure.RUNS_CODE`
         self.tensors = pickler.taken_out  # captures of everything that uses the state
-        self.record: ContentRecord | None = None  # once it is known to be worth its time
-        self._parts = WholePickle(self.pickled, pickler.tensors, pickler.buffers)
         self._covered = pickler.covered
-        self._pickler = pickler
 
     @functools.cached_property
     def _memo(self) -> Memo:
         """Which objects the pickle has, and where."""
-        memo: Memo = self._pickler.memo.copy()
+        memo: Memo = self.pickler.memo.copy()
         return memo
 
     @functools.cached_property
     def _identified(self) -> Memo:
-        return self._pickler.identified()
+        return self.pickler.identified()
 
     def covers(self, wanted: Iterable[WantedName]) -> bool:
         return all(each in self._covered for each in wanted)
@@ -382,10 +361,6 @@ class ModuleSnapshot:
         own = set(map(id, self.tensors))
         return any(id(each) in own for each in tensors)
 
-    def is_like(self, pickler: StatePickler) -> bool:
-        now = WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
-        return are_alike(now, self._parts)
-
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
     """The values that were put here last.
@@ -393,10 +368,14 @@ class RecentValues(collections.OrderedDict[Hashable, T]):
     Two of these caches that see the same keys in the same order keep the same keys.
     """
 
+    def __init__(self, most: int = MOST_STATES) -> None:
+        super().__init__()
+        self._most = most
+
     def put(self, key: Hashable, value: T) -> None:
         self[key] = value
         self.move_to_end(key)
-        if len(self) > MOST_STATES:
+        if len(self) > self._most:
             self.popitem(last=False)
 
 
@@ -421,23 +400,12 @@ class SnapshotCache:
             return None
         with self._lock:
             state = self._known.get(key)
-            if state is None or state.record is None or not state.record.holds():
-                state = self._made(key, state)
+            make = functools.partial(self._pickled, key)
+            pickler = make() if state is None else state.renewed(make)
+            if state is None or pickler is not state.pickler:
+                state = ModuleSnapshot(pickler)
             self._known.put(key, state)
             return state
-
-    def _made(self, wanted: Sequence[WantedName], known: ModuleSnapshot | None) -> ModuleSnapshot:
-        """Pickle the state again. Return the `known` one if it is still true.
-
-        What changes between all operations is worth no record. What did not change is recorded
-        between two pickles, because another thread may write while an object is pickled.
-        """
-        pickler = self._pickled(wanted)
-        if known is None or not known.is_like(pickler):
-            return ModuleSnapshot(pickler)
-        record = ContentRecord(pickler)
-        known.record = record if known.is_like(self._pickled(wanted)) else None
-        return known
 
     def _pickled(self, wanted: Sequence[WantedName]) -> StatePickler:
         left: dict[WantedName, OwnValueReference] = {}
@@ -529,19 +497,77 @@ def dumps_beside(
     return SharingPickle(pickler.buffer.getvalue() + mark, pickler.taken_out, state, shared)
 
 
+class KnownFunction(KnownPickle):
+    """A function whose pickle may be used again."""
+
+    # the pickle beside the state that it was used with last
+    beside: SharingPickle | None = None
+
+    def dumps_beside(self, function: Any, state: ModuleSnapshot | None) -> SharingPickle:
+        if self.beside is None or self.beside.state is not state:
+            self.beside = dumps_beside(function, CallerPickler, self.pickler, state)
+        return self.beside
+
+
+class RecentFunctions:
+    """The functions that were pickled last for a pool, and their pickles.
+
+    A function that comes for the second time is kept, with all that it captures.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # by the object that is called, whose id may become another object's, and its method
+        self._known: RecentValues[tuple[weakref.ref[Any], KnownFunction | None]] = RecentValues(
+            MOST_FUNCTIONS
+        )
+
+    def of(self, function: Any) -> KnownFunction:
+        """Return the function as it is now."""
+        make = functools.partial(function_pickler, function)
+        is_method = type(function) is types.MethodType
+        called = function.__self__ if is_method else function
+        key = id(called), function.__func__ if is_method else None
+        try:
+            reference = weakref.ref(called)
+        except TypeError:
+            return KnownFunction(make())
+        with self._lock:
+            met, known = self._known.get(key, (None, None))
+        came_before = met is not None and met() is called
+        pickler = known.renewed(make) if known is not None and came_before else make()
+        if known is None or pickler is not known.pickler:
+            known = KnownFunction(pickler)
+        is_kept = came_before and not pickler.finds_names
+        with self._lock:
+            self._known.put(key, (reference, known if is_kept else None))
+        return known
+
+
+def function_pickler(function: Any) -> CallerPickler:
+    pickler = CallerPickler(io.BytesIO())
+    pickler.dump(function)
+    return pickler
+
+
 def dumps_function(
-    function: Any, first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()
+    function: Any,
+    first: Sequence[tuple[Sequence[Any], dict[str, Any]]] = (),
+    recent: RecentFunctions | None = None,
 ) -> SharingPickle:
     """Pickle `function`. The tensors of the state come after those of the function.
 
     `first` holds the arguments of some calls. They may have classes that the other calls will need
-    too.
+    too. `recent` are the functions that were pickled before.
     """
     kept, fingerprint = kept_pickle(function)
     if kept is None:
-        pickler = CallerPickler(io.BytesIO())
-        pickler.dump(function)
-        wanted = pickler.wanted
+        if fingerprint is None and recent is not None:
+            known = recent.of(function)
+        else:
+            known = KnownFunction(function_pickler(function))
+        pickler = known.pickler
+        wanted = dict(pickler.wanted)
         if fingerprint is not None:
             keep_pickle(function, fingerprint, pickler, pickler.buffer.getvalue())
     else:
@@ -554,14 +580,14 @@ def dumps_function(
             others.dump(first)
         wanted.update(others.wanted)
     state = STATES.of(wanted)
-    if kept is not None and fingerprint is not None:
-        tensors = [fingerprint.tensors[number] for number in kept.order]
-        if state is None or not state.has_some_of(tensors):
-            mark = b"" if state is None else state.mark
-            return SharingPickle(kept.pickled + mark, tensors, state)
-        pickler = CallerPickler(io.BytesIO())
-        pickler.dump(function)
-    return dumps_beside(function, CallerPickler, pickler, state)
+    if kept is None:
+        return known.dumps_beside(function, state)
+    assert fingerprint is not None
+    tensors = [fingerprint.tensors[number] for number in kept.order]
+    if state is None or not state.has_some_of(tensors):
+        mark = b"" if state is None else state.mark
+        return SharingPickle(kept.pickled + mark, tensors, state)
+    return KnownFunction(function_pickler(function)).dumps_beside(function, state)
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:

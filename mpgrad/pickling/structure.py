@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import enum
 import functools
 import io
+import itertools
+import operator
 import pickle
 import re
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ from cloudpickle.cloudpickle import _make_function as make_dynamic
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from torch.nn import Module
 
+from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.classes import CALLERS_OWN, COPIES, SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
@@ -84,7 +88,7 @@ from mpgrad.pickling.reducers import (
     reduce_subclass,
     with_class,
 )
-from mpgrad.pickling.registrations import Accessors, accessors_named
+from mpgrad.pickling.registrations import Accessors, accessors_named, registered_for
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -325,6 +329,48 @@ def pairs_of(value: dict[Any, Any]) -> Sequence[Any]:
     return (*value, *value.values())
 
 
+OF_A_FUNCTION = operator.attrgetter(
+    *("__code__", "__defaults__", "__closure__", "__name__", "__qualname__", "__module__"),
+    "__doc__",
+)
+
+
+def held_by_function(value: types.FunctionType) -> Sequence[Any]:
+    """Return the function's code, defaults, closure, names and attributes."""
+    parts = OF_A_FUNCTION(value)
+    try:
+        inside = vars(value), value.__kwdefaults__ or {}, value.__annotations__
+    except Exception:  # names that only type checkers know, since Python 3.14
+        inside = vars(value), value.__kwdefaults__ or {}, {}
+    return [*parts, *itertools.chain(*map(pairs_of, inside))]
+
+
+def held_by_class(value: type) -> Sequence[Any]:
+    """Return the class's names, bases and body, and what the members of an enumeration hold."""
+    body = {name: each for name, each in vars(value).items() if name not in MADE_BY_PYTHON}
+    members = value if issubclass(value, enum.Enum) else ()
+    inside = itertools.chain(*(pairs_of(vars(each)) for each in members))
+    names = value.__name__, value.__qualname__
+    registered = parts_of(registered_for(value))
+    return [type(value), *names, *value.__bases__, *pairs_of(body), *inside, *registered]
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield what is in nested containers that are new each time."""
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from parts_of(each)
+    else:
+        yield value
+
+
+def attributes_beside_state(generator: Any) -> Sequence[Any]:
+    """Return the attributes of a random number generator, whose state is not in the pickle."""
+    return pairs_of(
+        {name: value for name, value in vars(generator).items() if name != "gauss_next"}
+    )
+
+
 # --- what an unpickler puts in the place of a call of these functions
 
 
@@ -431,6 +477,7 @@ class CallerPickler(TensorPickler):
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
         self.looks: list[Look] = []  # for a record of what was pickled
         self._made: set[int] = set()  # ids of parts that were made for the pickle
+        self.finds_names = False  # whether functions may find names that are not in their code
 
     def note_made(self, parts: Iterable[Any]) -> None:
         for each in parts:
@@ -478,6 +525,8 @@ class CallerPickler(TensorPickler):
             return self.reduce_function(value)
         if isinstance(reduced := super()._reduce_code(value), tuple):
             self.note_made(reduced)
+            if isinstance(value, type) and len(reduced) > 2:  # not found by a name
+                self.look(held_by_class, value)
         return reduced
 
     def _reduce_own_module(self, way: Way | None, value: types.ModuleType) -> Any:
@@ -492,7 +541,9 @@ class CallerPickler(TensorPickler):
         return as_usual(way, self, value)
 
     def _generator(self, value: Any) -> Any:
-        return reduce_generator(value, self._travel)
+        if (reduced := reduce_generator(value, self._travel)) and hasattr(value, "__dict__"):
+            self.look(attributes_beside_state, value)
+        return reduced
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Return the globals that are pickled beside the function. It finds the others in its
@@ -505,8 +556,10 @@ class CallerPickler(TensorPickler):
         If its globals belong to a module of the user's, they are pickled as that module's globals.
         """
         reduced = self._dynamic_function_reduce(value) if by_value else super()._reduce_code(value)
-        # It goes by name, or the compiler made it.
-        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:
+        if reduced is NotImplemented:
+            return reduced
+        self.look(held_by_function, value)
+        if len(reduced[1]) != FUNCTION_PARTS:  # the compiler made it
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
@@ -555,6 +608,7 @@ class CallerPickler(TensorPickler):
 
         It also says why other names are not sent.
         """
+        self.finds_names = True
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
         return lookups.names(mentioned, given), lookups.uncarried
 
@@ -671,16 +725,39 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
     Small buffers do. Others become tensors in `taken_out`.
     """
-    memory = buffer.raw()
+    memory, numpy = buffer.raw(), sys.modules.get("numpy")
     # Only numpy makes buffers from tensors again.
-    if memory.nbytes <= INLINE_BYTES or "numpy" not in sys.modules:
+    if memory.nbytes <= INLINE_BYTES or numpy is None:
         return True
-    with torch.inference_mode():  # no tensor counts what others write to the buffer
-        # torch cannot make tensors from read-only memory.
-        taken_out.append(
-            torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
-        )
+    with torch.inference_mode(False):  # others write to the buffer, and no tensor counts that
+        tensor = torch.from_numpy(numpy.asarray(ReadOnlyMemory(memory)))
+    tensor.is_constant = is_constant(memory.obj)  # type: ignore[attr-defined]
+    taken_out.append(tensor)
     return False
+
+
+class ReadOnlyMemory:
+    """Memory that may be read-only, for torch, which has no tensors for that."""
+
+    def __init__(self, memory: memoryview) -> None:
+        pointer = sys.modules["numpy"].frombuffer(memory, "u1").ctypes.data
+        self.__array_interface__ = {
+            "data": (pointer, False),
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self.memory = memory  # kept alive
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it is a number or array of numpy's that nobody can write to, as its base cannot."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or isinstance(value, numpy.generic):
+        return numpy is not None and not isinstance(value, numpy.void)
+    while isinstance(value, numpy.ndarray) and not value.flags.writeable:
+        value = value.base
+    return value is None or type(value) is bytes
 
 
 class TensorUnpickler(ClassUnpickler):

@@ -27,18 +27,23 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
 from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of, uses_in
 from mpgrad.pickling.reducers import HOOKS, INHERITED, annotations_of, globals_used
-from mpgrad.pickling.registrations import accessors_named, registered_for
+from mpgrad.pickling.registrations import accessors_named
 from mpgrad.pickling.streams import Root
-from mpgrad.pickling.structure import ABSENT, CallerPickler, is_known, loaded, pairs_of
+from mpgrad.pickling.structure import (
+    ABSENT,
+    CallerPickler,
+    is_constant,
+    is_known,
+    loaded,
+)
 from mpgrad.wire.messages import SCALARS, is_plain
 from mpgrad.wire.tensor_refs import have_attributes
 
@@ -47,11 +52,10 @@ __all__ = [
     "ContentRecord",
     "FunctionFingerprint",
     "KeptPickle",
+    "KnownPickle",
     "WholePickle",
     "are_alike",
     "are_same",
-    "held_by_class",
-    "held_by_function",
     "keep_pickle",
     "kept_pickle",
 ]
@@ -77,10 +81,6 @@ OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out compil
 STATES = {OF_MODULES, getattr(object, "__getstate__", None)}  # Python 3.10 has none
 IN_C = types.WrapperDescriptorType, types.MethodDescriptorType, type(None)
 OF_NEW = "__getnewargs__", "__getnewargs_ex__"
-OF_A_FUNCTION = operator.attrgetter(
-    *("__code__", "__defaults__", "__closure__", "__name__", "__qualname__", "__module__"),
-    "__doc__",
-)
 ATTRIBUTES = operator.attrgetter("__dict__")
 STRINGS = {str}
 POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
@@ -185,12 +185,11 @@ class ContentRecord:
             parts.append(BETWEEN)
         parts += map(is_constant, self._constants)
         parts += map(type, self._tensors)
-        pickler = CallerPickler(buffer := io.BytesIO())
+        pickler = CallerPickler(io.BytesIO())
         if self._opaque:
             pickler.memo = self._beside.memo
             pickler.dump(self._opaque)
-        whole = WholePickle(buffer.getvalue(), pickler.tensors, pickler.buffers)
-        return tuple(parts), [*map(len, self._sized)], whole
+        return tuple(parts), [*map(len, self._sized)], whole_of(pickler)
 
 
 def addresses(parts: tuple[Any, ...]) -> bytes:
@@ -217,6 +216,39 @@ def are_alike(one: WholePickle, other: WholePickle) -> bool:
         and len(one.buffers) == len(other.buffers)
         and all(map(have_same_bytes, one.buffers, other.buffers))
     )
+
+
+class KnownPickle:
+    """A pickle that is used again for as long as its objects hold what they held."""
+
+    def __init__(self, pickler: CallerPickler) -> None:
+        self.pickler = pickler
+        self._whole = whole_of(pickler)
+        self._came_alike = 0  # times that it was made again, with the same result
+        self._record: ContentRecord | None = None
+        self._is_sure = False  # whether the record belongs to this pickle
+
+    def renewed(self, make: Callable[[], CallerPickler]) -> CallerPickler:
+        """Return the pickler if its pickle is still true, and otherwise one that `make` gives.
+
+        What changes often is worth no record. Another thread may write while an object is pickled.
+        So a record has to lie between two equal pickles.
+        """
+        if self._is_sure and self._record is not None and self._record.holds():
+            return self.pickler
+        pickler = make()
+        if not are_alike(whole_of(pickler), self._whole):
+            return pickler
+        self._came_alike += 1
+        if self._record is not None and self._record.holds():
+            self._is_sure = True
+        elif self._came_alike > 1:
+            self._record, self._is_sure = ContentRecord(pickler), False
+        return self.pickler
+
+
+def whole_of(pickler: CallerPickler) -> WholePickle:
+    return WholePickle(pickler.buffer.getvalue(), pickler.tensors, pickler.buffers)
 
 
 def source_of(tensor: Any) -> Any:
@@ -258,50 +290,11 @@ def shows_all(kind: type) -> bool:
     )
 
 
-def is_constant(value: Any) -> bool:
-    """Whether it is a number or array of numpy's that nobody can write to, as its base cannot."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or isinstance(value, numpy.generic):
-        return numpy is not None and not isinstance(value, numpy.void)
-    while isinstance(value, numpy.ndarray) and not value.flags.writeable:
-        value = value.base
-    return value is None or type(value) is bytes
-
-
 def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
     try:
         return member.__get__(value)
     except AttributeError:
         return ABSENT
-
-
-def held_by_function(value: types.FunctionType) -> Sequence[Any]:
-    """Return the function's code, defaults, closure, names and attributes."""
-    parts = OF_A_FUNCTION(value)
-    try:
-        inside = vars(value), value.__kwdefaults__ or {}, value.__annotations__
-    except Exception:  # names that only type checkers know, since Python 3.14
-        inside = vars(value), value.__kwdefaults__ or {}, {}
-    return [*parts, *itertools.chain(*map(pairs_of, inside))]
-
-
-def held_by_class(value: type) -> Sequence[Any]:
-    """Return the class's names, bases and body, and what the members of an enumeration hold."""
-    body = {name: each for name, each in vars(value).items() if name not in MADE_BY_PYTHON}
-    members = value if issubclass(value, enum.Enum) else ()
-    inside = itertools.chain(*(pairs_of(vars(each)) for each in members))
-    names = value.__name__, value.__qualname__
-    registered = parts_of(registered_for(value))
-    return [type(value), *names, *value.__bases__, *pairs_of(body), *inside, *registered]
-
-
-def parts_of(value: Any) -> Iterator[Any]:
-    """Yield what is in nested containers that are new each time."""
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from parts_of(each)
-    else:
-        yield value
 
 
 # --- functions that have only what cannot change

@@ -27,7 +27,7 @@ import torch
 from mpgrad.callbacks import report
 from mpgrad.memory import owner_of
 from mpgrad.memory.accelerator import INSTALLED, DeviceChannel, DeviceSetup, Region, name_of
-from mpgrad.memory.arena import Arena, ForeignSlabs, Slot
+from mpgrad.memory.arena import Arena, ForeignSlabs, KeptSlots, Slot
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import DirectTransfer, Message, NewSlab, SlotTrial, TrialOutcome
 from mpgrad.wire.tensor_refs import Packer
@@ -59,7 +59,12 @@ class CallerMemory:
             else None
         )
         self.packer = Packer(
-            self.arena, self.foreign_slabs.find, settings.recoverable, self.device_transfer
+            self.arena,
+            self.foreign_slabs.find,
+            settings.recoverable,
+            self.device_transfer,
+            # Agents on other machines have copies of slots, and are not told that one comes again.
+            kept_slots=None if settings.remote else KeptSlots(self.arena),
         )
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.device_transfer)
 

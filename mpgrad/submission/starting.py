@@ -26,7 +26,7 @@ from mpgrad.calls.packing import (
     requested,
 )
 from mpgrad.errors import ONE_CALL, CallNames
-from mpgrad.pickling.state import ItemStreams
+from mpgrad.pickling.state import ItemStreams, RecentFunctions
 from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
@@ -58,6 +58,7 @@ class Starter:
         self._options = options
         self._scheduler = scheduler
         self._draws = options.traits.own_generators
+        self._recent = RecentFunctions()
 
     # long because: a name for each thing that operations differ in
     def begin(
@@ -99,7 +100,7 @@ class Starter:
         scheduler.life.check_open()
         with scheduler.tracer.span("pickles", name), outside_transforms():
             request = requested(options.device, pool.device_codes)
-            pickled = pickled_function(function, scheduler.packer.kind, like)
+            pickled = pickled_function(function, scheduler.packer.kind, like, self._recent)
             seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
             modes = modes or current_modes(scheduler.packer.kind)
             streams = (

@@ -40,7 +40,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpgrad.memory.accelerator import DeviceChannel, Region, bytes_of, device_code, device_of
-from mpgrad.memory.arena import Arena, BorrowedMemory, Slot
+from mpgrad.memory.arena import COPY_BYTES, Arena, BorrowedMemory, KeptSlots, Slot
 from mpgrad.torch_state.private import (
     flattened,
     has_plain_memory,
@@ -840,8 +840,10 @@ class Packer:
         lasting: bool = False,
         devices: Devices | None = None,
         most_bucketed: int = BUCKETED_BYTES,
+        kept_slots: KeptSlots | None = None,
     ) -> None:
         self._arena = arena
+        self._kept_slots = kept_slots
         self._known = known
         self._devices = devices
         # the kind of devices whose tensors can be packed
@@ -1001,12 +1003,13 @@ class Packer:
         """Pack all `tensors` into one slot, as if the slot were a message's payload. If `sharing`,
         tensors that share memory still do so.
 
-        Unless `staged`, tensors on devices have slots of their own there, which come last.
+        Unless `staged`, tensors on devices have slots of their own there. So have large ones that
+        may come again.
         """
         if not tensors:
             return [], None, []
-        ways = [None if staged else self._way(tensor) for tensor in tensors]
-        staying = [tensor for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        apart = [self._packed_apart(tensor, sharing, staged) for tensor in tensors]
+        staying = [tensor for tensor, packed in zip(tensors, apart, strict=True) if packed is None]
         through_here = [tensor if tensor.is_cpu else brought_here(tensor) for tensor in staying]
         refs, cores, nbytes = laid_out(through_here, sharing)
         slot = self._arena.allocate(nbytes) if nbytes else None
@@ -1014,19 +1017,38 @@ class Packer:
             fill(slot.memory, refs, cores)
             self.bytes_copied += nbytes
         here, found, slots = iter(refs), list[TensorRef](), list[Slot]()
-        for tensor, way in zip(tensors, ways, strict=True):
-            code = device_code(tensor)
-            if way is None:
+        for tensor, packed in zip(tensors, apart, strict=True):
+            if packed is None:
                 ref = next(here)
-                if code:
+                if code := device_code(tensor):
                     ref = ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE)
                 found.append(ref)
             else:
-                packed = self._pack_for_device(tensor, flags_of(tensor), code, staged=False)
                 assert isinstance(packed.holder, Slot)
                 slots.append(packed.holder)
                 found.append(Payload().add(packed))
         return found, slot, slots
+
+    def _packed_apart(
+        self, tensor: torch.Tensor, sharing: bool, staged: bool
+    ) -> PackedTensor | None:
+        """Pack a tensor into a slot of its own: on its device, or here if it is large and may come
+        again."""
+        if not staged and self._way(tensor) is not None:
+            code = device_code(tensor)
+            return self._pack_for_device(tensor, flags_of(tensor), code, staged=False)
+        is_here = tensor.is_cpu and not (sharing or tensor.requires_grad)
+        if self._kept_slots is None or not is_here:
+            return None
+        core, form, how = dense_core(tensor)
+        nbytes = core.numel() * core.element_size()
+        if nbytes <= COPY_BYTES:
+            return None
+        number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
+        constant = tensor if getattr(tensor, "is_constant", False) else None
+        slot = self._kept_slots.slot_with(core.data_ptr(), nbytes, constant)
+        flags = flags_of(tensor) | how | SHARED
+        return PackedTensor(number, shape, form, slot.address, nbytes, flags, None, slot)
 
 
 def staged_again(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import copy
 import itertools
 import json
 import multiprocessing
@@ -638,15 +639,19 @@ def object_figures(row: str, parts: Sequence[Part], pools: Pools, plan: Plan) ->
     def captured(x: float) -> float:
         return parts[-1].rate * x
 
+    def captured_still(x: float) -> float:
+        return still[-1].rate * x
+
     def change() -> None:
         parts[0].rate += 1.0
 
+    still = copy.deepcopy(parts)
     pool, pickled, items = pools["auto"], cloudpickle.dumps(parts), [parts, parts]
     turns: dict[str, Callable[[], object]] = {
         "cloudpickle.dumps": lambda: cloudpickle.dumps(parts),
         "pickle.loads": lambda: pickle.loads(pickled),
         "changed": lambda: pool.map(captured, [1.0, 2.0]),
-        "unchanged": lambda: pool.map(captured, [1.0, 2.0]),
+        "unchanged": lambda: pool.map(captured_still, [1.0, 2.0]),
         "item": lambda: pool.map(last_rate, items),
     }
     rounds: dict[str, list[float]] = {name: [] for name in turns}

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.memory.arena import COPY_BYTES
 from mpgrad.pickling import state, unchanged
 
 pytestmark = pytest.mark.quick
@@ -74,7 +75,7 @@ def a_pool(request: pytest.FixtureRequest) -> Iterator[mpgrad.Pool]:
 def check(pool: mpgrad.Pool, function: Callable[[Any], torch.Tensor], leaf: torch.Tensor) -> None:
     """Compare values and gradients with those of the loop."""
     xs = [torch.tensor(1.0), torch.tensor(3.0)]
-    for _ in range(3):  # the third time nothing is pickled
+    for _ in range(5):  # the last time nothing is pickled
         found, expected = torch.stack(pool.map(function, xs)), torch.stack([*map(function, xs)])
         assert torch.equal(found, expected)
         assert torch.equal(
@@ -180,6 +181,43 @@ def test_constant_arrays_are_compared_by_identity() -> None:
     assert unchanged.is_constant(numpy.frombuffer(b"12345678"))
     assert not unchanged.is_constant(numpy.frombuffer(bytearray(8)))
     assert unchanged.is_constant(numpy.float32(1)) and not unchanged.is_constant([1.0])
+
+
+def large_array() -> Any:
+    numpy = pytest.importorskip("numpy")
+    return numpy.ones(COPY_BYTES)  # eight times as many bytes
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_a_large_array_is_copied_once(a_pool: mpgrad.Pool, is_constant: bool) -> None:
+    """Symptom: a map took as long as a copy of the array."""
+    table = large_array()
+    table.flags.writeable = not is_constant
+
+    def last(x: float) -> float:
+        return float(table[-1]) * x
+
+    arena = a_pool._scheduler.memory.arena
+    for _ in range(4):
+        assert a_pool.map(last, [1.0, 2.0]) == [1.0, 2.0]
+    assert arena.bytes_in_use < 2 * table.nbytes
+    before = arena.bytes_in_use
+    assert a_pool.map(last, [1.0, 2.0]) == [1.0, 2.0] and arena.bytes_in_use == before
+    if not is_constant:
+        table[-1] = 3.0
+        assert a_pool.map(last, [1.0, 2.0]) == [3.0, 6.0]
+
+
+def test_writes_to_a_large_array_stay_in_their_operation(a_pool: mpgrad.Pool) -> None:
+    table = large_array()
+
+    def write(x: float) -> float:
+        table[-1] += x
+        return float(table[-1])
+
+    for _ in range(4):
+        assert a_pool.map(write, [1.0, 1.0]) == [2.0, 3.0]
+    assert table[-1] == 1.0
 
 
 # --- random objects, of which one place changes
@@ -348,31 +386,42 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.parametrize("where", ["module", "closure"])
 @pytest.mark.parametrize("seed", range(40))
 def test_each_change_of_a_random_object_is_seen(
-    module: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    module: Any, seed: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)
     made: list[object] = []
-    make = state.SnapshotCache._made
-    monkeypatch.setattr(
-        state.SnapshotCache, "_made", lambda self, *given: made.append(given) or make(self, *given)
-    )
+    for owner, name in ((state.SnapshotCache, "_pickled"), (state, "function_pickler")):
+        make = getattr(owner, name)
+        noting = functools.partial(lambda make, *given: made.append(1) or make(*given), make)
+        monkeypatch.setattr(owner, name, lambda *given, noting=noting: noting(*given))
+    held = [tree(chance, 4)]
 
-    def sent() -> tuple[Any, int]:
+    def captures(x: Any) -> Any:
+        return held
+
+    recent = state.RecentFunctions()
+
+    def sent() -> tuple[bytes, list[Any], int]:
         made.clear()
-        snapshot = state.dumps_function(module.f)[2]
-        return snapshot, len(made)
+        if where == "closure":
+            pickled, tensors, *_ = state.dumps_function(captures, (), recent)
+            return pickled, tensors, len(made)
+        module.HELD = held[0]
+        snapshot = state.dumps_function(module.f, (), recent)[2]
+        assert snapshot is not None
+        return snapshot.pickled, snapshot.tensors, len(made)
 
-    module.HELD = tree(chance, 4)
     for _ in range(6):
-        before = [sent() for _ in range(6)][-1]  # `__slotnames__` come late
-        assert sent() == (before[0], 0)
-        change = chance.choice(
-            [*places(module.HELD, {}), lambda c: setattr(module, "HELD", c.random())]
-        )
+        before = [sent() for _ in range(8)][-1]  # `__slotnames__` come late
+        now = sent()
+        assert now[0] == before[0] and now[2] == 0
+        assert [*map(id, now[1])] == [*map(id, before[1])]
+        change = chance.choice([*places(held[0], {}), lambda c: held.__setitem__(0, c.random())])
         change(chance)
-        assert sent()[1] > 0
+        assert sent()[2] > 0
 
 
 def test_addresses_are_those_of_the_parts() -> None:

@@ -327,9 +327,11 @@ def test_nothing_is_sent_while_nothing_changes(
     user: Any, fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    make = state.SnapshotCache._made
+    make = state.SnapshotCache._pickled
     monkeypatch.setattr(
-        state.SnapshotCache, "_made", lambda self, *given: made.append(given) or make(self, *given)
+        state.SnapshotCache,
+        "_pickled",
+        lambda self, *given: made.append(given) or make(self, *given),
     )
 
     def bytes_sent(fn: Callable[[Any], Any], items: list[Any]) -> int:
@@ -341,12 +343,13 @@ def test_nothing_is_sent_while_nothing_changes(
         small = [bytes_sent(torch.sin, xs(1)) for _ in range(2)][1]
         for fn in (user.simulation.in_package, user.simulation.constant):
             assert bytes_sent(fn, xs(1)) > small + 500
-            assert bytes_sent(fn, xs(1)) < small + 100  # pickled twice, with the same result
+            for _ in range(3):  # pickled again, with the same result
+                assert bytes_sent(fn, xs(1)) < small + 100
             made.clear()
             assert bytes_sent(fn, xs(1)) < small + 100
             assert not made
         items = [user.simulation.Item(x) for x in xs(30)]
-        for _ in range(2):
+        for _ in range(4):
             bytes_sent(user.simulation.of_item, items)
         made.clear()
         assert bytes_sent(user.simulation.of_item, items) < 30 * 400  # by name
