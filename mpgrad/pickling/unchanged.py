@@ -170,12 +170,12 @@ class ContentRecord:
             return False
         return (
             len(now[0]) == len(before[0])
-            and addresses(now[0]) == addresses(before[0])
+            and are_same_objects(now[0], before[0])
             and now[1] == before[1]
             and are_alike(now[2], before[2])
         )
 
-    def _held(self) -> tuple[tuple[Any, ...], list[int], WholePickle]:
+    def _held(self) -> tuple[list[Any], list[int], WholePickle]:
         parts: list[Any] = gc.get_referents(*self._shown)
         parts += itertools.chain.from_iterable(self._keyed)
         for member, values in self._slots:
@@ -189,15 +189,23 @@ class ContentRecord:
         if self._opaque:
             pickler.memo = self._beside.memo
             pickler.dump(self._opaque)
-        return tuple(parts), [*map(len, self._sized)], whole_of(pickler)
+        return parts, [*map(len, self._sized)], whole_of(pickler)
 
 
-def addresses(parts: tuple[Any, ...]) -> bytes:
-    """Return the addresses of the parts as they stand in memory. It takes a tenth of the time that
-    `is` takes for each part."""
-    return ctypes.string_at(
-        id(parts) + tuple.__basicsize__, len(parts) * ctypes.sizeof(ctypes.c_void_p)
+def are_same_objects(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists of one length have the same objects, by the addresses that stand in their
+    memory. It takes a tenth of the time that `is` takes for each of them."""
+    return len(some) == 0 or (
+        ctypes.pythonapi.memcmp(
+            *map(ctypes.c_void_p, (parts_at(some), parts_at(others), len(some) * POINTER_BYTES))
+        )
+        == 0
     )
+
+
+def parts_at(parts: list[Any]) -> int | None:
+    """Return the address of the list's memory, which stands behind its size."""
+    return ctypes.c_void_p.from_address(id(parts) + tuple.__basicsize__).value
 
 
 class WholePickle(NamedTuple):

@@ -22,6 +22,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -41,6 +42,8 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import jobs
+import numpy
 import torch
 from common import (
     WARM_UPS,
@@ -108,6 +111,9 @@ MANY_WORKERS = 64
 LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}
 LONE_AIM = 1.25
 OBJECT_AIMS = {"changed": ("<=", 1.0), "unchanged": ("<=", 0.8), "item": ("<=", 1.0)}
+TABLE_AIM, ARRAY_AIM = ("<=", 0.6), ("<=", 1.2)
+SUBMITS = 20  # with an unchanged table, in a round
+STILL = 4  # maps, after which what does not change is known not to
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MiB
@@ -146,6 +152,8 @@ class Plan:
     capture_bytes: int = 100_000_000
     capture_items: int = 512
     parts: int = 10_000  # of an object
+    entries: int = 200_000  # of a dictionary
+    array_bytes: int = 1 << 30
     further_workers: int = 8
     idle_seconds: float = 10.0
     megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
@@ -170,6 +178,8 @@ QUICK = Plan(
     capture_bytes=1_000_000,
     capture_items=16,
     parts=100,
+    entries=1000,
+    array_bytes=1 << 21,
     further_workers=1,
     idle_seconds=0.2,
     megabytes=4,
@@ -633,6 +643,68 @@ def bench_objects(pools: Pools, plan: Plan) -> Iterator[Figure]:
         yield from object_figures(
             f"objects: {plan.parts} parts, class of a {where}", parts, pools, plan
         )
+    yield from table_figures(pools["auto"], plan)
+    yield from array_figures(pools["auto"], plan)
+
+
+def table_figures(pool: mpgrad.Pool, plan: Plan) -> Iterator[Figure]:
+    """A module's dictionary that does not change, and one C pickle of it."""
+    jobs.TABLE.update({number: number / 2 for number in range(plan.entries)})
+
+    def submits() -> None:
+        last = [pool.submit(jobs.entry, number) for number in range(SUBMITS)][-1]
+        if last.result() != jobs.TABLE[SUBMITS - 1]:
+            raise WrongResultError("an entry of the table differs")
+
+    submits()  # pickled until it is known not to change
+    rounds = interleaved_seconds(
+        {"submits": submits, "pickle.dumps": lambda: pickle.dumps(jobs.TABLE, 5)}, plan
+    )
+    each = [seconds / SUBMITS for seconds in rounds["submits"]]
+    yield median_figure(
+        f"objects: a module's dictionary of {plan.entries} entries",
+        "a submit, over pickle.dumps",
+        ratios(each, rounds["pickle.dumps"]),
+        "",
+        TABLE_AIM,
+    )
+
+
+def array_figures(pool: mpgrad.Pool, plan: Plan) -> Iterator[Figure]:
+    """A map with a large array that does not change, and one comparison of its bytes."""
+    array = numpy.ones(plan.array_bytes // 8)
+    other, constant = array.copy(), array.copy()
+    constant.flags.writeable = False
+    memcmp = ctypes.CDLL(None).memcmp
+    pointers = [ctypes.c_void_p(each.ctypes.data) for each in (array, other)]
+    turns: dict[str, Callable[[], object]] = {
+        "memcmp": lambda: memcmp(*pointers, ctypes.c_size_t(array.nbytes)),
+        "map": lambda: pool.map(lambda x: array[-1] * x, [1.0, 2.0]),
+        "map, read-only": lambda: pool.map(lambda x: constant[-1] * x, [1.0, 2.0]),
+    }
+    rounds = interleaved_seconds(turns, plan)
+    row = f"objects: an array of {plan.array_bytes >> 20} MiB"
+    for name in ("map", "map, read-only"):
+        yield median_figure(
+            row, f"{name}, over one memcmp", ratios(rounds[name], rounds["memcmp"]), "", ARRAY_AIM
+        )
+
+
+def interleaved_seconds(
+    turns: Mapping[str, Callable[[], object]],
+    plan: Plan,
+    before: Mapping[str, Callable[[], None]] | None = None,
+) -> dict[str, list[float]]:
+    """The seconds of each turn in each round; `before` is what comes before some of them."""
+    rounds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(-WARM_UPS, plan.repeats):
+        for name, turn in turns.items():
+            if before and name in before:
+                before[name]()
+            seconds = timeit.timeit(turn, number=1)
+            if number >= 0:
+                rounds[name].append(seconds)
+    return rounds
 
 
 def object_figures(row: str, parts: Sequence[Part], pools: Pools, plan: Plan) -> Iterator[Figure]:
@@ -654,14 +726,10 @@ def object_figures(row: str, parts: Sequence[Part], pools: Pools, plan: Plan) ->
         "unchanged": lambda: pool.map(captured_still, [1.0, 2.0]),
         "item": lambda: pool.map(last_rate, items),
     }
-    rounds: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(-WARM_UPS, plan.repeats):
-        for name, turn in turns.items():
-            if name in ("changed", "item"):
-                change()
-            seconds = timeit.timeit(turn, number=1) / (len(items) if name == "item" else 1)
-            if number >= 0:
-                rounds[name].append(seconds)
+    for _ in range(STILL):
+        pool.map(captured_still, [1.0, 2.0])
+    rounds = interleaved_seconds(turns, plan, dict.fromkeys(("changed", "item"), change))
+    rounds["item"] = [seconds / len(items) for seconds in rounds["item"]]
     dumps, loads = rounds["cloudpickle.dumps"], rounds["pickle.loads"]
     both = [sum(pair) for pair in zip(dumps, loads, strict=True)]
     for name, aim in OBJECT_AIMS.items():

@@ -424,9 +424,10 @@ def test_each_change_of_a_random_object_is_seen(
         assert sent()[2] > 0
 
 
-def test_addresses_are_those_of_the_parts() -> None:
-    parts = ("text", [1.0], 7)
-    found = unchanged.addresses(parts)
-    size = unchanged.POINTER_BYTES
-    places = [found[start : start + size] for start in range(0, len(found), size)]
-    assert [int.from_bytes(each, sys.byteorder) for each in places] == list(map(id, parts))
+def test_lists_are_compared_by_identity() -> None:
+    parts = ["text", [1.0], 7]
+    assert unchanged.are_same_objects(parts, list(parts)) and unchanged.are_same_objects([], [])
+    for number in range(len(parts)):
+        others = list(parts)
+        others[number] = [1.0]
+        assert not unchanged.are_same_objects(parts, others)
