@@ -96,8 +96,16 @@ def abstract_bases(kind: type) -> list[type]:
     """Return the abstract classes of libraries that the class is registered with."""
     if weakref.getweakrefcount(kind) < 2:  # each of them would have a weak reference of its own
         return []
-    registries = ((each, abc._get_dump(each)[0]) for each in LIBRARIES.abstract_classes())  # type: ignore[attr-defined]
-    return [each for each, registry in registries if any(ref() is kind for ref in registry)]
+    now = abc.get_cache_token(), len(sys.modules)  # changed by each registration, and each import
+    then, bases = REGISTERED.get(kind, (None, []))
+    if then != now:
+        registries = ((each, abc._get_dump(each)[0]) for each in LIBRARIES.abstract_classes())  # type: ignore[attr-defined]
+        bases = [each for each, found in registries if any(ref() is kind for ref in found)]
+        REGISTERED[kind] = now, bases
+    return bases
+
+
+REGISTERED: weakref.WeakKeyDictionary[type, tuple[object, list[type]]] = weakref.WeakKeyDictionary()
 
 
 def register_with_bases(kind: type, bases: list[Any]) -> None:

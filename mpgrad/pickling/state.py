@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
+from mpgrad.collector import collector_held
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -692,7 +693,8 @@ def loads_with_state(
         modules.keep_changed_objects()
         return target, modules, found
 
-    return load() if placement is None else placement.load(load)
+    with collector_held():
+        return load() if placement is None else placement.load(load)
 
 
 def loaded(

@@ -14,16 +14,11 @@ beforehand whether sending pays. But workers report how long the calls of a map 
 and the sum of these times is what a loop would take. If maps of a function take much longer, the
 user is told once, with a remedy (`CheapCalls`).
 
-Python's collector of cycles is held off while an operation makes its many small objects. A map of
-2,000 items makes about 50,000 objects and no cycle. The collector only counts objects. It walks
-through the whole process for each quarter that is added, with torch's 300,000 objects: a third to a
-half of the caller's cost of a call with tiny tensors.
+The collector of cycles is held off while an operation makes its many small objects.
 Guarantees: if the caller is interrupted while it waits, the operation is cancelled with grace. An
     operation gets all its calls and is sealed, or it is cancelled. After a call has failed it gets
     no more calls. Values that the caller's code may change are copied before that code runs on: as
     soon as they are packed, or never if the caller waits for the results and all items are at rest.
-    The collector pauses for at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects. If
-    the caller has turned it off, it stays off. A forked child has it on.
 Assumes: one thread feeds an operation.
 """
 
@@ -31,13 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import logging
 import math
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -55,6 +46,7 @@ from mpgrad.calls.packing import (
     pack_call,
 )
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.errors import ONE_CALL
 from mpgrad.progress import Progress, ProgressState, Reporter, reported, reporter_of
 from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
@@ -74,13 +66,10 @@ from mpgrad.transforms import Run, may_be_followed, run_followed
 from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
-    "LONGEST_HOLD",
     "CheapCalls",
     "Feeder",
     "Submitter",
-    "collector_held",
     "folded_into",
-    "let_collector_look",
     "mapped_and_folded",
 ]
 
@@ -552,61 +541,3 @@ class Feeder:
         return bundle_size(
             seconds, total, total - operation.items, self._scheduler.settings.workers
         )
-
-
-# --- Python's collector of cycles
-
-
-LONGEST_HOLD = 0.1  # seconds: then there is time to collect
-MOST_HELD = 200_000  # new objects, ours or those of the iterable that the caller gave
-
-
-class HoldCounter:
-    """Whoever holds the collector off: it belongs to the process, and several threads may run
-    operations."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a hold may end within it
-        self.holds: set[int] = set()
-        self.was_on = False  # before the first of them
-
-    def after_fork(self) -> None:
-        """Those who hold it are threads of the parent, or come back to a hold that is over."""
-        if self.holds and self.was_on:
-            gc.enable()
-        self.holds.clear()  # else the child's own holds would never be the last
-        self.was_on = False
-        self.lock = threading.RLock()
-
-
-HOLDERS = HoldCounter()
-os.register_at_fork(after_in_child=HOLDERS.after_fork)
-
-
-class collector_held:  # used as a function is
-    """A block in which the collector is off; at the latest until this is gone, should an interrupt
-    come before its end."""
-
-    def __enter__(self) -> None:
-        with HOLDERS.lock:
-            if not HOLDERS.holds:
-                HOLDERS.was_on = HOLDERS.was_on or gc.isenabled()
-            HOLDERS.holds.add(id(self))
-            gc.disable()
-
-    def __exit__(self, *error: object) -> None:
-        with HOLDERS.lock:
-            HOLDERS.holds.discard(id(self))
-            if not HOLDERS.holds and HOLDERS.was_on:
-                gc.enable()
-                HOLDERS.was_on = False
-
-    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not python_ends():
-            self.__exit__()
-
-
-def let_collector_look() -> None:
-    """To be called now and then within `collector_held`."""
-    if gc.get_count()[0] > MOST_HELD:
-        gc.collect(1)

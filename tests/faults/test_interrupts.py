@@ -25,8 +25,8 @@ import torch
 from conftest import PATIENCE, first_are_quick, staffed
 
 import mpgrad
+from mpgrad.collector import collector_held
 from mpgrad.engines.sockets import SocketEngine
-from mpgrad.submission.submitter import collector_held
 from mpgrad.tracebacks import OWN_FOLDER
 
 Tensor = torch.Tensor
