@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class PickledFunction(NamedTuple):
     captures_share_memory: bool
     state: ModuleSnapshot | None  # of the user's modules, where it uses these
     shared: Sequence[int]  # see `state.SharingPickle`
+    seconds: float  # that were taken to find out what it holds, and to pickle it
 
 
 def pickled_function(
@@ -102,6 +104,7 @@ def pickled_function(
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
     Exception: what its own code raised when it was to be pickled.
     """
+    started = time.perf_counter()
     try:
         pickled, captures, modules, shared = state.dumps_function(function, first, recent)
     except Exception as error:
@@ -113,7 +116,8 @@ def pickled_function(
             if type(tensor) is not Root:
                 check_carriable(tensor, "the function", None, kind)
     sharing = getattr(function, "captures_share_memory", False)
-    return PickledFunction(pickled, captures, sharing, modules, shared)
+    seconds = time.perf_counter() - started
+    return PickledFunction(pickled, captures, sharing, modules, shared, seconds)
 
 
 class SharedFunction:
@@ -130,7 +134,7 @@ class SharedFunction:
         names: CallNames,
         request: Request | None = None,
     ) -> None:
-        self.pickled, captures, sharing, self.state, self.shared = function
+        self.pickled, captures, sharing, self.state, self.shared, self.seconds = function
         self.names = names
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle

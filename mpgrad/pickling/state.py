@@ -43,6 +43,7 @@ from mpgrad.pickling.modules import (
     Namespaces,
     OwnValueReference,
     WantedName,
+    contents_of,
     is_own,
     make_function,
     module_of,
@@ -50,7 +51,7 @@ from mpgrad.pickling.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.pickling.reducers import identities, itself, reduce_by_value, weakly
+from mpgrad.pickling.reducers import globals_used, identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -69,6 +70,7 @@ from mpgrad.pickling.structure import (
     Way,
     held_by_class,
     pairs_of,
+    size_alone,
     values_of,
 )
 from mpgrad.pickling.unchanged import (
@@ -90,6 +92,7 @@ __all__ = [
     "dumps_arguments",
     "dumps_function",
     "dumps_whole",
+    "largest_part",
     "loads_whole",
     "loads_with_state",
 ]
@@ -353,6 +356,15 @@ class ModuleSnapshot(KnownPickle):
         memo = {id(each): (number, each) for number, (_, (_, each)) in enumerate(both)}
         return memo, tuple(number for _, (number, _) in both)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the names that it has, as they are now."""
+        return {
+            f"{module}.{name}": vars(sys.modules[module]).get(name)
+            for module, name in self._covered
+            if name is not None and module in sys.modules
+        }
+
     def sent(self, shared: Sequence[int], is_known: bool = False) -> ModulesState:
         """Return the state as a worker gets it."""
         pickled = None if is_known else self.pickled
@@ -589,6 +601,22 @@ def dumps_function(
         mark = b"" if state is None else state.mark
         return SharingPickle(kept.pickled + mark, tensors, state)
     return KnownFunction(function_pickler(function)).dumps_beside(function, state)
+
+
+def largest_part(function: Any, state: ModuleSnapshot | None) -> str | None:
+    """Return the name of what takes the most bytes of all that the function uses by name."""
+    used = {} if state is None else state.values
+    code = getattr(function, "__func__", function)
+    if isinstance(code, types.FunctionType):
+        cells = zip(code.__code__.co_freevars, code.__closure__ or (), strict=True)
+        used |= globals_used(code) | {
+            name: each for name, cell in cells for each in contents_of(cell)
+        }
+    sizes = {}
+    for name, value in used.items():
+        with contextlib.suppress(Exception):  # it cannot be pickled by itself
+            sizes[name] = size_alone(value, None)
+    return max(sizes, key=lambda name: sizes[name], default=None)
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:

@@ -124,6 +124,7 @@ __all__ = [
     "leads_to_libraries",
     "loads",
     "loads_result",
+    "size_alone",
 ]
 
 

@@ -48,6 +48,7 @@ from mpgrad.calls.packing import (
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.errors import ONE_CALL
+from mpgrad.pickling.state import largest_part
 from mpgrad.progress import Progress, ProgressState, Reporter, reported, reporter_of
 from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
@@ -166,7 +167,7 @@ class Submitter:
             is_map and modes is None and options.on_error == "raise" and operation.names.function
         )
         if is_fair and self.cheap_calls is not None:
-            self.cheap_calls.note(operation, time.perf_counter() - started, answers)
+            self.cheap_calls.note(function, operation, time.perf_counter() - started, answers)
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
@@ -379,31 +380,33 @@ class CheapCalls:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._receiver = scheduler.receiver
-        # seconds of maps and of their calls, by hash of the pickle
-        self._slow: dict[int, list[tuple[float, float]]] = {}
+        # seconds of maps, of their calls, and of looking at the function, by hash of the pickle
+        self._slow: dict[int, list[tuple[float, float, float]]] = {}
 
-    def note(self, operation: Operation, seconds: float, answers: int) -> None:
-        """A map took so many seconds.
+    def note(
+        self, function: Callable[..., Any], operation: Operation, seconds: float, answers: int
+    ) -> None:
+        """A map of the function took so many seconds.
 
         Assumes: the comparison is fair: all its items were there when it began, and somebody waited
         for it. `answers`: how many the pool had when it began. If there are more now than those of
         this map, workers did something else as well, and the map may have waited for that.
         """
-        function = operation.options.function
+        shared = operation.options.function
         if (
-            function.is_new
+            shared.is_new
             or self._receiver.answers - answers != operation.items
             or not operation.items
         ):
             return
-        key = hash(function.pickled)
+        key = hash(shared.pickled)
         if key in TOLD:
             return
         if seconds <= MUCH * operation.own_seconds:
             self._slow.pop(key, None)
             return
         maps = self._slow.setdefault(key, [])
-        maps.append((seconds, operation.own_seconds))
+        maps.append((seconds, operation.own_seconds, shared.seconds))
         if len(self._slow) > MOST_FUNCTIONS:
             self._slow.clear()
         if len(maps) < MAPS:
@@ -411,16 +414,23 @@ class CheapCalls:
         mine = object()
         if TOLD.setdefault(key, mine) is not mine:  # another thread was faster
             return
-        whole, own = (1e3 * sum(each) for each in zip(*maps, strict=True))
+        whole, own, looking = (1e3 * sum(each) for each in zip(*maps, strict=True))
+        remedy = "use larger items, several items in one call, or a plain loop"
+        if looking > whole / 4:
+            largest = largest_part(function, shared.state) or "what it uses"
+            remedy = (
+                f"{looking:.3g} ms of them passed until it was known what {largest} holds; make it "
+                "smaller, or set it in the initializer of the pool; make arrays read-only"
+            )
         report(
             logging.WARNING,
             "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls "
-            "by themselves %.3g ms; "
-            "use larger items, several items in one call, or a plain loop",
-            function.names.function,
+            "by themselves %.3g ms; %s",
+            shared.names.function,
             MAPS,
             whole,
             own,
+            remedy,
         )
 
 

@@ -398,6 +398,25 @@ def test_the_log_says_once_that_sending_costs_more(
     assert log() == [line]
 
 
+TABLE: dict[int, float] = {}
+
+
+def entry(x: Tensor) -> Tensor:
+    return x * TABLE[7]
+
+
+def test_the_log_names_what_is_large(
+    log: Callable[[], list[str]], fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "TABLE", {number: number / 2 for number in range(300_000)})
+    with staffed(mpgrad.Pool(1)) as pool:
+        while len(log()) == 0 and pool.stats().calls < 100:
+            pool.map(entry, [torch.ones(3)] * 2)
+    (line,) = log()
+    found = f" ms of them passed until it was known what {__name__}.TABLE holds; make it smaller"
+    assert found in line
+
+
 def test_starmap_counts_and_single_calls_do_not(
     log: Callable[[], list[str]], fork_server: mpgrad.Pool
 ) -> None:
