@@ -151,9 +151,9 @@ def test_the_workflows_run_what_there_is() -> None:
         assert workflow[True] is not None  # "on", as YAML 1.1 reads it
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
         commands[file.stem] = "\n".join(step["run"] for step in steps if "run" in step)
-    assert set(commands) == {"ci", "matrix"}
+    assert set(commands) == {"ci", "matrix", "site"}
     assert ".ci/run" in commands["ci"] and (ROOT / ".ci" / "run").stat().st_mode & 0o100
-    assert "constraints.txt" in commands["ci"] and (ROOT / "constraints.txt").exists()
+    assert "-e docs" in commands["site"] and "[testenv:docs]" in (ROOT / "tox.ini").read_text()
     assert "scripts/compatibility.py --only ${{ matrix.environment }}" in commands["matrix"]
 
 
