@@ -157,6 +157,45 @@ def test_the_workflows_run_what_there_is() -> None:
     assert "scripts/compatibility.py --only ${{ matrix.environment }}" in commands["matrix"]
 
 
+# instead of python3, which makes programs that only write down how they were started
+STUB = """#!/bin/sh
+mkdir -p .venv/bin
+for name in mypy pip pytest ruff sphinx-build; do
+    printf '#!/bin/sh\necho "%s $*" >> log\n[ "$FAILS" != %s ]\n' $name $name > .venv/bin/$name
+    chmod +x .venv/bin/$name
+done
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fails", ["", "ruff", "mypy", "pytest", "sphinx-build"])
+def test_ci_runs_everything_and_says_what_failed(tmp_path: Path, fails: str) -> None:
+    shutil.copy(ROOT / "README.md", tmp_path)
+    programs = {tmp_path / "bin" / "python3": STUB, tmp_path / ".ci" / "ends": "#!/bin/sh\n"}
+    for program, text in programs.items():
+        program.parent.mkdir()
+        program.write_text(text)
+        program.chmod(0o755)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAILS": fails}
+    ended = subprocess.run(
+        [tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True
+    )
+    log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    started = [" ".join(each[:2]) for each in log if each[0] != "pip"]
+    linters = ["ruff check", "ruff format", "mypy"]
+    if fails in ("ruff", "mypy"):
+        linters = linters[: {"ruff": 1, "mypy": 3}[fails]]
+    assert started == [*linters, "pytest -n", "sphinx-build -q", "pytest -n"]
+    assert [each[-1] for each in log if each[0] == "pip"] == [
+        ".[test]",
+        "mpgrad[lint]",
+        "mpgrad[docs]",
+    ]
+    assert ended.returncode == {"": 0, "pytest": 2}.get(fails, 1)
+    assert ended.stdout.count("failed:") == ended.returncode
+
+
 @pytest.mark.quick
 def test_the_workflow_of_the_matrix_has_its_environments() -> None:
     """It once had others, of which none was documented."""
