@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import mpgrad
+import mpgrad.joblib
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
@@ -186,10 +188,12 @@ def test_the_reference_is_that_of_the_docstrings(script: Any) -> None:
 @pytest.mark.quick
 def test_the_reference_has_every_public_name(script: Any) -> None:
     shown = [each.value for page in REFERENCE for each in script.described(page)]
-    for module in (mpgrad, mpgrad.nn, mpgrad.testing):
+    public = [getattr(mpgrad, name) for name in mpgrad.__all__]
+    modules = [value for value in public if isinstance(value, types.ModuleType)]
+    for module in (mpgrad, mpgrad.joblib, *modules):
         for name in module.__all__:
             value = getattr(module, name)
-            if getattr(value, "__module__", "concurrent").startswith("mpgrad"):
+            if getattr(value, "__module__", "").startswith("mpgrad"):
                 assert any(each is value for each in shown), name
 
 
