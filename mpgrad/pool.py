@@ -69,8 +69,7 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    The tables of the reference page say when to change each option, and have the details of
-    `engine` and `graphs`.
+    The reference page compares the engines, and explains `graphs`.
 
     Everyday arguments:
         processes: the number of workers. None: one for each CPU that this process may use. CPU

@@ -1,13 +1,17 @@
-"""The pages of the documentation as programs: runs the code of each page, and keeps the pictures
-that it draws.
+"""The pages of the documentation: runs the code of each page, keeps the pictures that it draws, and
+writes the reference from the docstrings.
 
 A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what
-the program prints, with "..." for what differs from run to run. What cannot run everywhere is a
-``{code-block} python`` whose caption begins with "Not run here:" and says what it needs.
+the program prints, with "..." for what differs from run to run. A block that cannot run everywhere
+begins with a comment "# not run here: ..." that says what it needs.
+
+A reference page names the objects that it describes in a comment, "<!-- reference: ... -->". Their
+docstrings are the only source of everything after this comment.
 
     pip install '.[docs]'
-    python scripts/pages.py                                      # all pages
+    python scripts/pages.py                                      # runs all pages
     python scripts/pages.py docs/tutorials/*.md --pictures       # draws docs/pictures anew
+    python scripts/pages.py --reference                          # writes docs/reference anew
 """
 
 from __future__ import annotations
@@ -15,24 +19,30 @@ from __future__ import annotations
 import argparse
 import ast
 import doctest
+import functools
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURES = DOCS / "pictures"
 LIMIT = 600.0  # seconds, after which a page hangs: a busy machine may be slow
-NOT_RUN = ":caption: Not run here: "
+NOT_RUN = "# not run here: "
 NOT_PRINTED = "[Gloo]"  # by the program, but by torch 2.8 itself
-KINDS = {"python", "output", "sh", "text"}  # of blocks that are not directives
+# of blocks; in the reference "py" is a signature, and "pycon" an example that doctest runs
+KINDS = {"python", "output", "sh", "text", "py", "pycon"}
 
 # pictures that can be read on a light and on a dark page
 STYLE = """
@@ -65,16 +75,13 @@ class MistakeError(Exception):
 
 def pages() -> list[Path]:
     """All pages that have a program."""
-    return [
-        path
-        for path in sorted(DOCS.rglob("*.md"))
-        if any(block.kind == "python" for block in blocks(path))
-    ]
+    return [path for path in sorted(DOCS.rglob("*.md")) if program(path).strip()]
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, also within containers (":::")."""
-    kind, first, lines, before = None, 0, [], ""
+    """The fenced blocks of a page."""
+    kind, first, before = None, 0, ""
+    lines: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if kind is None:
             if line.startswith("```"):
@@ -101,7 +108,7 @@ def program(path: Path) -> str:
     lines."""
     lines: list[str] = []
     for block in blocks(path):
-        if block.kind == "python":
+        if block.kind == "python" and not block.lines[0].startswith(NOT_RUN):
             lines += [""] * (block.first - 1 - len(lines)) + block.lines
     return "\n".join(lines) + "\n"
 
@@ -169,6 +176,188 @@ def run(path: Path, folder: Path) -> None:
         )
 
 
+# --- the reference
+
+END = "end of the docstring"
+BEGIN = re.compile(r"^<!-- reference: (.*) -->\n", re.MULTILINE)
+MEMBERS = types.FunctionType, property, functools.cached_property, staticmethod, classmethod
+SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|\w+ arguments|[\w ]+ for \w+).*:")
+ENTRY = re.compile(r"(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)")
+
+
+class Described(NamedTuple):
+    """An object in the reference: `owner` is its class, or None; `link` leads to its heading."""
+
+    name: str
+    value: Any
+    owner: Any
+    link: str
+
+
+def described(path: Path) -> Iterator[Described]:
+    """The objects that a page describes, in its order; after each class, its members."""
+    for name in (" ".join(BEGIN.findall(path.read_text()))).split():
+        value = pkgutil.resolve_name(f"mpgrad.{name}")
+        yield Described(f"mpgrad.{name}", value, None, f"{path.name}#{slug(f'mpgrad.{name}')}")
+        for member, each in vars(value).items() if isinstance(value, type) else ():
+            if isinstance(each, MEMBERS) and not member.startswith("_") and each.__doc__:
+                title = f"{value.__name__}.{member}"
+                yield Described(title, getattr(value, member), value, f"{path.name}#{slug(title)}")
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MyST name it."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+@functools.cache
+def links() -> dict[str, str]:
+    """Where the reference describes a name, with and without "mpgrad."."""
+    found: dict[str, str] = {}
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        for each in described(path):
+            short = each.name.removeprefix("mpgrad.")
+            found |= dict.fromkeys((short, f"mpgrad.{short}"), each.link)
+    return found
+
+
+def with_reference(path: Path) -> str:
+    """The page with its descriptions as the docstrings are now."""
+    text = path.read_text()
+    begin = BEGIN.search(text)
+    if begin is None:
+        return text
+    parts = [text[: begin.end()].rstrip()]
+    objects = list(described(path))
+    for each in objects:
+        members = [one for one in objects if one.owner is each.value]
+        parts += description(each, members, path.name)
+    return "\n\n".join(parts) + "\n"
+
+
+def description(each: Described, members: Sequence[Described], page: str) -> Iterator[str]:
+    """The paragraphs that describe an object."""
+    yield f"{'###' if each.owner else '##'} `{each.name}`"
+    docstring = list(sections(inspect.getdoc(each.value) or ""))
+    titles = [title for title, _ in docstring]
+    is_made = not isinstance(each.value, type) or any("rg" in title for title in titles)
+    if is_made and callable(each.value):
+        yield f"```py\n{signature(each)}\n```"
+    own = set(inspect.signature(each.value).parameters) if is_made and callable(each.value) else ()
+
+    def marked(text: str) -> str:
+        return with_links(text, each, own, page)
+
+    for title, lines in docstring:
+        if not title:
+            yield marked("\n".join(lines))
+        elif title == "Example":
+            code = re.sub(r" *# doctest: .*", "", "\n".join(lines))
+            yield f"```pycon\n{code}\n```"
+        elif title == "Returns":
+            yield f"**Returns:** {marked(' '.join(lines))}"
+        elif title.startswith("Raises"):
+            yield f"**{marked(title)}:**"
+            yield "\n".join(
+                f"* {marked(listed(name))}: {marked(text)}" for name, text in entries(lines)
+            )
+        else:
+            what = "Attribute" if title == "Attributes" else title.replace("Args", "Argument")
+            rows = [(listed(name), marked(text)) for name, text in entries(lines)]
+            yield table((what.replace("arguments", "argument"), "Meaning"), rows)
+    if len(members) > 2:
+        yield table(
+            ("Member", "What it does"),
+            [
+                (f"[`{one.name.partition('.')[2]}`](#{slug(one.name)})", marked(summary(one.value)))
+                for one in members
+            ],
+        )
+
+
+def sections(docstring: str) -> Iterator[tuple[str, list[str]]]:
+    """The title and lines of each section; without a title, those of each paragraph."""
+    title, lines = "", list[str]()
+    for line in [*docstring.splitlines(), END]:
+        if title and (line.startswith(" ") or not line):
+            lines.append(line)
+            continue
+        if title or line in ("", END) or SECTION.fullmatch(line):
+            text = textwrap.dedent("\n".join(lines)).strip("\n")
+            if text:
+                yield title, text.splitlines()
+            title, lines = "", []
+        if SECTION.fullmatch(line):
+            title = line.rstrip(":")
+        elif line:
+            lines.append(line)
+
+
+def entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The name and text of each entry of a section."""
+    found: list[list[str]] = []
+    for line in lines:
+        if begun := ENTRY.fullmatch(line):
+            found.append([begun[1], begun[2]])
+        else:
+            found[-1][1] += f" {line.strip()}"
+    yield from ((name, text) for name, text in found)
+
+
+def listed(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))
+
+
+def table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in lines)
+
+
+def summary(value: Any) -> str:
+    """The first sentence of a docstring."""
+    ((_, lines), *_) = sections(inspect.getdoc(value) or "")
+    return re.split(r"(?<=[.`]\.) |(?<=[a-z)]\.) ", " ".join(lines))[0]
+
+
+def signature(each: Described) -> str:
+    """The call with its defaults; without annotations, which an editor shows."""
+    empty = inspect.Parameter.empty
+    known = inspect.signature(each.value)
+    own = [one for one in known.parameters.values() if one.name != "self"]
+    text = str(
+        known.replace(
+            parameters=[one.replace(annotation=empty) for one in own], return_annotation=empty
+        )
+    ).replace("'", '"')
+    return textwrap.fill(each.name + text, 88, subsequent_indent="    ", break_long_words=False)
+
+
+def with_links(text: str, each: Described, own: Any, page: str) -> str:
+    """`text` in Markdown: names that the reference describes become links.
+
+    Raises:
+        MistakeError: a public class has no such member.
+    """
+    module = each.name.rpartition(".")[0].removeprefix("mpgrad.")
+    classes = [one for one in (each.owner, each.value) if isinstance(one, type)]
+
+    def linked(name: str) -> str:
+        if name in own or f"mpgrad.{name}" == each.name or name == each.name:
+            return f"`{name}`"
+        for full in (*(f"{one.__name__}.{name}" for one in classes), f"{module}.{name}", name):
+            if full in links():
+                target = links()[full]
+                return f"[`{name}`]({target.removeprefix(page)})"
+        owner, _, member = name.removeprefix("mpgrad.").partition(".")
+        public = pkgutil.resolve_name("mpgrad").__dict__.get(owner) if owner in links() else None
+        if isinstance(public, type) and member.isidentifier() and not hasattr(public, member):
+            raise MistakeError(f"{each.name}: there is no {name}")
+        return f"`{name}`"
+
+    return re.sub(r"``(.+?)``|`([^`]+)`", lambda m: f"`{m[1]}`" if m[1] else linked(m[2]), text)
+
+
 def cpu_seconds() -> float:
     """Of the programs that have ended, and their workers."""
     times = os.times()
@@ -181,7 +370,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pictures", action="store_true", help=f"put the pictures that they draw into {PICTURES}"
     )
+    parser.add_argument(
+        "--reference", action="store_true", help="only write the reference, from the docstrings"
+    )
     options = parser.parse_args(arguments)
+    if options.reference:
+        for path in sorted((DOCS / "reference").glob("*.md")):
+            path.write_text(with_reference(path))
+        return 0
     failed = 0
     for path in options.pages or pages():
         if absent := missing(path):

@@ -204,7 +204,7 @@ def test_the_pages_cluster_of_its_own(tmp_path: Path) -> None:
     another."""
     text = (HERE.parents[1] / "docs" / "clusters.md").read_text()
     (program,) = re.findall(
-        r"^:caption: Not run here: starts a Ray cluster .*?\)\n(.*?)^```$",
+        r"^# not run here: starts a Ray cluster .*?\)\n(.*?)^```$",
         text,
         re.MULTILINE | re.DOTALL,
     )

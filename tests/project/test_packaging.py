@@ -151,10 +151,49 @@ def test_the_workflows_run_what_there_is() -> None:
         assert workflow[True] is not None  # "on", as YAML 1.1 reads it
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
         commands[file.stem] = "\n".join(step["run"] for step in steps if "run" in step)
-    assert set(commands) == {"ci", "matrix"}
+    assert set(commands) == {"ci", "matrix", "site"}
     assert ".ci/run" in commands["ci"] and (ROOT / ".ci" / "run").stat().st_mode & 0o100
-    assert "constraints.txt" in commands["ci"] and (ROOT / "constraints.txt").exists()
+    assert "-e docs" in commands["site"] and "[testenv:docs]" in (ROOT / "tox.ini").read_text()
     assert "scripts/compatibility.py --only ${{ matrix.environment }}" in commands["matrix"]
+
+
+# instead of python3, which makes programs that only write down how they were started
+STUB = """#!/bin/sh
+mkdir -p .venv/bin
+for name in mypy pip pytest ruff sphinx-build; do
+    printf '#!/bin/sh\necho "%s $*" >> log\n[ "$FAILS" != %s ]\n' $name $name > .venv/bin/$name
+    chmod +x .venv/bin/$name
+done
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fails", ["", "ruff", "mypy", "pytest", "sphinx-build"])
+def test_ci_runs_everything_and_says_what_failed(tmp_path: Path, fails: str) -> None:
+    shutil.copy(ROOT / "README.md", tmp_path)
+    programs = {tmp_path / "bin" / "python3": STUB, tmp_path / ".ci" / "ends": "#!/bin/sh\n"}
+    for program, text in programs.items():
+        program.parent.mkdir()
+        program.write_text(text)
+        program.chmod(0o755)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAILS": fails}
+    ended = subprocess.run(
+        [tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True
+    )
+    log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    started = [" ".join(each[:2]) for each in log if each[0] != "pip"]
+    linters = ["ruff check", "ruff format", "mypy"]
+    if fails in ("ruff", "mypy"):
+        linters = linters[: {"ruff": 1, "mypy": 3}[fails]]
+    assert started == [*linters, "pytest -n", "sphinx-build -q", "pytest -n"]
+    assert [each[-1] for each in log if each[0] == "pip"] == [
+        ".[test]",
+        "mpgrad[lint]",
+        "mpgrad[docs]",
+    ]
+    assert ended.returncode == {"": 0, "pytest": 2}.get(fails, 1)
+    assert ended.stdout.count("failed:") == ended.returncode
 
 
 @pytest.mark.quick

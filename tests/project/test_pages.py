@@ -1,10 +1,11 @@
-"""The documentation: the code of each page runs and prints what it shows, links lead somewhere,
-every public name is there."""
+"""The documentation: the code of each page runs and prints what it shows, pages are ordinary
+Markdown, links lead somewhere, and the reference is that of the docstrings."""
 
 from __future__ import annotations
 
 import faulthandler
 import re
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 import mpgrad
+import mpgrad.joblib
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]
+BY_HAND = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+PROGRAMS = [
+    page for page in PAGES if re.search(r"\n```python\n(?!# not run here: )", page.read_text())
+]
 pytestmark = pytest.mark.usefixtures("leaves_the_clone_clean")
 AT_ONCE = 2  # programs, of which each imports torch and starts a pool
 
@@ -53,11 +58,45 @@ def test_each_block_runs_or_says_why_not(script: Any) -> None:
     for page in PAGES:
         for block in script.blocks(page):
             where = f"{name_of(page)}, line {block.first}"
-            if block.kind == "{code-block} python":
-                assert block.lines[0].startswith(script.NOT_RUN), where
-                compile("\n".join(block.lines[1:]), where, "exec")  # a program all the same
-            else:
-                assert block.kind in script.KINDS or block.kind.startswith("{"), where
+            assert block.kind in script.KINDS, where
+            if block.kind == "python" and block.lines[0].startswith(script.NOT_RUN):
+                compile("\n".join(block.lines), where, "exec")  # a program all the same
+
+
+DIRECTIVES = re.compile(r"^(:::.*|(?:```|~~~)\{.*|%.*)$|(\{[\w:-]+\}`)", re.MULTILINE)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", BY_HAND, ids=str)
+def test_pages_are_ordinary_markdown(page: Path) -> None:
+    """GitHub shows directives and roles of Sphinx as they are written."""
+    assert DIRECTIVES.findall(page.read_text()) == []
+
+
+@pytest.mark.quick
+def test_directives_and_roles_are_seen() -> None:
+    text = ":::{note}\n```{toctree}\n{meth}`a` {a}\n```python\n% a comment\n"
+    assert len(DIRECTIVES.findall(text)) == 4
+
+
+MOST_WORDS = 20_000
+
+
+def words_by_hand(text: str) -> int:
+    """How many words a page has, without the parts that scripts write."""
+    written = re.sub(r"<!-- reference: .*|<!-- table: .*?<!-- end.*?-->", "", text, flags=re.DOTALL)
+    return sum(any(map(str.isalnum, word)) for word in written.split())
+
+
+@pytest.mark.quick
+def test_a_reader_can_read_all_pages() -> None:
+    assert sum(words_by_hand(page.read_text()) for page in BY_HAND) <= MOST_WORDS
+
+
+@pytest.mark.quick
+def test_words_are_counted_where_people_write_them() -> None:
+    text = "one | two <!-- table: x -->three<!-- end of the table --> 3\n<!-- reference: a -->\nb"
+    assert words_by_hand(text) == 3
 
 
 # --- links
@@ -65,17 +104,20 @@ def test_each_block_runs_or_says_why_not(script: Any) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub and MyST name them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    plain = [
-        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings
-    ]
-    return {each.strip().lower().replace(" ", "-") for each in plain}
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in headings]
+    slugs = [re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in plain]
+    assert len(set(slugs)) == len(slugs), page  # a second one would get a number
+    return set(slugs)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def broken_links(page: Path) -> list[str]:
     found = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
         if target.startswith(("http://", "https://")):
             continue
         name, _, anchor = target.partition("#")
@@ -119,40 +161,128 @@ def test_scripts_that_are_cited_are_there() -> None:
 
 
 @pytest.mark.quick
-def test_each_page_is_in_a_table_of_contents() -> None:
-    """Sphinx warns of it too, but only where the site is built."""
-    listed = {"index.md"}
+def test_each_page_has_a_line_in_an_index() -> None:
+    """From which the site makes its navigation."""
+    line = re.compile(r"^(?:\* \[[^\]]+\]\(([\w/]+\.md)\): \w|\| \[[^\]]+\]\(([\w/]+\.md)\) \|)")
+    listed = ["index.md"]
     for page in PAGES:
-        for toctree in re.findall(
-            r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
-            names = [
-                line.rpartition("<")[2].strip("> ")
-                for line in toctree.splitlines()
-                if line and not line.startswith(":")
-            ]
-            listed |= {name_of((page.parent / f"{name}.md").resolve()) for name in names}
-    assert listed == set(map(name_of, PAGES))
+        if page.name == "index.md":
+            found = [line.match(each) for each in page.read_text().splitlines()]
+            names = [each[1] or each[2] for each in found if each]
+            listed += [name_of((page.parent / name).resolve()) for name in names]
+    assert sorted(listed) == sorted(map(name_of, PAGES))
 
 
 # --- the reference
 
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+
 
 @pytest.mark.quick
-def test_the_reference_has_every_public_name() -> None:
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    shown = set(re.findall(r"^\.\. auto\w+:: mpgrad\.([\w.]+)", text, re.MULTILINE))
-    # two are of concurrent.futures, two are modules
-    public = set(mpgrad.__all__) - {"as_completed", "nn", "testing", "wait"}
-    public |= {f"nn.{name}" for name in mpgrad.nn.__all__} | {
-        f"testing.{name}" for name in mpgrad.testing.__all__
-    }
-    assert public <= shown
-    for name in shown:
-        there: Any = mpgrad
-        for part in name.split("."):
-            there = getattr(there, part)
-        assert there.__doc__, name
+def test_the_reference_is_that_of_the_docstrings(script: Any) -> None:
+    """`python scripts/pages.py --reference` writes it."""
+    old = [page.name for page in REFERENCE if script.with_reference(page) != page.read_text()]
+    assert old == []
+
+
+@pytest.mark.quick
+def test_the_reference_has_every_public_name(script: Any) -> None:
+    shown = [each.value for page in REFERENCE for each in script.described(page)]
+    public = [getattr(mpgrad, name) for name in mpgrad.__all__]
+    modules = [value for value in public if isinstance(value, types.ModuleType)]
+    for module in (mpgrad, mpgrad.joblib, *modules):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if getattr(value, "__module__", "").startswith("mpgrad"):
+                assert any(each is value for each in shown), name
+
+
+class Described:
+    """Has something of everything.
+
+    See `value`, ``Pool``, `mpgrad.Pool.map` and `torch.nn`.
+
+    Args:
+        first: an int | None. See
+            `first`.
+        **others: more.
+
+    Raises (`value`):
+        ValueError, mpgrad.PoolClosedError: it is wrong, and the next line
+        goes on.
+
+    Example:
+        >>> 1 + 1  # doctest: +SKIP
+        2
+
+        >>> 3
+        3
+    """
+
+    def __init__(self, first: int | None = None, mode: str = "a", **others: Any) -> None:
+        self.first = first
+
+    @property
+    def value(self) -> int:
+        """One e.g. value. And more."""
+        return 1
+
+
+DESCRIPTION = """## `mpgrad.Described`
+
+```py
+mpgrad.Described(first=None, mode="a", **others)
+```
+
+Has something of everything.
+
+See [`value`](#describedvalue), `Pool`, [`mpgrad.Pool.map`](pool.md#poolmap) and `torch.nn`.
+
+| Argument | Meaning |
+| --- | --- |
+| `first` | an int \\| None. See `first`. |
+| `**others` | more. |
+
+**Raises ([`value`](#describedvalue)):**
+
+* `ValueError`, [`mpgrad.PoolClosedError`](errors.md#mpgradpoolclosederror): it is wrong, and the next line goes on.
+
+```pycon
+>>> 1 + 1
+2
+
+>>> 3
+3
+```"""  # noqa: E501
+
+
+@pytest.fixture
+def page(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page that describes the class above."""
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n<!-- reference: Described -->\n\n## `mpgrad.Old`\n")
+    monkeypatch.setattr(mpgrad, "Described", Described, raising=False)
+    links = {**script.links(), "Described.value": "page.md#describedvalue"}
+    monkeypatch.setattr(script, "links", lambda: links)
+    return page
+
+
+@pytest.mark.quick
+def test_a_docstring_becomes_a_description(script: Any, page: Path) -> None:
+    head, _, text = script.with_reference(page).partition("\n\n## ")
+    assert head == "# A page\n\n<!-- reference: Described -->"
+    described, _, member = f"## {text}".partition("\n\n### ")
+    assert described == DESCRIPTION
+    assert member == "`Described.value`\n\nOne e.g. value. And more.\n"
+
+
+@pytest.mark.quick
+def test_a_name_that_is_not_there_is_seen(
+    script: Any, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Described, "__doc__", "As `Pool.mop` does.")
+    with pytest.raises(script.MistakeError, match=r"mpgrad.Described: there is no Pool.mop"):
+        script.with_reference(page)
 
 
 # --- that pages which are wrong are seen
@@ -164,11 +294,14 @@ import mpgrad
 x = {code}
 ```
 
-:::{{container}} sides
 ```python
 print(x)
 ```
-:::
+
+```python
+# not run here: needs a GPU
+print(1 / 0)
+```
 
 ```output
 {shown}
@@ -205,8 +338,8 @@ def test_a_page_that_is_wrong_is_seen(
 def test_what_a_page_needs(script: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} "
-        "python\nimport never\n```\n"
+        "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```python\n"
+        "# not run here: needs never\nimport never\n```\n"
     )
     assert script.missing(page) == ["nor_this", "not_there"]
 

@@ -368,10 +368,11 @@ def unknown_nouns(names: Iterable[str]) -> set[str]:
 
 
 def terms() -> list[str]:
-    """What the glossary explains: lines that are not indented, within its lists."""
-    text = (ROOT / "docs" / "glossary.md").read_text()
-    blocks = re.findall(r"```{glossary}\n(.*?)```", text, re.DOTALL)
-    return [line for block in blocks for line in block.split("\n") if line and line[0] != " "]
+    """What the glossary and the design page explain."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("glossary.md", "design.md")]
+    return re.findall(
+        r"^\* \*\*(.+)\*\*: ", pages[0] + pages[1].partition("\n## Words")[2], re.MULTILINE
+    )
 
 
 @pytest.mark.quick
@@ -466,16 +467,9 @@ def names_to_import() -> Iterator[str]:
 
 def names_in_reference() -> Iterator[str]:
     """What its pages take from docstrings."""
-    directive = re.compile(r"^\.\. (py:currentmodule|auto\w+):: ([\w.]+)", re.MULTILINE)
     for page in (ROOT / "docs" / "reference").glob("*.md"):
-        module = "mpgrad"
-        for kind, name in directive.findall(page.read_text()):
-            if kind == "py:currentmodule":
-                module = name
-            else:
-                yield (name if name.startswith("mpgrad.") else f"{module}.{name}").removeprefix(
-                    "mpgrad."
-                )
+        for names in re.findall(r"^<!-- reference: (.*) -->$", page.read_text(), re.MULTILINE):
+            yield from names.split()
 
 
 def with_methods(name: str) -> Iterator[tuple[str, str]]:

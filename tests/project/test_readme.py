@@ -22,7 +22,10 @@ def test_the_first_example(tmp_path: Path) -> None:
     # there is no other one
     (example,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "example.py").write_text(example)
-    assert run(tmp_path, "example.py").count("tensor(") == 2  # the gradients that it prints
+    shown, gradients = run(tmp_path, "example.py").splitlines()
+    times = r"loop \d+\.\d\d s, pool \d+\.\d\d s"
+    assert re.fullmatch(times, shown) and gradients.count("tensor(") == 2
+    assert re.findall(f"`{times}`", README.read_text())  # it shows both times, too
 
 
 def test_the_doctor_finds_that_pools_work(tmp_path: Path) -> None:
