@@ -184,6 +184,7 @@ class KeptSlots:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._lock = threading.Lock()
+        self.bytes_copied = 0
         # by address and size of what was copied
         self._known: OrderedDict[tuple[int, int], KeptSlot] = OrderedDict()
 
@@ -202,6 +203,7 @@ class KeptSlots:
         if slot is None or not (is_constant or has_bytes(slot, *key)):
             slot = self._arena.allocate(nbytes)
             ctypes.memmove(slot.pointer, pointer, nbytes)
+            self.bytes_copied += nbytes
         find = weakref.ref(slot) if known is None else functools.partial(itself, slot)
         with self._lock:
             self._known[key] = KeptSlot(find, constant)

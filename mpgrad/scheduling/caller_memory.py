@@ -58,13 +58,14 @@ class CallerMemory:
             if settings.devices is not None
             else None
         )
+        self._kept_slots = KeptSlots(self.arena)
         self.packer = Packer(
             self.arena,
             self.foreign_slabs.find,
             settings.recoverable,
             self.device_transfer,
             # Agents on other machines have copies of slots, and are not told that one comes again.
-            kept_slots=None if settings.remote else KeptSlots(self.arena),
+            kept_slots=None if settings.remote else self._kept_slots,
         )
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.device_transfer)
 
@@ -74,7 +75,8 @@ class CallerMemory:
 
     @property
     def bytes_copied(self) -> int:
-        return self.packer.bytes_copied + self.copying_packer.bytes_copied
+        packers = self.packer.bytes_copied + self.copying_packer.bytes_copied
+        return packers + self._kept_slots.bytes_copied
 
     def slabs_of(self, worker: int) -> list[int]:
         return [number for number in self.foreign_slabs.numbers if owner_of(number) == worker]
