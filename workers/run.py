@@ -653,7 +653,7 @@ class Runner:
                 if self._progress.is_skipped(chunk):
                     break
                 if answer.outcomes:
-                    self._early.note_call()
+                    self._early.note_call(message.together)
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
                 outcome = (

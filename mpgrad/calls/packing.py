@@ -170,6 +170,8 @@ class OperationOptions(NamedTuple):
     eager: EagerOptions | None = None  # how backwards of losses are run with the calls
     # what calls are given is all there, and all results are waited for together
     at_rest: bool = False
+    # likewise, and calls that have run may run again: so results may stay in a worker for a while
+    together: bool = False
 
 
 class PackedCall:

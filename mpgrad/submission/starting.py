@@ -140,6 +140,7 @@ class Starter:
             request=request,
             eager=eager,
             at_rest=at_rest,
+            together=at_rest and scheduler.settings.retries > 0,
         )
         return kind(how, owner, captures, streams, listener)
 

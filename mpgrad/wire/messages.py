@@ -293,7 +293,8 @@ class Forward(NamedTuple):
     """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
     run.
 
-    With `eager` options, the backward of a loss runs right after its forward.
+    With `eager` options, the backward of a loss runs right after its forward. If results are wanted
+    `together`, they may wait for a while behind a slow call.
     """
 
     chunk: int
@@ -302,6 +303,7 @@ class Forward(NamedTuple):
     seed: int | None
     stop_at_failure: bool
     eager: EagerOptions | None
+    together: bool
     calls: list[ForwardCall]
 
 
