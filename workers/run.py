@@ -49,7 +49,7 @@ from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import under
-from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.private import NOTHING, plus
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.messages import (
     BackwardCall,
@@ -111,7 +111,6 @@ from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
 __all__ = ["ProgressWriter", "Runner"]
 
-NOTHING = contextlib.nullcontext()
 NEEDS_GRAD = operator.attrgetter("requires_grad")
 WHEN_RUN_AGAIN = (
     "when it was run again; with the same inputs and random numbers it must do the same"

@@ -64,6 +64,7 @@ __all__ = [
     "KL_FUNCTIONS",
     "LEAF_NODE",
     "NODE_IN_PYTHON",
+    "NOTHING",
     "CallCounter",
     "Level",
     "all_leaves",
@@ -532,8 +533,17 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
-# One object for all, because it is needed several times per call.
-NOTHING = contextlib.nullcontext()
+class EmptyContext:
+    """Does nothing, in C: `contextlib.nullcontext` runs Python code, several times per call.
+
+    It gives False, and raises what is raised in its body.
+    """
+
+    __enter__ = staticmethod(bool)
+    __exit__ = staticmethod("".format)  # gives "" for any three arguments
+
+
+NOTHING: contextlib.AbstractContextManager[bool] = EmptyContext()  # type: ignore[assignment]
 
 
 # --- levels of vmap
