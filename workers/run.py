@@ -636,7 +636,7 @@ class Runner:
 
     def forward(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
         chunk, calls = message.chunk, message.calls
-        found = self._functions[message.function]
+        found = self._functions.begin(message.function)
         function = found if isinstance(found, Function) else None
         answer = ForwardAnswer(chunk, function)
         with (

@@ -114,8 +114,8 @@ def pickled_function(
 
 
 class SharedFunction:
-    """A function as it is during one operation: its pickle, and its captures in one slot of shared
-    memory."""
+    """A function as it is during one operation, or during lone calls in a row: its pickle, and its
+    captures in one slot of shared memory."""
 
     numbers = itertools.count(1)
 
@@ -126,7 +126,10 @@ class SharedFunction:
         forget: Callable[[int, int], None],
         names: CallNames,
         request: Request | None = None,
+        of_lone_calls: bool = False,
     ) -> None:
+        """With `of_lone_calls`, later operations of one call may have this same function."""
+        self.of_lone_calls = of_lone_calls
         self.pickled, captures, sharing, self.state, self.shared = function
         self.names = names
         self.number = next(self.numbers)

@@ -223,6 +223,7 @@ class ChunkWriter:
                 function.refs,
                 function.gathers,
                 state,
+                function.of_lone_calls,
             )
         )
         self.functions.add(function.number)

@@ -251,7 +251,8 @@ class Define(NamedTuple):
     `pickled` is None if the worker already has the bytes of `code`. The captures are in one slot of
     shared memory. `slot` is its address and size, or None if the captures have no bytes. The places
     of captures are offsets in it. `state` is what the function uses of the user's modules; the
-    state's captures come last.
+    state's captures come last. With `of_lone_calls`, each `Forward` is an operation of its own. It
+    must not see what calls of the others have changed in the function.
     """
 
     function: int
@@ -261,6 +262,7 @@ class Define(NamedTuple):
     captures: Sequence[TensorRef]
     gathers: bool = False  # move all tensors of its calls to the worker's device
     state: ModulesState | None = None
+    of_lone_calls: bool = False
 
 
 class Forget(NamedTuple):
