@@ -137,6 +137,9 @@ class CallQueue:
         have run dry, calls are also taken from the worker that has most, if they are worth a
         message. See `look_at`.
         """
+        # No worker has a call that it has not begun.
+        if self.look_at == math.inf:
+            return False
         now = time.monotonic()
         takers = [worker for worker in workers if worker.ready and not worker.retiring]
         is_dry = not (self.has_calls or all(worker.under_way.chunks for worker in takers))
