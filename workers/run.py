@@ -35,7 +35,7 @@ import itertools
 import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,14 +248,11 @@ class CallRun:
         self._own_inputs = own_inputs(call) if eager is not None else ()
         self._differentiated = 0  # number of items whose eager backward has run
 
-    def items(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors of the call, or of each item of a bundle."""
-        start = 0
-        for _, count in self._call.bundle:
-            yield self._given[start : start + count]
-            start += count
+    def items(self) -> Iterable[list[torch.Tensor]]:
+        """Return the tensors of the call, or of each item of a bundle."""
         if not self._call.bundle:
-            yield self._given
+            return (self._given,)
+        return (some for _, some in split(self._call.bundle, self._given))
 
     def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
         """Find stray leaves behind the results of an item. `copied` are leaves that were made when
@@ -290,7 +287,7 @@ class CallRun:
         if alone:
             # now a non-leaf input is kept alive only by tensors that were made from it
             self._given.clear()
-            self.inputs = edges_at(self._entrances)
+            self.inputs = edges_at(self._entrances) if self._entrances else []
         if not outputs or torch.is_inference_mode_enabled():
             return []
         self._function.search.look(outputs, reentrant)
@@ -378,20 +375,16 @@ class CallRun:
             self.graph = GraphEdges(function, self._outputs, self.inputs, self._reentrant, devices)
 
 
-def structure_of(call: ForwardCall, offset: int) -> Structure:
-    return call.bundle[offset][0] if call.bundle else call.structure
-
-
 def arguments(
     call: ForwardCall,
     offset: int,
+    shape: Structure,
     tensors: list[torch.Tensor],
     modules: Namespaces,
     filters: TaskFilters,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return (args, kwargs) of the item at `offset`. Its tensors come first, then those of
-    dependencies' results."""
-    shape = structure_of(call, offset)
+    """Return (args, kwargs) of the item at `offset`, whose structure is `shape`. Its tensors come
+    first, then those of dependencies' results."""
     own, dependency_results = len(tensors), list[Any]()
     if call.dependency_results:
         own -= sum([count for _, count in call.dependency_results])
@@ -751,11 +744,11 @@ class Runner:
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
-            pickled = structure_of(call, stage.offset)
+            pickled = call.bundle[stage.offset][0] if call.bundle else call.structure
             item = call.item + stage.offset
             with self._early:
                 args, kwargs = arguments(
-                    call, stage.offset, own, function.modules, self._warnings.filters
+                    call, stage.offset, pickled, own, function.modules, self._warnings.filters
                 )
                 copied = (
                     copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
@@ -789,7 +782,8 @@ class Runner:
             outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
         ):
             run.enter(outputs, reentrant)
-        begin_item(-1)
+        if call.bundle:
+            begin_item(-1)
         run.end()
         return run
 
