@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpgrad.callbacks import LOOK_EVERY, CallbackThread, report
 from mpgrad.errors import contextmanager
-from mpgrad.torch_state.private import current_graph_task
+from mpgrad.torch_state.private import NOTHING, current_graph_task
 
 __all__ = [
     "Progress",
@@ -269,12 +269,9 @@ def attended(
     With a `timeout` it does not, because a slow function would delay the end of the wait.
     """
     if timeout is not None or (own is None and not callbacks.watched):
-        return NOT_ATTENDED
+        return NOTHING
     of_pool = [each for each in callbacks.watched if isinstance(each, Reporter) and each.is_of_pool]
     return attending(of_pool if own is None else [*of_pool, own])
-
-
-NOT_ATTENDED = contextlib.nullcontext(False)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ for long. Worker's side.
 
 Short calls go to a worker together, and their results come back together, because a message costs
 more than such a call. But nobody knows beforehand how long a call takes. So while a call runs, a
-thread looks every `PATIENCE` seconds whether results wait behind it, and sends them.
+thread looks every few milliseconds whether results wait behind it, and sends them.
 
     the worker's thread   turn taken │ answer grows │ released: user's code │ taken │ answer sent
     this thread                      └─────────── turn taken: what is there is sent ──┘
@@ -15,6 +15,7 @@ Assumes: user's code lets other threads run. While C code keeps the interpreter 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import signal
 import threading
 import time
@@ -26,6 +27,8 @@ __all__ = ["EarlyAnswers"]
 
 # seconds; what the caller takes for a long call, too (`LATE` in `scheduling.queue`)
 PATIENCE = 5e-3
+# the same if nobody wants a result before the others; each answer costs more than 0.1 ms of CPU
+PATIENCE_TOGETHER = 50e-3
 
 
 class EarlyAnswers:
@@ -42,6 +45,7 @@ class EarlyAnswers:
         # whether calls may begin this thread; never where the worker's thread is the caller's
         self.is_on = False
         self.error: BaseException | None = None
+        self._patience = PATIENCE  # seconds between two looks
         self._calls = 0  # begun with results before them that were not sent
         self._is_asleep = True  # the thread, if there is one; a call wakes it
         self._bell = _thread.allocate_lock()
@@ -54,13 +58,17 @@ class EarlyAnswers:
     def __exit__(self, *_: object) -> None:
         self.turn.acquire()
 
-    def note_call(self) -> None:
-        """Note that a call begins, and that results of others wait."""
+    def note_call(self, together: bool = False) -> None:
+        """Note that a call begins, and that results of others wait; `together` says that nobody
+        wants one of them before the others."""
         self._calls += 1
-        if self._is_asleep and self.is_on:
-            self._is_asleep = False
+        patience = PATIENCE_TOGETHER if together else PATIENCE
+        if (self._is_asleep or patience < self._patience) and self.is_on:
+            self._is_asleep, self._patience = False, patience
             if self._thread:
-                self._bell.release()
+                # It may have been rung, and not heard yet.
+                with contextlib.suppress(RuntimeError):
+                    self._bell.release()
             else:
                 self._start()
 
@@ -100,7 +108,7 @@ class EarlyAnswers:
         seen = -1
         try:
             while self._thread == thread:
-                self._bell.acquire(timeout=-1 if self._is_asleep else PATIENCE)
+                self._bell.acquire(timeout=-1 if self._is_asleep else self._patience)
                 if seen != self._calls:
                     seen = self._calls
                 elif self.turn.acquire(blocking=False):

@@ -140,6 +140,19 @@ class FunctionPickle:
             )
         return target, modules, streams
 
+    def begins_again(self, target: Any) -> bool:
+        """Whether the function is as it was when it was loaded. Then another operation may have
+        it."""
+        for each in self._under_way:
+            if each.target is target:
+                now = FunctionFingerprint.of(target)
+                if now is None or not now.is_like(each.fingerprint):
+                    return False
+                self.operations += 1
+                each.modules.begin_again(each.script)
+                return True
+        return False
+
     def take_back(self, target: Any) -> None:
         """Keep the function for the next operation, because its operation has ended."""
         for each in self._under_way:
@@ -185,6 +198,14 @@ class Function(NamedTuple):
         )
 
 
+class LoneFunction(NamedTuple):
+    """How a function was defined that lone calls share."""
+
+    message: Define
+    code: FunctionPickle
+    is_fresh: bool  # no call has had it
+
+
 class FunctionTable(dict[int, Function | Failure]):
     """The functions by number. If one could not be loaded, the table has the failure that each of
     its calls gets."""
@@ -196,6 +217,7 @@ class FunctionTable(dict[int, Function | Failure]):
         # states of the user's modules, see `ModulesState`
         self._states: RecentValues[bytes] = RecentValues()
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
+        self._of_lone_calls: dict[int, LoneFunction] = {}
 
     def define(self, message: Define) -> None:
         """Load the function at once. If that raises, each of its calls fails with the error."""
@@ -206,12 +228,33 @@ class FunctionTable(dict[int, Function | Failure]):
                 message.state.number,
                 message.state.pickled or self._states.get(message.state.number) or b"",
             )
+        self._load(message, self._codes.get(message.code))
+        if message.of_lone_calls:
+            known = LoneFunction(message, self._codes[message.code], is_fresh=True)
+            self._of_lone_calls[message.function] = known
+
+    def begin(self, number: int) -> Function | Failure:
+        """Return the function for the calls of a message."""
+        lone = self._of_lone_calls.get(number)
+        if lone is not None:
+            found = self[number]
+            if not (
+                lone.is_fresh
+                or (isinstance(found, Function) and lone.code.begins_again(found.target))
+            ):
+                self._drop(number)
+                self._load(lone.message, lone.code)
+            self._of_lone_calls[number] = lone._replace(is_fresh=False)
+        return self[number]
+
+    def _load(self, message: Define, code: FunctionPickle | None) -> None:
         try:
-            self[message.function] = self._loaded(message)
+            assert code is not None, "the pickle of a function did not come"
+            self[message.function] = self._loaded(message, code)
         except BaseException as error:
             self[message.function] = failure(error, "loading the function")
 
-    def _loaded(self, message: Define) -> Function:
+    def _loaded(self, message: Define, code: FunctionPickle) -> Function:
         refs = self._worker_device.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
@@ -227,7 +270,6 @@ class FunctionTable(dict[int, Function | Failure]):
         state = message.state
         if state is not None:
             state = state._replace(pickled=self._states.get(state.number) or b"")
-        code = self._codes[message.code]
         target, modules, streams = code.load(captures, state)
         return Function(
             code,
@@ -253,22 +295,25 @@ class FunctionTable(dict[int, Function | Failure]):
     def forget(self, message: Forget) -> None:
         """Drop functions and pickles. Collect garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
-            known = self.pop(number, None)
-            if isinstance(known, Function):
-                PLACED.take_back(known.modules)
-                for kind in known.modules.registered:
-                    unregister(kind)
-                if known.modules.placement is not None:
-                    known.modules.placement.forget()
-                known.code.take_back(known.target)
+            self._drop(number)
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
         # a recursive function is a reference cycle, which would keep its captures for long
         if self._forgotten_bytes > GARBAGE_BYTES:
             self._forgotten_bytes = 0
-            known = None
             gc.collect()
+
+    def _drop(self, number: int) -> None:
+        self._of_lone_calls.pop(number, None)
+        known = self.pop(number, None)
+        if isinstance(known, Function):
+            PLACED.take_back(known.modules)
+            for kind in known.modules.registered:
+                unregister(kind)
+            if known.modules.placement is not None:
+                known.modules.placement.forget()
+            known.code.take_back(known.target)
 
 
 def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:

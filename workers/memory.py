@@ -118,7 +118,7 @@ class WorkerMemory:
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
         """Return tensors that view the payload and the caller's slots. If one cannot be viewed,
         return all slots to the caller."""
-        if isinstance(refs, TensorBucket):
+        if type(refs) is TensorBucket:  # isinstance of a `Sequence` runs Python code
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
         try:

@@ -35,7 +35,7 @@ import itertools
 import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import under
-from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.private import NOTHING, plus
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.messages import (
     BackwardCall,
@@ -111,7 +111,6 @@ from mpgrad.workers.memory import WorkerDevice, WorkerMemory
 
 __all__ = ["ProgressWriter", "Runner"]
 
-NOTHING = contextlib.nullcontext()
 NEEDS_GRAD = operator.attrgetter("requires_grad")
 WHEN_RUN_AGAIN = (
     "when it was run again; with the same inputs and random numbers it must do the same"
@@ -249,14 +248,11 @@ class CallRun:
         self._own_inputs = own_inputs(call) if eager is not None else ()
         self._differentiated = 0  # number of items whose eager backward has run
 
-    def items(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors of the call, or of each item of a bundle."""
-        start = 0
-        for _, count in self._call.bundle:
-            yield self._given[start : start + count]
-            start += count
+    def items(self) -> Iterable[list[torch.Tensor]]:
+        """Return the tensors of the call, or of each item of a bundle."""
         if not self._call.bundle:
-            yield self._given
+            return (self._given,)
+        return (some for _, some in split(self._call.bundle, self._given))
 
     def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
         """Find stray leaves behind the results of an item. `copied` are leaves that were made when
@@ -291,7 +287,7 @@ class CallRun:
         if alone:
             # now a non-leaf input is kept alive only by tensors that were made from it
             self._given.clear()
-            self.inputs = edges_at(self._entrances)
+            self.inputs = edges_at(self._entrances) if self._entrances else []
         if not outputs or torch.is_inference_mode_enabled():
             return []
         self._function.search.look(outputs, reentrant)
@@ -379,20 +375,16 @@ class CallRun:
             self.graph = GraphEdges(function, self._outputs, self.inputs, self._reentrant, devices)
 
 
-def structure_of(call: ForwardCall, offset: int) -> Structure:
-    return call.bundle[offset][0] if call.bundle else call.structure
-
-
 def arguments(
     call: ForwardCall,
     offset: int,
+    shape: Structure,
     tensors: list[torch.Tensor],
     modules: Namespaces,
     filters: TaskFilters,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return (args, kwargs) of the item at `offset`. Its tensors come first, then those of
-    dependencies' results."""
-    shape = structure_of(call, offset)
+    """Return (args, kwargs) of the item at `offset`, whose structure is `shape`. Its tensors come
+    first, then those of dependencies' results."""
     own, dependency_results = len(tensors), list[Any]()
     if call.dependency_results:
         own -= sum([count for _, count in call.dependency_results])
@@ -637,7 +629,7 @@ class Runner:
 
     def forward(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
         chunk, calls = message.chunk, message.calls
-        found = self._functions[message.function]
+        found = self._functions.begin(message.function)
         function = found if isinstance(found, Function) else None
         answer = ForwardAnswer(chunk, function)
         with (
@@ -653,7 +645,7 @@ class Runner:
                 if self._progress.is_skipped(chunk):
                     break
                 if answer.outcomes:
-                    self._early.note_call()
+                    self._early.note_call(message.together)
                 stage, begun = Stage(self.spans), time.perf_counter()
                 stage.position = position
                 outcome = (
@@ -752,11 +744,11 @@ class Runner:
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
-            pickled = structure_of(call, stage.offset)
+            pickled = call.bundle[stage.offset][0] if call.bundle else call.structure
             item = call.item + stage.offset
             with self._early:
                 args, kwargs = arguments(
-                    call, stage.offset, own, function.modules, self._warnings.filters
+                    call, stage.offset, pickled, own, function.modules, self._warnings.filters
                 )
                 copied = (
                     copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
@@ -790,7 +782,8 @@ class Runner:
             outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)
         ):
             run.enter(outputs, reentrant)
-        begin_item(-1)
+        if call.bundle:
+            begin_item(-1)
         run.end()
         return run
 

@@ -57,7 +57,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def done(self) -> bool:
         """As in `concurrent.futures`."""
-        return self._present() in FINAL
+        return self._has_ended or self._course.get(None) == CANCELLED_AND_NOTIFIED
 
     def running(self) -> bool:
         """As in `concurrent.futures`."""
@@ -65,7 +65,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def cancelled(self) -> bool:
         """As in `concurrent.futures`."""
-        return self._present() == CANCELLED_AND_NOTIFIED
+        return not self._has_ended and self._course.get(None) == CANCELLED_AND_NOTIFIED
 
     def cancel(self) -> bool:
         """As in `concurrent.futures`."""

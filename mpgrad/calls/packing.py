@@ -121,8 +121,8 @@ def pickled_function(
 
 
 class SharedFunction:
-    """A function as it is during one operation: its pickle, and its captures in one slot of shared
-    memory."""
+    """A function as it is during one operation, or during lone calls in a row: its pickle, and its
+    captures in one slot of shared memory."""
 
     numbers = itertools.count(1)
 
@@ -133,7 +133,10 @@ class SharedFunction:
         forget: Callable[[int, int], None],
         names: CallNames,
         request: Request | None = None,
+        of_lone_calls: bool = False,
     ) -> None:
+        """With `of_lone_calls`, later operations of one call may have this same function."""
+        self.of_lone_calls = of_lone_calls
         self.pickled, captures, sharing, self.state, self.shared, self.seconds = function
         self.names = names
         self.number = next(self.numbers)
@@ -177,6 +180,8 @@ class OperationOptions(NamedTuple):
     eager: EagerOptions | None = None  # how backwards of losses are run with the calls
     # what calls are given is all there, and all results are waited for together
     at_rest: bool = False
+    # likewise, and calls that have run may run again: so results may stay in a worker for a while
+    together: bool = False
 
 
 class PackedCall:

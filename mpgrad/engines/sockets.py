@@ -157,7 +157,8 @@ class SocketEngine:
                 self.watch(link)
             if mask & selectors.EVENT_READ:
                 found.append(link)
-        found += [link for link in list(self._ending) if self._has_exited(link)]
+        if self._ending:
+            found += [link for link in list(self._ending) if self._has_exited(link)]
         return found
 
     def wake(self) -> None:

@@ -129,7 +129,9 @@ class Canceller:
                 self.kill(operation)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
-            if not (worker.under_way.chunks or worker.termination):
+            first = worker.under_way.first
+            has_limit = first is not None and first.timeout is not None
+            if not (has_limit or worker.termination or worker.under_way.grace_ends < math.inf):
                 continue
             if overdue_at(worker) <= now:
                 self._end_overdue(worker, now)

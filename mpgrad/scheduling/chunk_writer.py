@@ -154,6 +154,7 @@ class ChunkWriter:
             options.seed,
             options.stop_at_failure,
             options.eager,
+            options.together,
             sent,
         )
         messages.append(forward)
@@ -222,6 +223,7 @@ class ChunkWriter:
                 function.refs,
                 function.gathers,
                 state,
+                function.of_lone_calls,
             )
         )
         self.functions.add(function.number)
@@ -601,6 +603,9 @@ class ChunkSeconds(NamedTuple):
 
     shortest: float
     longest: float
+    # the longest if all results of the operation are wanted together; what a worker has not begun
+    # can be taken back
+    together: float
     # seconds that a chunk takes the parent, which has to keep up with all workers
     care: float = 0.0
 
@@ -610,13 +615,14 @@ class ChunkSeconds(NamedTuple):
 
     @property
     def one_by_one(self) -> float:
-        """Calls that take so many seconds or more are sent alone."""
+        """Calls that take so many seconds or more are sent alone, if they differ in size or their
+        results are wanted one by one."""
         return self.longest / 2
 
 
-NEAR = ChunkSeconds(1e-3, 20e-3)
+NEAR = ChunkSeconds(1e-3, 20e-3, 200e-3)
 # A message to another machine takes a few ms on its way, and up to 1 ms of CPU time at each end.
-FAR = ChunkSeconds(10e-3, 100e-3, 0.7e-3)
+FAR = ChunkSeconds(10e-3, 100e-3, 100e-3, 0.7e-3)
 
 
 def first_window(seconds: float) -> int:
@@ -644,11 +650,16 @@ def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 
 
-def chunk_size(seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds) -> int:
-    """Return how many of the `left` calls, of so many seconds each, a worker is sent at once."""
+def chunk_size(
+    seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds, together: bool = False
+) -> int:
+    """Return how many of the `left` calls, of so many seconds each, a worker is sent at once.
+
+    `together` says that nobody wants one of the results before the others.
+    """
+    longest = chunk_seconds.together if together else chunk_seconds.longest
     return min(
-        MOST_CALLS,
-        guided_size(seconds, left, workers, chunk_seconds.least(workers), chunk_seconds.longest),
+        MOST_CALLS, guided_size(seconds, left, workers, chunk_seconds.least(workers), longest)
     )
 
 

@@ -125,6 +125,8 @@ class Dispatcher(Scheduler):
 
     def _wait_and_tick(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
         """Wait, and show the progress that this thread attends."""
+        if not self.callbacks.watched:
+            return self._wait(satisfied, timeout)
         end = math.inf if timeout is None else time.monotonic() + timeout
         while any(item.is_here for item in self.callbacks.watched):
             left = end - time.monotonic()

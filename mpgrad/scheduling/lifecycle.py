@@ -131,7 +131,7 @@ class Lifecycle:
         return FORKS.count == self._forks
 
     def check_process(self) -> None:
-        if not self.is_ours:
+        if FORKS.count != self._forks:  # not `is_ours`: this is asked for each call and backward
             raise RuntimeError(
                 f"this pool belongs to process {self._pid} and cannot be used in its forked child "
                 f"{os.getpid()}; "

@@ -3,8 +3,9 @@ how many at once, and which calls had better wait longer.
 
 multiprocessing.Pool cuts a map into chunks of one size beforehand, when nobody knows how long calls
 take. `CallQueue` measures that. Short calls go together, and fewer of them towards the end. Long
-calls go one by one, and the largest of the last calls go first. If a worker has run dry, it may get
-calls that another worker has been given and has not begun.
+calls go one by one, unless nobody wants a result before the others. The largest of the last calls
+go first. If a worker has run dry, it may get calls that another worker has been given and has not
+begun.
 
 `Deliveries` sends workers chunks of the calls and backwards that wait, together with updates:
 
@@ -136,6 +137,9 @@ class CallQueue:
         have run dry, calls are also taken from the worker that has most, if they are worth a
         message. See `look_at`.
         """
+        # No worker has a call that it has not begun.
+        if self.look_at == math.inf:
+            return False
         now = time.monotonic()
         takers = [worker for worker in workers if worker.ready and not worker.retiring]
         is_dry = not (self.has_calls or all(worker.under_way.chunks for worker in takers))
@@ -222,7 +226,7 @@ class CallQueue:
         )
 
     def _goes_by_size(self, operation: Operation) -> bool:
-        """Whether the last calls are sorted by size. Only calls that are sent one by one are."""
+        """Whether the last calls are sorted by size. Only long calls are."""
         seconds = self._function_cache.seconds(operation.options.function, unknown=0.0)
         any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
         return any_order and self.workers > 1 and seconds >= self._chunk_seconds.one_by_one
@@ -295,7 +299,12 @@ class CallQueue:
             len(operation.queue),
             self.workers,
         )
-        return chunk_size(seconds, left, workers, self._chunk_seconds)
+        # If calls differ in size, the largest are begun first, each by the next idle worker.
+        together = operation.options.together and not operation.largest_first
+        size = chunk_size(seconds, left, workers, self._chunk_seconds, together)
+        if operation.unsorted and self._goes_by_size(operation):
+            size = min(size, max(1, left - SORTED * workers))
+        return size
 
 
 # --- messages to the workers

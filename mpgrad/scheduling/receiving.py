@@ -461,7 +461,7 @@ class Answers:
         found: dict[int, BorrowedMemory | Slot] = {}
         refused: SharedMemoryError | None = None
         for ref, alone in [
-            (ref, not isinstance(refs, TensorBucket)) for refs in many for ref in lent(refs)
+            (ref, type(refs) is not TensorBucket) for refs in many for ref in lent(refs)
         ]:
             try:
                 memory = self._foreign_slabs.borrow(ref.place, ref.nbytes, findable=alone)

@@ -192,7 +192,8 @@ class Scheduler(ABC):
             self.hand_over()
         else:
             self.wake()
-        self._settle_if_ended()
+        if self.life.ended is not None:
+            self._settle()
 
     def seconds(self, pickled: bytes) -> float | None:
         """Return the seconds that a call of the function takes by itself; None before the first."""

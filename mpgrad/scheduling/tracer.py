@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.timeline import Trace, TracedCall, TracedChunk, WorkerName
+from mpgrad.torch_state.private import NOTHING
 from mpgrad.wire.messages import ChunkTrace
 
 __all__ = ["Tracer"]
-
-NOTHING = nullcontext()
 
 
 class Tracer:
@@ -43,7 +42,7 @@ class Tracer:
             self._under_way.clear()
             self.trace = trace
 
-    def span(self, kind: str, function: str = "") -> AbstractContextManager[None]:
+    def span(self, kind: str, function: str = "") -> AbstractContextManager[object]:
         """Return a context manager for a block in which the caller's thread does this."""
         trace = self.trace
         return NOTHING if trace is None else trace.span(kind, function)

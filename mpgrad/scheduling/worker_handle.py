@@ -552,9 +552,11 @@ class SentChunks:
     @property
     def has_for_others(self) -> bool:
         """Whether there are calls behind the running one that the worker can be told to skip."""
-        if self.progress_record is None or not (
-            len(self.chunks) > 1 or any(len(chunk.calls) > 1 for chunk in self.chunks.values())
-        ):
+        chunks = self.chunks
+        if not chunks or self.progress_record is None:
+            return False
+        # asked in each turn, and most chunks have one call
+        if len(chunks) == 1 and len(next(iter(chunks.values())).calls) <= 1:
             return False
         first, position = next(iter(self.chunks), None), self.begun()[0]
         return any(

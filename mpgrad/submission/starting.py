@@ -17,10 +17,12 @@ import torch
 
 from mpgrad.autograd.gates import Captures
 from mpgrad.calls.backwards import GraphOwner
-from mpgrad.calls.operations import NOBODY, Listener, Operation
+from mpgrad.calls.operations import NOBODY, Listener, Operation, SubmittedOperation
 from mpgrad.calls.packing import (
     Arguments,
     OperationOptions,
+    PickledFunction,
+    Request,
     SharedFunction,
     pickled_function,
     requested,
@@ -59,6 +61,7 @@ class Starter:
         self._scheduler = scheduler
         self._draws = options.traits.own_generators
         self._recent = RecentFunctions()
+        self._last_lone: SharedFunction | None = None
 
     # long because: a name for each thing that operations differ in
     def begin(
@@ -108,9 +111,8 @@ class Starter:
             )
             if pickled.captures:
                 pickled = pickled._replace(captures=drawn(pickled.captures))
-            shared = SharedFunction(
-                pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request
-            )
+            names = CallNames(name, noun)
+            shared = self._shared(pickled, names, request, is_lone=kind is SubmittedOperation)
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
@@ -141,8 +143,29 @@ class Starter:
             request=request,
             eager=eager,
             at_rest=at_rest,
+            together=at_rest and scheduler.settings.retries > 0,
         )
         return kind(how, owner, captures, streams, listener)
+
+    def _shared(
+        self, pickled: PickledFunction, names: CallNames, request: Request | None, *, is_lone: bool
+    ) -> SharedFunction:
+        """The function for an operation. Lone calls in a row share one that has only its pickle:
+        workers are told of it once, and see for each call that it is as it was."""
+        scheduler = self._scheduler
+        is_lone = is_lone and not (
+            pickled.captures or pickled.state or request or scheduler.settings.in_caller
+        )
+        last = self._last_lone  # read once: another thread may submit, too
+        # The same object: a pickle is only kept of what cannot change unseen.
+        if is_lone and last is not None and last.pickled is pickled.pickled and last.names == names:
+            return last
+        shared = SharedFunction(
+            pickled, scheduler.packer, scheduler.forget_function, names, request, is_lone
+        )
+        if is_lone:
+            self._last_lone = shared
+        return shared
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> EagerOptions | None:
         """How backwards of losses are run with their calls; None where nobody knows what gradient

@@ -76,6 +76,7 @@ __all__ = [
 
 # items that are taken ahead of what was asked for, where nobody says how many
 WINDOW_PER_WORKER = 16
+AS_USUAL = CallOptions()
 
 
 class Submitter:
@@ -262,7 +263,7 @@ class Submitter:
     def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
         future = self._begin_submitted(function, [call])
-        self.feeder.feed(future._operation, [call], waits=False)
+        self.feeder.feed_one(future._operation, call)
         return future
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
@@ -280,7 +281,7 @@ class Submitter:
         begin: Callable[..., Any] = functools.partial(
             self.starter.begin,
             function,
-            CallOptions(),
+            AS_USUAL,
             like=like,
             items=(),
             modes=modes,
@@ -487,23 +488,37 @@ class Feeder:
             scheduler.cancel_with_grace(operation)
             raise
 
+    def feed_one(self, operation: Operation, call: Arguments) -> None:
+        """Pack the only call of an operation, for which nobody waits yet."""
+        scheduler = self._scheduler
+        try:
+            with scheduler.tracer.span("packs", operation.names.function):
+                packing = self._packing(operation, scheduler.copying_packer)
+                operation.add(pack_call(packing, 0, *call))
+            operation.sealed = True
+            scheduler.admit(operation)
+        except BaseException:
+            scheduler.cancel_with_grace(operation)
+            raise
+
     def one_by_one(
         self, calls: Iterable[Arguments], operation: Operation
     ) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
-        grad, state = operation.options.modes.grad, operation.options.function.state
-        packing = PackingOptions(
-            self._scheduler.copying_packer,
-            grad,
-            operation.streams,
-            operation.options.request,
-            state,
+        pack = functools.partial(
+            pack_call, self._packing(operation, self._scheduler.copying_packer)
         )
-        pack = functools.partial(pack_call, packing)
         return (
             functools.partial(pack, index, args, kwargs)
             for index, (args, kwargs) in enumerate(calls)
         )
+
+    def _packing(
+        self, operation: Operation, packer: Packer, shared: Shared | None = None
+    ) -> PackingOptions:
+        options = operation.options
+        grad, state = options.modes.grad, options.function.state
+        return PackingOptions(packer, grad, operation.streams, options.request, state, shared)
 
     def _first_window(self, operation: Operation) -> int:
         seconds = self._scheduler.seconds(operation.options.function.pickled)
@@ -518,11 +533,7 @@ class Feeder:
         total: int | None,
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        grad, state = operation.options.modes.grad, operation.options.function.state
-        packing = PackingOptions(
-            packer, grad, operation.streams, operation.options.request, state, shared
-        )
-
+        packing = self._packing(operation, packer, shared)
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             bundle = (

@@ -64,6 +64,7 @@ __all__ = [
     "KL_FUNCTIONS",
     "LEAF_NODE",
     "NODE_IN_PYTHON",
+    "NOTHING",
     "CallCounter",
     "Level",
     "all_leaves",
@@ -532,8 +533,17 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack() if transforms_are_active() else NOTHING
 
 
-# One object for all, because it is needed several times per call.
-NOTHING = contextlib.nullcontext()
+class EmptyContext:
+    """Does nothing, in C: `contextlib.nullcontext` runs Python code, several times per call.
+
+    It gives False, and raises what is raised in its body.
+    """
+
+    __enter__ = staticmethod(bool)
+    __exit__ = staticmethod("".format)  # gives "" for any three arguments
+
+
+NOTHING: contextlib.AbstractContextManager[bool] = EmptyContext()  # type: ignore[assignment]
 
 
 # --- levels of vmap
@@ -1014,12 +1024,19 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     `fn` is public: its exceptions show the caller's frames.
     """
 
+    disabled: Callable[P, T] | None = None  # made once, because that takes 4 us
+
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
         try:
-            # Another thread may be importing the compiler.
-            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-            run: Callable[P, T] = fn if disable is None else disable(fn)
+            if disabled is None:
+                # Another thread may be importing the compiler.
+                disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+                if disable is None:
+                    return fn(*args, **kwargs)
+                disabled = disable(fn)
+            run: Callable[P, T] = disabled
             return run(*args, **kwargs)
         except BaseException as error:
             hide_own_frames(error)

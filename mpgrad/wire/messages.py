@@ -251,7 +251,8 @@ class Define(NamedTuple):
     `pickled` is None if the worker already has the bytes of `code`. The captures are in one slot of
     shared memory. `slot` is its address and size, or None if the captures have no bytes. The places
     of captures are offsets in it. `state` is what the function uses of the user's modules; the
-    state's captures come last.
+    state's captures come last. With `of_lone_calls`, each `Forward` is an operation of its own. It
+    must not see what calls of the others have changed in the function.
     """
 
     function: int
@@ -261,6 +262,7 @@ class Define(NamedTuple):
     captures: Sequence[TensorRef]
     gathers: bool = False  # move all tensors of its calls to the worker's device
     state: ModulesState | None = None
+    of_lone_calls: bool = False
 
 
 class Forget(NamedTuple):
@@ -293,7 +295,8 @@ class Forward(NamedTuple):
     """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
     run.
 
-    With `eager` options, the backward of a loss runs right after its forward.
+    With `eager` options, the backward of a loss runs right after its forward. If results are wanted
+    `together`, they may wait for a while behind a slow call.
     """
 
     chunk: int
@@ -302,6 +305,7 @@ class Forward(NamedTuple):
     seed: int | None
     stop_at_failure: bool
     eager: EagerOptions | None
+    together: bool
     calls: list[ForwardCall]
 
 

@@ -1123,9 +1123,10 @@ class Payload:
 
     def add(self, packed: PackedTensor) -> TensorRef:
         dtype, shape, form, address, nbytes, flags, body, _ = packed
-        return TensorRef(
-            dtype, shape, form, address if body is None else self._append(body), nbytes, flags
-        )
+        if body is not None:
+            address = self._append(body)
+        # `TensorRef(...)` would run Python code
+        return tuple.__new__(TensorRef, (dtype, shape, form, address, nbytes, flags))
 
     @overload
     def add_all(self, packed: Sequence[PackedTensor] | PackedTensors) -> Sequence[TensorRef]: ...

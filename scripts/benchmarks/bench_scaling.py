@@ -9,6 +9,9 @@ this grain on:
 
     g = max(0.8 W p, 4 w)
 
+Waiting: many more workers than CPUs, whose items only sleep. So all CPU time is the pool's own,
+whoever uses it: the caller, the workers or the system on their behalf.
+
 Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a
 log-log picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
@@ -62,6 +65,10 @@ LAST_POINTS = 3  # that a slope is fitted to: what comes before is mostly fixed 
 MIB = 2**20
 ENOUGH_BYTES = 16 * MIB  # growth of memory below this is pages here and there
 CROWDS = (16, 64, 256)  # workers whose grain is computed
+WAITED_MS = (100.0, 30.0, 10.0, 3.0)
+WAVES = 8  # items for each waiting worker, at least
+WAITED_SECONDS = 0.4  # of its items together, at least
+WAITING_FLOATS = 3
 POINT_LIMIT = 900  # seconds
 WORKERS = 2  # where it is growth that is measured
 FLOATS = 10  # of a tiny tensor
@@ -152,6 +159,8 @@ class Plan:
     """How much is measured."""
 
     workers: Sequence[int] = (2, 4, 8, 16, 64)
+    waiting: Sequence[int] = (64, 16)  # workers
+    waited_ms: Sequence[float] = WAITED_MS
     items: int = 5000
     repeats: int = 5
     largest: float = math.inf  # of an axis
@@ -159,7 +168,9 @@ class Plan:
     limit: int = 3600
 
 
-QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, limit=120)
+QUICK = Plan(
+    workers=(2, 4), waiting=(4,), waited_ms=(3.0,), items=100, repeats=1, largest=100, limit=120
+)
 
 
 # --- dispatch
@@ -233,6 +244,57 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
     nearest = max((workers for workers in by_workers if workers <= crowd), default=min(by_workers))
     cost = by_workers[nearest]
     return max(0.8 * crowd * cost.median(1), 4 * cost.median(2))
+
+
+# --- waiting
+
+
+def doubled_after(seconds: float, x: Tensor) -> Tensor:
+    time.sleep(seconds)
+    return x * 2
+
+
+def wait_forward(pool: mpgrad.Pool, seconds: float, items: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        pool.map(partial(doubled_after, seconds), items)
+
+
+def wait_forward_and_backward(pool: mpgrad.Pool, seconds: float, items: Sequence[Tensor]) -> None:
+    leaves = [item.clone().requires_grad_() for item in items]
+    torch.autograd.backward(pool.map(partial(doubled_after, seconds), leaves), list(items))
+
+
+def bench_waiting(plan: Plan) -> Iterator[Sequence[Figure]]:
+    runs = {"forward": wait_forward, "forward and backward": wait_forward_and_backward}
+    for workers in plan.waiting:
+        with mpgrad.Pool(workers, **sent(mpgrad.Pool)) as pool:
+            for ms in plan.waited_ms:
+                waves = max(WAVES, math.ceil(1e3 * WAITED_SECONDS / ms))
+                items = [torch.ones(WAITING_FLOATS) for _ in range(waves * workers)]
+                for name, run in runs.items():
+                    turn = partial(run, pool, ms / 1e3, items)
+                    found = [waited(pool, turn) for _ in range(plan.repeats + 1)][1:]
+                    row = f"waiting: items sleep {ms:g} ms, {name}, {workers} workers"
+                    ideal = waves * ms / 1e3
+                    yield [
+                        median_figure(
+                            row, "ideal over wall", [ideal / wall for wall, _ in found], ""
+                        ),
+                        median_figure(
+                            row,
+                            "CPU of all",
+                            [1e3 * cpu / len(items) for _, cpu in found],
+                            "ms/item",
+                        ),
+                    ]
+
+
+def waited(pool: mpgrad.Pool, turn: Callable[[], None]) -> tuple[float, float]:
+    """Return the turn's wall time, and the CPU time of the caller and the workers."""
+    pids = [os.getpid(), *(worker.pid for worker in pool.stats().workers)]
+    began, used = time.perf_counter(), cpu_seconds(pids)
+    turn()
+    return time.perf_counter() - began, cpu_seconds(pids) - used
 
 
 # --- growth
@@ -338,6 +400,7 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
 
 PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {
     "dispatch": bench_dispatch,
+    "waiting": bench_waiting,
     "growth": bench_growth,
 }
 

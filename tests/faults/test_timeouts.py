@@ -209,7 +209,7 @@ def test_deaths_and_time_outs_are_counted_apart(fork_server: mpgrad.Pool, tmp_pa
 
 def keeps_answers() -> None:
     """This worker sends the results of a chunk together, however long a call takes."""
-    early.PATIENCE = FOREVER
+    early.PATIENCE = early.PATIENCE_TOGETHER = FOREVER
 
 
 @pytest.mark.parametrize("initializer", [None, keeps_answers])

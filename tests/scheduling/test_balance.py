@@ -218,6 +218,26 @@ def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
     assert all(own == sorted(own, reverse=True) for own in late)
 
 
+@pytest.mark.parametrize(("way", "most"), [("map", 25), ("map_async", 25), ("imap", 60)])
+def test_long_calls_go_together_if_nobody_wants_one_first(
+    way: str, most: int, pool: mpgrad.Pool, noted: Noted
+) -> None:
+    # symptom: each call of 10 ms costs a message, an answer, and later a backward of its own
+    items = numbered([100] * 40)
+    before = pool.stats().frames_received
+    match way:
+        case "map":
+            pool.map(noted, items)
+        case "map_async":
+            pool.map_async(noted, items).get()
+        case "imap":
+            list(pool.imap(noted, items))
+    frames = pool.stats().frames_received - before
+    assert frames <= most and (way != "imap" or frames >= 30)
+    for each in noted.begun().values():
+        assert each == sorted(each)
+
+
 @pytest.mark.parametrize("way", ["imap", "generator", "equal", "chunksize"])
 def test_otherwise_calls_are_begun_in_the_order_of_the_items(
     way: str, pool: mpgrad.Pool, noted: Noted

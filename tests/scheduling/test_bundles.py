@@ -443,6 +443,9 @@ def test_a_caller_keeps_up_with_many_machines() -> None:
         100e-3,
     ]
     assert NEAR.least(1000) == NEAR.shortest  # `workers_worth_feeding` cares for that
+    assert chunk_size(10e-3, 1920, 64, NEAR, together=True) == 1920 // (2 * 64)
+    assert chunk_size(10e-3, 1920, 2, NEAR, together=True) == 20  # 200 ms of work
+    assert chunk_size(10e-3, 1920, 64, NEAR) == 2
     assert chunk_size(1e-3, 1, 64, FAR) >= 40 > chunk_size(1e-3, 1, 2, FAR) == 10
 
 

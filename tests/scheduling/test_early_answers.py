@@ -270,7 +270,7 @@ def test_a_call_may_be_late_long_before_its_chunk() -> None:
     # symptom: calls wait behind a slow one for twice the time of the whole chunk. cause: the chunk
     # had not begun when the scheduler decided when to look next.
     cache: Any = types.SimpleNamespace(seconds=lambda function, unknown: 0.4)
-    queue = CallQueue(cache, itertools.count(), 2, None, False, ChunkSeconds(1e-3, 1e-2))
+    queue = CallQueue(cache, itertools.count(), 2, None, False, ChunkSeconds(1e-3, 1e-2, 1e-2))
     options = types.SimpleNamespace(chunksize=None, function=None)
     operation: Any = types.SimpleNamespace(options=options, limit=9)
     workers: Any = []

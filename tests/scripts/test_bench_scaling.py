@@ -23,6 +23,13 @@ def test_dispatch(tmp_path: Path) -> None:
     )
 
 
+def test_waiting(tmp_path: Path) -> None:
+    figures, _ = quick_figures(SCRIPT, tmp_path, "--parts", "waiting")
+    values = {(figure["row"], figure["name"]): figure["value"] for figure in figures}
+    row = "waiting: items sleep 3 ms, forward and backward, 4 workers"
+    assert 0 < values[row, "ideal over wall"] < 1 and values[row, "CPU of all"] > 0
+
+
 def test_growth(tmp_path: Path) -> None:
     figures, _ = quick_figures(
         SCRIPT, tmp_path, "--parts", "growth", "--axes", "tensors", "--largest", "10"
