@@ -436,7 +436,7 @@ SHOWN_BY = {
     "AsyncResult.wait": "AsyncResult",
     "DifferentiableFuture.cancelled": "DifferentiableFuture.cancel",
     "DifferentiableFuture.result": "DifferentiableFuture",
-    "EmulatedAutogradContext.saved_tensors": "EmulatedAutogradContext",
+    "functions.EmulatedAutogradContext.saved_tensors": "functions.EmulatedAutogradContext",
     "Pool.processes": "Pool.resize",
     "PoolStats.as_dict": "PoolStats",
     "ResultIterator.next": "ResultIterator",
@@ -455,13 +455,17 @@ def test_the_examples_of_the_docstrings(fork_server: mpgrad.Pool, name: str) -> 
     assert attempted > 0 and failed == 0
 
 
+MODULES = "functions", "nn", "testing"
+
+
 def names_to_import() -> Iterator[str]:
     for module, names in (
         ("", mpgrad.__all__),
+        ("functions.", mpgrad.functions.__all__),
         ("nn.", mpgrad.nn.__all__),
         ("testing.", mpgrad.testing.__all__),
     ):
-        yield from (module + name for name in names if name not in ("nn", "testing"))
+        yield from (module + name for name in names if name not in MODULES)
 
 
 def names_in_reference() -> Iterator[str]:
@@ -521,7 +525,7 @@ def test_each_public_name_has_an_example() -> None:
 def test_the_package_root_shows_the_public_names_only() -> None:
     shown = {name for name in dir(mpgrad) if not name.startswith("_")}
     submodules = set(arrows(ROOT)) | {"workers"}
-    assert shown - (submodules - {"nn", "testing"}) == set(mpgrad.__all__)
+    assert shown - (submodules - {*MODULES}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
 
