@@ -44,7 +44,7 @@ from mpgrad.submission.options import (
     PoolOptions,
     positive,
 )
-from mpgrad.submission.starting import Source, iterator
+from mpgrad.submission.starting import Source, iterator, options_behind
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
 from mpgrad.timeline import Timeline
 from mpgrad.torch_state import behaviours
@@ -223,19 +223,46 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> list[R]: ...
 
+    @overload
+    def map(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def map(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = None,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
-        """Return ``[func(item) for item in iterable]``, computed by the workers.
+        """Return ``list(map(func, iterable, *iterables))``, computed by the workers.
 
         Workers begin with the first items. Among the last items of a list, they begin with those
         that have the largest tensors, if calls take 10 ms or more.
@@ -245,8 +272,10 @@ class Pool:
                 `torch.autograd.Function` classes. Tensors that it reaches are its captures, and
                 gradients flow to them, too.
             iterable: tensors, or structures with tensors anywhere inside.
+            iterables: further items, one iterable for each further argument of `func`, as in
+                Python's `map`. The shortest iterable ends the map.
             chunksize: the number of items that are sent together. None: it follows the measured
-                cost of a call.
+                cost of a call. It may also come last without its name, as in multiprocessing.
             progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
                 a function of (done, total, seconds left), where None means not known. It is called
                 when they change, at most ten times a second, by the thread that waits for the
@@ -289,7 +318,7 @@ class Pool:
             tensor(7.)
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run(func, Source.of_items(iterable), options)
+        return self._submitter.run(func, Source.of_iterables(iterable, *iterables), options)
 
     @overload
     def starmap(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
@@ -427,16 +456,47 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> AsyncResult[list[R]]: ...
 
+    @overload
+    def map_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
+
     # long because: it has every argument of the public interface
     @not_compiled
+    @options_behind("chunksize", "callback", "error_callback")
     def map_async(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -455,7 +515,7 @@ class Pool:
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(
-            func, Source.of_items(iterable), options, callback, error_callback
+            func, Source.of_iterables(iterable, *iterables), options, callback, error_callback
         )
 
     @overload
@@ -586,13 +646,40 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> ResultIterator[R]: ...
 
+    @overload
+    def imap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def imap(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = 1,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -613,7 +700,9 @@ class Pool:
             tensor([3., 3.])
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
+        return self._submitter.iterate(
+            func, Source.of_iterables(iterable, *iterables), options, ordered=True
+        )
 
     @overload
     def imap_unordered(
@@ -642,13 +731,40 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> ResultIterator[R]: ...
 
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def imap_unordered(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = 1,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -663,7 +779,9 @@ class Pool:
             [1, 2, 3]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
+        return self._submitter.iterate(
+            func, Source.of_iterables(iterable, *iterables), options, ordered=False
+        )
 
     def close(self) -> None:
         """Take no new calls.

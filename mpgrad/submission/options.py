@@ -7,7 +7,7 @@ Guarantees: an options object is valid and does not change. Only a pool knows wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
@@ -195,7 +195,7 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         if self.chunksize is not None:
-            check_chunksize(self.chunksize)
+            positive("chunksize", self.chunksize)
         if self.on_error != "raise":
             one_of("on_error", self.on_error, get_args(OnError))
 
@@ -249,18 +249,6 @@ HELD: weakref.WeakValueDictionary[int, HeldValue] = weakref.WeakValueDictionary(
 
 def held(number: int) -> Any:
     return HELD[number].value
-
-
-def check_chunksize(chunksize: object) -> None:
-    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is
-    meant."""
-    if isinstance(chunksize, Iterable):
-        raise TypeError(
-            "one iterable of items is taken, and what follows it is the chunksize; for functions "
-            "of several arguments use "
-            f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
-        )
-    positive("chunksize", chunksize)
 
 
 def calls_of_a_worker(number: int) -> None:
