@@ -173,6 +173,7 @@ class Stage:
         self.offset = 0  # of the item, in a bundle
         self.given = ""  # the arguments in words, if the function has raised
         self.own_seconds = 0.0  # spent in the function
+        self.failed_seconds = 0.0  # spent on items of a bundle that failed
         self.backward_seconds = 0.0  # spent in PyTorch's engine
         self._spans = spans
 
@@ -183,6 +184,9 @@ class Stage:
     def differentiated(self, started: float) -> None:
         """Note that PyTorch's engine has run from `started` until now."""
         self.backward_seconds += self._since(started, "backward")
+
+    def failure(self, error: BaseException) -> Failure:
+        return failure(error, self.phase, self.offset, self.given)
 
     def _since(self, started: float, phase: str) -> float:
         seconds = time.perf_counter() - started
@@ -214,6 +218,7 @@ class CallRun:
         `entrances` lead to the tensors that need gradients."""
         # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
+        self.failed: list[tuple[int, Failure]] = []  # items of a bundle whose others go on
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         # known before the run for a bundle, because its inputs are leaves
@@ -670,6 +675,7 @@ class Runner:
                 if isinstance(outcome, Result):
                     answer.own_seconds += stage.own_seconds
                     answer.eager_seconds += stage.backward_seconds
+                    answer.failed_seconds += stage.failed_seconds
                     continue
                 answer.failed_seconds += answer.ended - begun
                 if message.stop_at_failure:
@@ -711,6 +717,7 @@ class Runner:
                 run.unused,
                 run.strays,
                 run.errors,
+                run.failed,
             )
             sums = None if gradients is None else run.sums
             del run, packed
@@ -723,7 +730,7 @@ class Runner:
             return result
         except BaseException as error:
             # also SystemExit and KeyboardInterrupt, which the parent will raise
-            return failure(error, stage.phase, stage.offset, stage.given)
+            return stage.failure(error)
 
     def _run(
         self,
@@ -746,40 +753,33 @@ class Runner:
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
         run = CallRun(call, function, refs, given, entrances, worker_device, self._early, eager)
+        goes_on = isinstance(message, Forward) and not message.stop_at_failure
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
-            stage.phase = "forward"
+            if stage.offset in call.failed:
+                run.shapes.append((None, 0))
+                continue
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
             pickled = structure_of(call, stage.offset)
-            item = call.item + stage.offset
-            with self._early:
-                args, kwargs = arguments(
-                    call, stage.offset, own, function.modules, self._warnings.filters
-                )
-                copied = (
-                    copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
-                )
-                if message.seed is not None:
-                    worker_device.seed_item(message.seed, item)
-                if function.streams:
-                    function.streams.begin(item)
-                started = time.perf_counter()
-                try:
-                    value = function.target(*args, **kwargs)
-                except BaseException:
-                    stage.given = given_in_words(args, kwargs)
-                    raise
-                stage.ran(started)
-                stage.phase = "result"
+            began = time.perf_counter()
+            try:
+                value, copied = self._run_item(message, call, function, own, pickled, stage)
                 shape, found = result_structure(value, kind)
+            except BaseException as error:
+                if not (call.bundle and goes_on):
+                    raise
+                run.failed.append((stage.offset, stage.failure(error)))
+                run.shapes.append((None, 0))
+                stage.failed_seconds += time.perf_counter() - began
+                continue
             needs_grad = any(map(NEEDS_GRAD, found))
             if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
             if needs_grad:
                 run.note_errors(found)
-            del args, kwargs, own, value
+            del own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
                 reentrant = CHECKPOINTS.count != before
@@ -793,6 +793,40 @@ class Runner:
         begin_item(-1)
         run.end()
         return run
+
+    def _run_item(
+        self,
+        message: Forward | Recompute,
+        call: ForwardCall,
+        function: Function,
+        own: list[torch.Tensor],
+        pickled: Structure,
+        stage: Stage,
+    ) -> tuple[Any, Copies]:
+        """Return what the function gives for an item, and the leaves that its arguments brought.
+
+        `own` are the item's tensors.
+        """
+        stage.phase, stage.given = "forward", ""
+        item = call.item + stage.offset
+        with self._early:
+            args, kwargs = arguments(
+                call, stage.offset, own, function.modules, self._warnings.filters
+            )
+            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
+            if message.seed is not None:
+                self._worker_device.seed_item(message.seed, item)
+            if function.streams:
+                function.streams.begin(item)
+            started = time.perf_counter()
+            try:
+                value = function.target(*args, **kwargs)
+            except BaseException:
+                stage.given = given_in_words(args, kwargs)
+                raise
+            stage.ran(started)
+            stage.phase = "result"
+            return value, copied
 
     def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
         """Copy the results' tensors for devices of the caller. The call came from device

@@ -202,8 +202,7 @@ class CallOptions:
     @property
     def may_bundle(self) -> bool:
         """Whether calls may go together: nothing is asked of one by itself."""
-        is_plain = self.chunksize is None and self.timeout is None and self.progress is False
-        return is_plain and self.on_error == "raise"
+        return self.timeout is None and self.chunksize != 1
 
 
 class PickledInitializer:
