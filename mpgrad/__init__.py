@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
         SharedMemoryError,
         UnsupportedTorchError,
         WorkerDiedError,
+        failures,
     )
     from mpgrad.executor import Executor
     from mpgrad.pool import Pool
@@ -61,6 +62,7 @@ _HOMES = {
     "WorkerStats": "mpgrad.stats",
     "advise": "mpgrad.advice",
     "as_completed": "concurrent.futures",
+    "failures": "mpgrad.errors",
     "hessian": "mpgrad.derivatives",
     "hvp": "mpgrad.derivatives",
     "jacobian": "mpgrad.derivatives",
@@ -92,6 +94,7 @@ __all__ = [
     "WorkerStats",
     "advise",
     "as_completed",
+    "failures",
     "functions",
     "hessian",
     "hvp",

@@ -542,6 +542,8 @@ class ForwardAnswer:
     def take(self, runner: Runner, more: bool) -> tuple[Results, Payload]:
         """Return what there is, and begin anew."""
         function, payload = self.function, self.payload
+        if function is not None and not more:
+            function.containers.warn_of_writes(runner.task_warnings)
         results = Results(
             self.chunk,
             self.outcomes,
@@ -612,7 +614,7 @@ class Runner:
         self._graphs = graphs
         self._memory = memory
         self._progress = progress
-        self._warnings = task_warnings
+        self.task_warnings = task_warnings
         self._worker_device = worker_device
         self._early = early
         self._answer: ForwardAnswer | BackwardAnswer | None = None  # of the current chunk
@@ -626,7 +628,7 @@ class Runner:
 
     def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
         """Return the warnings and dropped graphs since the last answer, and the kept bytes."""
-        return self._warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
+        return self.task_warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
 
     @contextlib.contextmanager
     def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
@@ -649,7 +651,7 @@ class Runner:
             self._answering(answer),
             under(message.modes),
             NOTHING if function is None else function.running(),
-            self._warnings.filters,
+            self.task_warnings.filters,
         ):
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
@@ -765,7 +767,7 @@ class Runner:
             pickled = structure_of(call, stage.offset)
             began = time.perf_counter()
             try:
-                value, copied = self._run_item(message, call, function, own, pickled, stage)
+                value, copied, held = self._run_item(message, call, function, own, pickled, stage)
                 shape, found = result_structure(value, kind)
             except BaseException as error:
                 if not (call.bundle and goes_on):
@@ -779,7 +781,7 @@ class Runner:
                 run.note_strays(found, copied)
             if needs_grad:
                 run.note_errors(found)
-            del own, value
+            del held, own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
                 reentrant = CHECKPOINTS.count != before
@@ -802,8 +804,9 @@ class Runner:
         own: list[torch.Tensor],
         pickled: Structure,
         stage: Stage,
-    ) -> tuple[Any, Copies]:
-        """Return what the function gives for an item, and the leaves that its arguments brought.
+    ) -> tuple[Any, Copies, object]:
+        """Return what the function gives for an item, the leaves that its arguments brought, and
+        the arguments, which keep these leaves alive.
 
         `own` are the item's tensors.
         """
@@ -811,7 +814,7 @@ class Runner:
         item = call.item + stage.offset
         with self._early:
             args, kwargs = arguments(
-                call, stage.offset, own, function.modules, self._warnings.filters
+                call, stage.offset, own, function.modules, self.task_warnings.filters
             )
             copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             if message.seed is not None:
@@ -826,7 +829,7 @@ class Runner:
                 raise
             stage.ran(started)
             stage.phase = "result"
-            return value, copied
+            return value, copied, (args, kwargs)
 
     def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
         """Copy the results' tensors for devices of the caller. The call came from device
@@ -874,7 +877,7 @@ class Runner:
         chunk, calls = message.chunk, message.calls
         answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with self._answering(answer), under(message.modes), self._warnings.filters:
+        with self._answering(answer), under(message.modes), self.task_warnings.filters:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
@@ -916,7 +919,7 @@ class Runner:
         that the step starts from is not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
-        with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
+        with self.task_warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
             if isinstance(step, RecomputeBackward):
                 return self._differentiate(step.call, incoming, stage)
             return self._run_again(step, incoming, stage)

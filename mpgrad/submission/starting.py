@@ -8,6 +8,7 @@ Guarantees: an operation that is refused has drawn no random number of the calle
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,9 +50,11 @@ __all__ = [
     "first_of",
     "iterator",
     "options_behind",
+    "refuse_options",
 ]
 
 T = TypeVar("T")
+OF_OTHERS = {"timeout", "device"}
 
 
 class Starter:
@@ -236,11 +239,11 @@ class Source(NamedTuple):
         calls."""
         if not others:
             return cls.of_items(first)
-        rows = Rows(first, *others)
-        if any(seen_again(each) is None for each in rows.iterables):
-            return cls.of_arguments(iter(rows))
-        total = min(map(len, rows.iterables))  # type: ignore[arg-type]
-        return cls(((row, {}) for row in rows), total, at_rest=True, items=rows)
+        columns = Columns(first, *others)
+        if any(seen_again(each) is None for each in columns.iterables):
+            return cls.of_arguments(iter(columns))
+        total = min(map(len, columns.iterables))  # type: ignore[arg-type]
+        return cls(((row, {}) for row in columns), total, at_rest=True, items=columns)
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
@@ -260,7 +263,23 @@ class Source(NamedTuple):
         return cls([(call, kwds or {})], 1, at_rest=True, noun=ONE_CALL, items=())
 
 
-class Rows:
+def refuse_options(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise TypeError if `submit` was given an option of other methods that the function does not
+    take as an argument."""
+    for name in OF_OTHERS.intersection(given) if callable(function) else ():
+        try:
+            inspect.signature(function).bind_partial(**{name: given[name]})
+        except TypeError:
+            raise TypeError(
+                f"submit passes its keyword arguments to the function, which takes no {name!r} "
+                f"({name}: {given[name]!r}); use apply_async(function, args, {name}=...)"
+                f"{', or cancel_after of the future' if name == 'timeout' else ''}"
+            ) from None
+        except ValueError:  # written in C, and has no signature
+            pass
+
+
+class Columns:
     """The items of several iterables, side by side."""
 
     def __init__(self, *iterables: Iterable[Any]) -> None:
