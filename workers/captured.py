@@ -64,17 +64,16 @@ class CapturedContainers:
         self._note()
 
     def _note(self) -> None:
-        self._parts = gc.get_referents(*self._contents)
+        # kept alive, so that no other object gets an address of these
+        self._parts = tuple(gc.get_referents(*self._contents))
+        self._addresses = addresses(self._parts)
         self._before = [copied(each) for each in self._contents]
 
     def warn_of_writes(self, task_warnings: TaskWarnings) -> None:
         """Have the caller warned of the first container that has changed, and look no more."""
         if not self._contents:
             return
-        parts = gc.get_referents(*self._contents)
-        if len(parts) == len(self._parts) and addresses(tuple(parts)) == addresses(
-            tuple(self._parts)
-        ):
+        if addresses(tuple(gc.get_referents(*self._contents))) == self._addresses:
             return
         changed = [
             each
