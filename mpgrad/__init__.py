@@ -16,7 +16,7 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
-    from mpgrad import nn, testing
+    from mpgrad import functions, nn, testing
     from mpgrad.advice import Advice, advise
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.ray import Ray
@@ -31,14 +31,9 @@ if _typing.TYPE_CHECKING:
         SharedMemoryError,
         UnsupportedTorchError,
         WorkerDiedError,
+        failures,
     )
     from mpgrad.executor import Executor
-    from mpgrad.functions import (
-        EmulatedAutogradContext,
-        map_with_parallel_backward,
-        run_isolated_backward,
-        run_isolated_forward,
-    )
     from mpgrad.pool import Pool
     from mpgrad.stats import PoolStats, WorkerStats
     from mpgrad.timeline import Timeline
@@ -51,7 +46,6 @@ _HOMES = {
     "AsyncResult": "mpgrad.calls.results",
     "CallTimeoutError": "mpgrad.errors",
     "DifferentiableFuture": "mpgrad.calls.results",
-    "EmulatedAutogradContext": "mpgrad.functions",
     "Executor": "mpgrad.executor",
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
@@ -68,14 +62,12 @@ _HOMES = {
     "WorkerStats": "mpgrad.stats",
     "advise": "mpgrad.advice",
     "as_completed": "concurrent.futures",
+    "failures": "mpgrad.errors",
     "hessian": "mpgrad.derivatives",
     "hvp": "mpgrad.derivatives",
     "jacobian": "mpgrad.derivatives",
     "jvp": "mpgrad.derivatives",
-    "map_with_parallel_backward": "mpgrad.functions",
     "per_item_grad": "mpgrad.derivatives",
-    "run_isolated_backward": "mpgrad.functions",
-    "run_isolated_forward": "mpgrad.functions",
     "vjp": "mpgrad.derivatives",
     "wait": "concurrent.futures",
 }
@@ -86,7 +78,6 @@ __all__ = [
     "AsyncResult",
     "CallTimeoutError",
     "DifferentiableFuture",
-    "EmulatedAutogradContext",
     "Executor",
     "InternalError",
     "Pool",
@@ -103,15 +94,14 @@ __all__ = [
     "WorkerStats",
     "advise",
     "as_completed",
+    "failures",
+    "functions",
     "hessian",
     "hvp",
     "jacobian",
     "jvp",
-    "map_with_parallel_backward",
     "nn",
     "per_item_grad",
-    "run_isolated_backward",
-    "run_isolated_forward",
     "testing",
     "vjp",
     "wait",
@@ -121,7 +111,8 @@ __all__ = [
 def __getattr__(name: str) -> _typing.Any:
     """Everything is imported when it is first asked for: workers need a third of it, and start so
     much sooner."""
-    if name in ("joblib", "nn", "testing"):  # the first is not in `__all__`: it needs joblib
+    if name in ("functions", "joblib", "nn", "testing"):
+        # joblib is not in `__all__`, because it may not be installed
         return _importlib.import_module(f"mpgrad.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

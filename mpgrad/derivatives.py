@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from mpgrad.autograd.call_node import (
 )
 from mpgrad.autograd.gates import gate
 from mpgrad.autograd.remote_graph import Backward, backward_without_engine
+from mpgrad.errors import add_note, contextmanager
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of
@@ -81,8 +82,8 @@ def jacobian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The derivative of every element that `fn` returns with respect to every element of its
-    arguments.
+    """Return the derivative of every element that `fn` returns with respect to every element of
+    its arguments. A list among the arguments has one entry for each item; it is not a structure.
 
     Args:
         fn: takes `args`; returns a floating point tensor, or a structure of them: tuples, lists and
@@ -149,9 +150,10 @@ def jacobian(
         ...     jacobian(lambda c, x: (c * x).cumsum(0), c, items, argnums=0, pool=pool)
         [tensor([1., 2.]), tensor([1., 2., 3.])]
     """
-    return differentiated(
-        callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph, has_aux
-    )
+    with noting_lists(args):
+        arguments = Arguments(args, argnums)
+        function = callable_of(fn)
+        return differentiated(function, arguments, mode, pool, chunk_size, create_graph, has_aux)
 
 
 @without_own_frames
@@ -165,8 +167,9 @@ def hessian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """All second derivatives of a function of one value: the Jacobian of its gradient, with the
-    options of `jacobian`.
+    """Return all second derivatives of a function of one value: the Jacobian of its gradient, with
+    the options of `jacobian`. A list among the arguments has one entry for each item; it is not a
+    structure.
 
     Args:
         fn: returns one floating point value: a tensor of any shape with one element, or a structure
@@ -191,9 +194,10 @@ def hessian(
         >>> hessian(lambda p: p["a"] * p["b"] ** 2, p)
         {'a': {'a': tensor(0.), 'b': tensor(4.)}, 'b': {'a': tensor(4.), 'b': tensor(6.)}}
     """
-    arguments = Arguments(args, argnums)
-    gradient = Gradient(callable_of(fn), arguments, has_aux)
-    return differentiated(gradient, arguments, mode, pool, chunk_size, create_graph, has_aux)
+    with noting_lists(args):
+        arguments = Arguments(args, argnums)
+        gradient = Gradient(callable_of(fn), arguments, has_aux)
+        return differentiated(gradient, arguments, mode, pool, chunk_size, create_graph, has_aux)
 
 
 @without_own_frames
@@ -326,6 +330,23 @@ def hvp(
 
 
 # --- [1], [3]
+
+
+@contextmanager
+def noting_lists(args: Sequence[Any]) -> Iterator[None]:
+    """Add a note to any error, if there is a list among the arguments."""
+    try:
+        yield
+    except Exception as error:
+        lists = [number for number, each in enumerate(args) if isinstance(each, list)]
+        if lists:
+            add_note(
+                error,
+                "a list among the arguments has one entry for each item, and fn is called with one "
+                f"of them (lists: arguments {', '.join(map(str, lists))}); if you mean a "
+                "structure, pass a tuple or a dict",
+            )
+        raise
 
 
 def differentiated(

@@ -40,6 +40,7 @@ __all__ = [
     "ancestor_failed",
     "contextmanager",
     "error_in_words",
+    "failures",
     "kind_name",
     "read",
     "suggests",
@@ -156,7 +157,7 @@ class WorkerDiedError(BrokenProcessPool):
 
 
 class CallTimeoutError(TimeoutError):
-    """A call ran longer than its timeout, and was killed with its worker.
+    """A call ran longer than the `timeout` of its pool or map, and was killed with its worker.
 
     Attributes:
         item: index of the item within its map; None for a submitted call, or if no single item
@@ -202,8 +203,8 @@ class CallTimeoutError(TimeoutError):
         limits = f"{self.seconds} s, phase: {self.phase}"
         number = "" if self.worker is None else f" (worker: {self.worker})"
         message = (
-            f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
-            f"{number}"
+            f"{self.call} ran longer than the time limit of a call ({limits}), and was killed with "
+            f"its worker{number}"
         )
         return f"{message}; {self.detail}" if self.detail else message
 
@@ -548,3 +549,22 @@ def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable
         return checked
 
     return decorated
+
+
+# --- exceptions in the places of results
+
+
+def failures(results: Iterable[object]) -> dict[int, BaseException]:
+    """Return the exceptions among the results of a map with ``on_error="return"``, by index.
+
+    An exception that the function returned itself counts, too.
+
+    Example:
+        >>> import mpgrad
+        >>> items = ["1", "x", "3"]
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     results = pool.map(int, items, on_error="return")
+        >>> mpgrad.failures(results)
+        {1: ValueError("invalid literal for int() with base 10: 'x'")}
+    """
+    return {index: each for index, each in enumerate(results) if isinstance(each, BaseException)}

@@ -118,6 +118,8 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
         """Run ``fn(*args, **kwargs)`` on a worker, as `Pool.submit` does.
 
+        For a time limit call `cancel_after` of the future.
+
         If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 
         Raises:
@@ -160,7 +162,9 @@ class Executor(concurrent.futures.Executor):
         Args:
             fn: a function with as many arguments as there are iterables.
             iterables: the arguments. All items are taken at once, unless there is a `buffersize`.
-            timeout: seconds from now, after which `next` raises.
+            timeout: the limit of your wait for the whole map: seconds from now, after which `next`
+                raises. Calls that have not begun are then cancelled. `Executor(timeout=...)` limits
+                each call.
             chunksize: the number of items that are sent together. None: it follows the measured
                 cost of a call.
             buffersize: the number of chunks that are taken ahead of the results, as in Python 3.14.
@@ -206,7 +210,7 @@ class Executor(concurrent.futures.Executor):
             return raised_later(without_frames(error))
         with self._lock:
             self._maps.add(results._operation)
-        return in_time(results, deadline)
+        return in_time(results, seconds, deadline)
 
     def stats(self) -> PoolStats:
         """Return the numbers of each worker and of the pool, as `Pool.stats` does.
@@ -406,7 +410,9 @@ def raised_later(error: Exception) -> Iterator[Any]:
     raise error
 
 
-def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
+def in_time(
+    results: ResultIterator[R], seconds: float | None, deadline: float | None
+) -> Iterator[R]:
     """Yield the results, each before the deadline.
 
     If the caller stops asking, calls that have not begun are cancelled.
@@ -419,7 +425,8 @@ def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
                 return
             except LateError:
                 raise concurrent.futures.TimeoutError(
-                    "a result did not come within the timeout"
+                    f"no result within the timeout of map ({seconds} s since it was called); calls "
+                    "that have not begun are cancelled"
                 ) from None
     except BaseException as error:
         hide_own_frames(error)

@@ -90,7 +90,7 @@ class EmulatedAutogradContext(FunctionCtx):
 
     Example:
         >>> import torch, mpgrad
-        >>> ctx = mpgrad.EmulatedAutogradContext(torch.ones(2, requires_grad=True), 3)
+        >>> ctx = mpgrad.functions.EmulatedAutogradContext(torch.ones(2, requires_grad=True), 3)
         >>> ctx.save_for_backward(torch.arange(2))
         >>> ctx.needs_input_grad, ctx.saved_tensors
         ((True, False), (tensor([0, 1]),))
@@ -150,8 +150,8 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         ...     @staticmethod
         ...     def backward(ctx, grad):
         ...         return 2 * ctx.saved_tensors[0] * grad
-        >>> ctx, square = mpgrad.run_isolated_forward(Square, torch.tensor([3.0]))
-        >>> square, mpgrad.run_isolated_backward(Square, ctx, torch.tensor([1.0]))
+        >>> ctx, square = mpgrad.functions.run_isolated_forward(Square, torch.tensor([3.0]))
+        >>> square, mpgrad.functions.run_isolated_backward(Square, ctx, torch.tensor([1.0]))
         (tensor([9.]), (tensor([6.]),))
     """
     check_function(func)
@@ -191,9 +191,9 @@ def run_isolated_backward(
         ...     @staticmethod
         ...     def backward(ctx, grad):
         ...         return grad * 3
-        >>> ctx, _ = mpgrad.run_isolated_forward(Triple, torch.ones(2))
+        >>> ctx, _ = mpgrad.functions.run_isolated_forward(Triple, torch.ones(2))
         >>> [
-        ...     mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor))
+        ...     mpgrad.functions.run_isolated_backward(Triple, ctx, torch.full((2,), factor))
         ...     for factor in (1.0, 2.0)
         ... ]
         [(tensor([3., 3.]),), (tensor([6., 6.]),)]
@@ -352,7 +352,7 @@ def map_with_parallel_backward(
         ...     def backward(ctx, grad):
         ...         return grad * 2 ** ctx.times, None
         >>> x = torch.ones(2, requires_grad=True)
-        >>> a, b = mpgrad.map_with_parallel_backward(Double, (x, 1), (x, 3))
+        >>> a, b = mpgrad.functions.map_with_parallel_backward(Double, (x, 1), (x, 3))
         >>> (a + b).sum().backward()
         >>> a.detach(), b.detach(), x.grad
         (tensor([2., 2.]), tensor([8., 8.]), tensor([10., 10.]))

@@ -44,7 +44,7 @@ from mpgrad.submission.options import (
     PoolOptions,
     positive,
 )
-from mpgrad.submission.starting import Source, iterator
+from mpgrad.submission.starting import Source, iterator, options_behind, refuse_options
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
 from mpgrad.timeline import Timeline
 from mpgrad.torch_state import behaviours
@@ -93,9 +93,9 @@ class Pool:
             never.
         retries: how often a call runs again on another worker after its worker died. 0: the call
             fails, and so do the backwards whose graphs were lost.
-        timeout: seconds for each call, forward or backward. A call that takes longer is killed with
-            its worker, and fails. The loading of the function does not count. None: no limit.
-            Engines "process" and "ray" only.
+        timeout: the time limit of each call, in seconds, for its forward and for its backward. A
+            call that takes longer is killed with its worker, and fails. The loading of the function
+            does not count. None: no limit. Engines "process" and "ray" only.
         timeout_retries: how often a call runs again on another worker after it took longer than its
             timeout.
 
@@ -188,7 +188,7 @@ class Pool:
             self._scheduler.start()
             if initializer is not None and pickled.here is not None:
                 # It sets the globals that functions are pickled with.
-                self._scheduler.wait_for_worker()
+                self._scheduler.wait_for_workers(any)
             load_generators()
         # This may be a KeyboardInterrupt, or no thread is left.
         except BaseException:
@@ -222,19 +222,46 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> list[R]: ...
 
+    @overload
+    def map(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def map(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = None,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
-        """Return ``[func(item) for item in iterable]``, computed by the workers.
+        """Return ``list(map(func, iterable, *iterables))``, computed by the workers.
 
         Workers begin with the first items. Among the last items of a list, they begin with those
         that have the largest tensors, if calls take 10 ms or more.
@@ -244,17 +271,20 @@ class Pool:
                 `torch.autograd.Function` classes. Tensors that it reaches are its captures, and
                 gradients flow to them, too.
             iterable: tensors, or structures with tensors anywhere inside.
+            iterables: further items, one iterable for each further argument of `func`, as in
+                Python's `map`. The shortest iterable ends the map.
             chunksize: the number of items that are sent together. None: it follows the measured
-                cost of a call.
+                cost of a call. It may also come last without its name, as in multiprocessing.
             progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
                 a function of (done, total, seconds left), where None means not known. It is called
                 when they change, at most ten times a second, by the thread that waits for the
                 results. While no thread waits, or during a backward, a thread of the pool calls it.
-            timeout: seconds for each call. None: the pool's own `timeout`.
+                It counts forwards only; `Pool.progress` counts backwards, too.
+            timeout: the time limit of each call, in seconds, as for `Pool`. None: the pool's own.
             on_error: "raise": the first failing item's exception is raised, and the other items are
                 cancelled. "return": each exception takes the place of the result, and gradients
                 flow to all other items. With `retries=0` they do not reach items whose graphs were
-                in a worker that died or was ended.
+                in a worker that died or was ended. `mpgrad.failures` finds the exceptions.
             device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which
                 all tensors are moved. None: run on a worker of the item's device. Either way
                 results and gradients come back to where they belong.
@@ -288,7 +318,7 @@ class Pool:
             tensor(7.)
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.run(func, Source.of_items(iterable), options)
+        return self._submitter.run(func, Source.of_iterables(iterable, *iterables), options)
 
     @overload
     def starmap(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
@@ -370,8 +400,8 @@ class Pool:
             func: any function, as for `map`.
             args: its arguments.
             kwds: its keyword arguments. Put one that is called `timeout` or `device` here, too.
-            timeout: seconds that the call and its backward may each take. None: the pool's own
-                `timeout`.
+            timeout: the time limit of the call, and of its backward, in seconds. None: the pool's
+                own `timeout`.
             device: as for `map`.
 
         Raises:
@@ -427,15 +457,48 @@ class Pool:
     ) -> AsyncResult[list[R]]: ...
 
     # long because: it has every argument of the public interface
+    @overload
+    def map_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    # long because: it has every argument of the public interface
+    @overload
+    def map_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
+
+    # long because: it has every argument of the public interface
     @not_compiled
+    @options_behind("chunksize", "callback", "error_callback")
     def map_async(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -454,7 +517,7 @@ class Pool:
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(
-            func, Source.of_items(iterable), options, callback, error_callback
+            func, Source.of_iterables(iterable, *iterables), options, callback, error_callback
         )
 
     @overload
@@ -546,7 +609,10 @@ class Pool:
         timeout: float | None = None,
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """Start an `apply`, and return at once. The `timeout` counts from the call's beginning.
+        """Start an `apply`, and return at once.
+
+        The `timeout` limits the call, and counts from its beginning. `get(timeout)` limits your
+        wait.
 
         Example:
             >>> import torch, mpgrad
@@ -585,13 +651,40 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> ResultIterator[R]: ...
 
+    @overload
+    def imap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def imap(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = 1,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -612,7 +705,9 @@ class Pool:
             tensor([3., 3.])
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
+        return self._submitter.iterate(
+            func, Source.of_iterables(iterable, *iterables), options, ordered=True
+        )
 
     @overload
     def imap_unordered(
@@ -641,13 +736,40 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> ResultIterator[R]: ...
 
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        chunksize: int | None = 1,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
+
     @not_compiled
+    @options_behind("chunksize")
     def imap_unordered(
         self,
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
+        *iterables: Iterable[Any],
         chunksize: int | None = 1,
-        *,
         progress: Progress = False,
         timeout: float | None = None,
         on_error: OnError = "raise",
@@ -662,7 +784,32 @@ class Pool:
             [1, 2, 3]
         """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
-        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
+        return self._submitter.iterate(
+            func, Source.of_iterables(iterable, *iterables), options, ordered=False
+        )
+
+    @without_own_frames
+    def start(self) -> None:
+        """Wait until the workers are ready for calls.
+
+        They start by themselves when the pool is made, which does not wait for them. So make the
+        pool before you load your data, and call this only if the first call must not take longer
+        than others.
+
+        Raises:
+            PoolClosedError: after `close` or `terminate`.
+            Exception: the exception of the `initializer`.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     pool.start()
+            ...     len(pool.stats().workers)
+            2
+        """
+        self._scheduler.life.check_open()
+        self._scheduler.wait_for_workers(all)
+        self._scheduler.life.check_open()
 
     def close(self) -> None:
         """Take no new calls.
@@ -892,16 +1039,15 @@ class Pool:
     ) -> DifferentiableFuture[Any]:
         """Run ``fn(*args, **kwargs)`` on a worker.
 
-        Returns a `concurrent.futures.Future` whose result is differentiable.
+        Returns a `concurrent.futures.Future` whose result is differentiable. For a time limit call
+        `cancel_after` of the future, or use `apply_async`, which has a `timeout` and a `device`:
+        all keyword arguments of `submit` are those of `fn`, as in `concurrent.futures`.
 
         The arguments of a further call (`submit`, `map`, `reduce` and so on) may contain futures
         anywhere. That call starts when its arguments are there, and the caller does not wait.
         Gradients flow through the graph of calls. If only calls use a result, it does not come to
         the caller's memory. Once you have called `result()`, later calls get that value, with your
         in-place changes.
-
-        All keyword arguments are passed to `fn`, as in `concurrent.futures`. Use `apply_async` for
-        a call with a `timeout` or `device` of its own.
 
         Example:
             >>> import torch, mpgrad
@@ -919,6 +1065,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: the call's exception.
         """
+        refuse_options(fn, kwargs)
         return self._submitter.submit(fn, (args, kwargs))
 
     @not_compiled
@@ -952,7 +1099,9 @@ class Pool:
         associative: bool = False,
         progress: Progress = False,
     ) -> A:
-        """Fold all items into each target, in the items' order. The targets run in parallel.
+        """Unlike `functools.reduce`, which is `map_reduce` here, fold all items into each target.
+
+        The items keep their order, and the targets run in parallel.
 
         Args:
             fn: a function ``fn(target, item)``, which returns the new target, or writes into the

@@ -52,7 +52,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
+CALLS_OF_TASKS = (
+    ("run.py", "_run_item"),
+    ("private.py", "gradients"),
+)  # in `workers` and `torch_state`
 # These errors are not mistakes of mpgrad's. An interrupt may arrive wherever somebody waits.
 OUTCOMES = (
     AncestorFailedError,

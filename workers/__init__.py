@@ -11,6 +11,7 @@ the memory that it has borrowed.
     early        sends what finished calls gave while a later call of their chunk runs for long
     graphs       the graphs that are kept here, and how gradients enter and leave them
     functions    functions until they are forgotten; sums of captures' gradients; stray leaves
+    captured     notices writes to containers that functions capture
     memory       lent and borrowed memory, and whether memory is short; the worker's device
     console      what the caller gets beside results: prints, log records, warnings, failures, the
                  crash traceback

@@ -250,6 +250,15 @@ class TaskWarnings:
         given, self._given = self._given, {}
         return list(given)
 
+    def add(self, text: str, function: types.FunctionType | None) -> None:
+        """Add a warning of mpgrad's own, at the function's first line. The caller's filters decide
+        about it."""
+        file, line, module = __file__, 0, None
+        if function is not None:
+            code, module = function.__code__, function.__module__
+            file, line = code.co_filename, code.co_firstlineno
+        self._given[WarningReport(classes.dumps(UserWarning(text)), file, line, module)] = None
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Ignore warnings while a call runs again, because the caller got them the first time."""

@@ -74,6 +74,7 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
+from mpgrad.workers.captured import CapturedContainers
 from mpgrad.workers.console import failure
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -179,6 +180,7 @@ class Function(NamedTuple):
     sums: FunctionSums
     streams: Streams  # for the generators that it captures
     strays: StrayLeaves
+    containers: CapturedContainers
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the function and its backward run. It sets the caller's
@@ -290,6 +292,7 @@ class FunctionTable(dict[int, Function | Failure]):
                 copied_in(target, code.pickled, captures),
                 code.operations > 1,
             ),
+            containers=CapturedContainers(target),
         )
 
     def forget(self, message: Forget) -> None:

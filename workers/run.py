@@ -172,6 +172,7 @@ class Stage:
         self.offset = 0  # of the item, in a bundle
         self.given = ""  # the arguments in words, if the function has raised
         self.own_seconds = 0.0  # spent in the function
+        self.failed_seconds = 0.0  # spent on items of a bundle that failed
         self.backward_seconds = 0.0  # spent in PyTorch's engine
         self._spans = spans
 
@@ -182,6 +183,9 @@ class Stage:
     def differentiated(self, started: float) -> None:
         """Note that PyTorch's engine has run from `started` until now."""
         self.backward_seconds += self._since(started, "backward")
+
+    def failure(self, error: BaseException) -> Failure:
+        return failure(error, self.phase, self.offset, self.given)
 
     def _since(self, started: float, phase: str) -> float:
         seconds = time.perf_counter() - started
@@ -213,6 +217,7 @@ class CallRun:
         `entrances` lead to the tensors that need gradients."""
         # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
+        self.failed: list[tuple[int, Failure]] = []  # items of a bundle whose others go on
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         # known before the run for a bundle, because its inputs are leaves
@@ -529,6 +534,8 @@ class ForwardAnswer:
     def take(self, runner: Runner, more: bool) -> tuple[Results, Payload]:
         """Return what there is, and begin anew."""
         function, payload = self.function, self.payload
+        if function is not None and not more:
+            function.containers.warn_of_writes(runner.task_warnings)
         results = Results(
             self.chunk,
             self.outcomes,
@@ -599,7 +606,7 @@ class Runner:
         self._graphs = graphs
         self._memory = memory
         self._progress = progress
-        self._warnings = task_warnings
+        self.task_warnings = task_warnings
         self._worker_device = worker_device
         self._early = early
         self._answer: ForwardAnswer | BackwardAnswer | None = None  # of the current chunk
@@ -613,7 +620,7 @@ class Runner:
 
     def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
         """Return the warnings and dropped graphs since the last answer, and the kept bytes."""
-        return self._warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
+        return self.task_warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
 
     @contextlib.contextmanager
     def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
@@ -636,7 +643,7 @@ class Runner:
             self._answering(answer),
             under(message.modes),
             NOTHING if function is None else function.running(),
-            self._warnings.filters,
+            self.task_warnings.filters,
         ):
             for position, call in enumerate(calls):
                 # Noted before the check. Some time after the caller has marked a chunk as skipped,
@@ -662,6 +669,7 @@ class Runner:
                 if isinstance(outcome, Result):
                     answer.own_seconds += stage.own_seconds
                     answer.eager_seconds += stage.backward_seconds
+                    answer.failed_seconds += stage.failed_seconds
                     continue
                 answer.failed_seconds += answer.ended - begun
                 if message.stop_at_failure:
@@ -703,6 +711,7 @@ class Runner:
                 run.unused,
                 run.strays,
                 run.errors,
+                run.failed,
             )
             sums = None if gradients is None else run.sums
             del run, packed
@@ -715,7 +724,7 @@ class Runner:
             return result
         except BaseException as error:
             # also SystemExit and KeyboardInterrupt, which the parent will raise
-            return failure(error, stage.phase, stage.offset, stage.given)
+            return stage.failure(error)
 
     def _run(
         self,
@@ -738,40 +747,33 @@ class Runner:
             dress(self._memory.views(refs, payload), flags_in(refs)) if refs else ([], [])
         )
         run = CallRun(call, function, refs, given, entrances, worker_device, self._early, eager)
+        goes_on = isinstance(message, Forward) and not message.stop_at_failure
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(run.items()):
-            stage.phase = "forward"
+            if stage.offset in call.failed:
+                run.shapes.append((None, 0))
+                continue
             if call.bundle:
                 begin_item(stage.offset)
             hooks = HOOKS.count
             pickled = call.bundle[stage.offset][0] if call.bundle else call.structure
-            item = call.item + stage.offset
-            with self._early:
-                args, kwargs = arguments(
-                    call, stage.offset, pickled, own, function.modules, self._warnings.filters
-                )
-                copied = (
-                    copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
-                )
-                if message.seed is not None:
-                    worker_device.seed_item(message.seed, item)
-                if function.streams:
-                    function.streams.begin(item)
-                started = time.perf_counter()
-                try:
-                    value = function.target(*args, **kwargs)
-                except BaseException:
-                    stage.given = given_in_words(args, kwargs)
-                    raise
-                stage.ran(started)
-                stage.phase = "result"
+            began = time.perf_counter()
+            try:
+                value, copied, held = self._run_item(message, call, function, own, pickled, stage)
                 shape, found = result_structure(value, kind)
+            except BaseException as error:
+                if not (call.bundle and goes_on):
+                    raise
+                run.failed.append((stage.offset, stage.failure(error)))
+                run.shapes.append((None, 0))
+                stage.failed_seconds += time.perf_counter() - began
+                continue
             needs_grad = any(map(NEEDS_GRAD, found))
             if needs_grad and (has_objects(call, pickled) or function.strays.may_be_reached()):
                 run.note_strays(found, copied)
             if needs_grad:
                 run.note_errors(found)
-            del args, kwargs, own, value
+            del held, own, value
             run.shapes.append((shape, len(found)))
             if eager is not None:
                 reentrant = CHECKPOINTS.count != before
@@ -786,6 +788,41 @@ class Runner:
             begin_item(-1)
         run.end()
         return run
+
+    def _run_item(
+        self,
+        message: Forward | Recompute,
+        call: ForwardCall,
+        function: Function,
+        own: list[torch.Tensor],
+        pickled: Structure,
+        stage: Stage,
+    ) -> tuple[Any, Copies, object]:
+        """Return what the function gives for an item, the leaves that its arguments brought, and
+        the arguments, which keep these leaves alive.
+
+        `own` are the item's tensors.
+        """
+        stage.phase, stage.given = "forward", ""
+        item = call.item + stage.offset
+        with self._early:
+            args, kwargs = arguments(
+                call, stage.offset, pickled, own, function.modules, self.task_warnings.filters
+            )
+            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
+            if message.seed is not None:
+                self._worker_device.seed_item(message.seed, item)
+            if function.streams:
+                function.streams.begin(item)
+            started = time.perf_counter()
+            try:
+                value = function.target(*args, **kwargs)
+            except BaseException:
+                stage.given = given_in_words(args, kwargs)
+                raise
+            stage.ran(started)
+            stage.phase = "result"
+            return value, copied, (args, kwargs)
 
     def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
         """Copy the results' tensors for devices of the caller. The call came from device
@@ -833,7 +870,7 @@ class Runner:
         chunk, calls = message.chunk, message.calls
         answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with self._answering(answer), under(message.modes), self._warnings.filters:
+        with self._answering(answer), under(message.modes), self.task_warnings.filters:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
@@ -875,7 +912,7 @@ class Runner:
         that the step starts from is not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
-        with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
+        with self.task_warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
             if isinstance(step, RecomputeBackward):
                 return self._differentiate(step.call, incoming, stage)
             return self._run_again(step, incoming, stage)

@@ -124,6 +124,7 @@ class Operation:
         self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
         self.items = 0  # in the calls added
+        self.bundled: dict[int, int] = {}  # how many of them are in a call, where there are several
         self.sealed = False  # no call will be added
         # written by the scheduling thread
         self.queue: deque[PackedCall] = deque()  # calls that have all that they need, and no worker
@@ -136,6 +137,7 @@ class Operation:
         # the outcome at the limit; here also when outcomes have been taken
         self._failed: FailedResult | None = None
         self.delivered = 0  # outcomes of calls before the limit
+        self.items_delivered = 0  # in these calls
         # calls from here on do not matter: an earlier one failed, or nobody waits
         self.limit: float = math.inf
         self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
@@ -157,6 +159,8 @@ class Operation:
                 "(future.result())"
             )
         call.item = self.items
+        if call.items > 1:
+            self.bundled[self.added] = call.items
         self.added += 1
         self.items += call.items
         self.packed.append(call)
@@ -205,7 +209,7 @@ class Operation:
                 del error  # else it and this frame would keep each other
         try:
             with self.modes_of_caller():
-                (value,) = self._build(outcome)
+                (value,) = self._build(index)
         except Exception:  # its class cannot be unpickled here
             del self.outcomes[index]
             raise
@@ -224,7 +228,7 @@ class Operation:
         made, outcomes = self._made, self.outcomes
         with self.modes_of_caller():
             while len(made) < len(outcomes):
-                made.append(self._build(outcomes[len(made)]))
+                made.append(self._build(len(made)))
         for outcome in outcomes.values():
             let_go(outcome)
         # whoever keeps the operation need not keep what its results do not depend on
@@ -257,20 +261,24 @@ class Operation:
             return outside_transforms()
         return under_others(grad, inference)
 
-    def _build(self, outcome: Outcome) -> list[Any]:
+    def _build(self, index: int) -> list[Any]:
         """The result of a call; those of all items of a bundle."""
+        outcome = self.outcomes[index]
         if isinstance(outcome, FailedResult):
-            return [outcome.error()]
+            return [outcome.error()] * self.bundled.get(index, 1)
         tensors: list[torch.Tensor] = []
         if outcome.result.tensors:
             tensors = outcome.views()
             self._give_history(outcome, tensors)
         if not outcome.call.bundle:
             return [structure.loads_result(outcome.result.structure, tensors)]
-        parts = outcome.result.bundle
-        if all(shape is None for shape, _ in parts):
+        parts, failed = outcome.result.bundle, outcome.call.failed
+        if not failed and all(shape is None for shape, _ in parts):
             return tensors  # each item gave one
-        return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
+        return [
+            failed[place].error() if place in failed else structure.loads_result(shape, own)
+            for place, (shape, own) in enumerate(split(parts, tensors))
+        ]
 
     def _give_history(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the
@@ -342,10 +350,13 @@ class Operation:
             self._failed = outcome
             self.unsorted = self.largest_first
             # no more than before, so it comes first
-            self.delivered = sum(1 for each in self.outcomes if each < index)
+            before = [each for each in self.outcomes if each < index]
+            self.delivered = len(before)
+            self.items_delivered = sum(self.bundled.get(each, 1) for each in before)
             self.limit = index
         else:
             self.delivered += 1
+            self.items_delivered += self.bundled.get(index, 1)
         if self._arrived is not None:
             self._arrived.append(index)
         self.tell_if_finished()

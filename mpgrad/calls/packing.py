@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -184,6 +185,9 @@ class OperationOptions(NamedTuple):
     together: bool = False
 
 
+NONE_FAILED: Mapping[int, Any] = types.MappingProxyType({})
+
+
 class PackedCall:
     """One call, ready to send; while its graph may be needed, also the lineage of that.
 
@@ -196,6 +200,7 @@ class PackedCall:
         "deaths",
         "dependencies",
         "dependency_results",
+        "failed",
         "gated",
         "idle_deaths",
         "index",
@@ -229,6 +234,8 @@ class PackedCall:
         # of a bundle: those of its tensors that need gradients
         self.leaves: Sequence[torch.Tensor] = ()
         self.leaf_items: Sequence[int] = ()  # the item of each
+        # of a bundle whose other items go on: what failed (`operations.FailedResult`), by place
+        self.failed: Mapping[int, Any] = NONE_FAILED
         self.structure = shape
         self.packed: list[PackedTensor] | PackedTensors = packed
         # `operations.Dependency`s: until the call has its node, or turns out to need none
@@ -244,6 +251,10 @@ class PackedCall:
         self.deaths = 0  # of workers that ran this call
         self.timeouts = 0  # how often it took too long
         self.idle_deaths = 0  # of workers that had it next
+
+    def note_failed(self, place: int, failed: Any) -> None:
+        """An item of a bundle has failed, and is not run again with the others."""
+        self.failed = {**self.failed, place: failed}
 
     def forget_tensors(self) -> None:
         """The worker has them, and nobody will ask for them again."""

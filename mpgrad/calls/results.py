@@ -126,12 +126,15 @@ class AsyncResult(Listener, Generic[R]):
     def get(self, timeout: float | None = None) -> R:
         """The result, the same object at every call.
 
+        Args:
+            timeout: the seconds after which only your wait ends. The calls go on.
+
         Raises:
             multiprocessing.TimeoutError: it has not come within `timeout` seconds.
             Exception: what the first failing call raised.
         """
         if not self._wait(timeout):
-            raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+            raise multiprocessing.TimeoutError(not_yet("get", timeout))
         return self._take()
 
     def _take(self) -> R:
@@ -147,7 +150,7 @@ class AsyncResult(Listener, Generic[R]):
 
     @without_own_frames
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all calls have ended, or for `timeout` seconds."""
+        """Wait until all calls have ended, or for `timeout` seconds, which end only your wait."""
         self._wait(timeout)
 
     def _wait(self, timeout: float | None) -> bool:
@@ -240,8 +243,12 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
-        """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
-        failed = self._await_failure(seconds_or_none("timeout", timeout))
+        """As in `concurrent.futures`: the result of the call, or the exception that it raised.
+
+        Args:
+            timeout: the seconds after which only your wait ends. The call goes on.
+        """
+        failed = self._await_failure("result", timeout)
         if failed is not None:
             raise failed.error()
         value: R = self._operation.take()
@@ -251,13 +258,16 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As in `concurrent.futures`: what the call raised, or None.
 
+        Args:
+            timeout: the seconds after which only your wait ends. The call goes on.
+
         Example:
             >>> import mpgrad
             >>> with mpgrad.Pool(processes=1) as pool:
             ...     pool.submit(int, "x").exception()
             ValueError("invalid literal for int() with base 10: 'x'")
         """
-        failed = self._await_failure(seconds_or_none("timeout", timeout))
+        failed = self._await_failure("exception", timeout)
         return None if failed is None else failed.error()
 
     @not_compiled
@@ -269,19 +279,20 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
         error = self.exception()
         return True, False, self.result() if error is None else None, error
 
-    def _await_failure(self, timeout: float | None) -> FailedResult | None:
-        """Wait until it is done; what it failed with, or None.
+    def _await_failure(self, method: str, timeout: float | None) -> FailedResult | None:
+        """Wait, in that method, until it is done; what it failed with, or None.
 
         Raises:
             concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
+        timeout = seconds_or_none("timeout", timeout)
         callbacks = self._scheduler.callbacks
         if self.done():
             if callbacks.done != callbacks.added:
                 callbacks.catch_up()
         elif not self._wait(timeout):
-            raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
+            raise concurrent.futures.TimeoutError(not_yet(method, timeout))
         if self.cancelled():
             raise concurrent.futures.CancelledError
         if self._failed is not None:
@@ -443,6 +454,9 @@ class ResultIterator(Listener, Generic[R]):
     def next(self, timeout: float | None = None) -> R:
         """The next result.
 
+        Args:
+            timeout: the seconds after which only your wait ends. The call goes on.
+
         Raises:
             StopIteration: all results have been given.
             multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked
@@ -461,7 +475,7 @@ class ResultIterator(Listener, Generic[R]):
                 self._operation.note_interrupt(self._scheduler.cancel_with_grace)
                 raise
             if not is_there:
-                raise LateError(f"no result within the timeout ({timeout} s)")
+                raise LateError(not_yet("next", timeout))
             if not self._has_come():
                 self._next += 1
                 raise CancelledError
@@ -550,6 +564,14 @@ MOST_SHOWN = 10**1000  # Python refuses to write integers of more than some thou
 
 
 # --- seconds as the caller gives them
+
+
+def not_yet(method: str, timeout: float | None) -> str:
+    """Return the message of an error."""
+    return (
+        f"no result within the timeout of {method} ({timeout} s); the call goes on, and you can "
+        "wait again. To end a call that takes long, give the pool, the map or apply_async a timeout"
+    )
 
 
 def seconds_or_none(name: str, given: object) -> float | None:

@@ -56,6 +56,7 @@ __all__ = [
     "WholePickle",
     "are_alike",
     "are_same",
+    "are_same_objects",
     "keep_pickle",
     "kept_pickle",
 ]
@@ -169,8 +170,7 @@ class ContentRecord:
         except Exception:  # raised by an object's own code; pickling it will raise it again
             return False
         return (
-            len(now[0]) == len(before[0])
-            and are_same_objects(now[0], before[0])
+            are_same_objects(now[0], before[0])
             and now[1] == before[1]
             and are_alike(now[2], before[2])
         )
@@ -193,14 +193,15 @@ class ContentRecord:
 
 
 def are_same_objects(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists of one length have the same objects, by the addresses that stand in their
-    memory. It takes a tenth of the time that `is` takes for each of them."""
-    return len(some) == 0 or (
-        ctypes.pythonapi.memcmp(
-            *map(ctypes.c_void_p, (parts_at(some), parts_at(others), len(some) * POINTER_BYTES))
-        )
-        == 0
+    """Whether two lists have the same objects, by the addresses that stand in their memory. It
+    takes a tenth of the time that `is` takes for each of them."""
+    if len(some) != len(others):
+        return False
+    nbytes = len(some) * POINTER_BYTES
+    found: int = ctypes.pythonapi.memcmp(
+        *map(ctypes.c_void_p, (parts_at(some), parts_at(others), nbytes))
     )
+    return found == 0
 
 
 def parts_at(parts: list[Any]) -> int | None:

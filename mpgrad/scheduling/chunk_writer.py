@@ -248,6 +248,7 @@ class ChunkWriter:
             call.dependency_results,
             call.origin,
             call.bundle,
+            tuple(call.failed),
         )
 
     def _backward_call(

@@ -271,8 +271,11 @@ class CallQueue:
     ) -> list[tuple[int, PackedCall]]:
         """Take at most `size` calls from the queue, or as many as a message holds; number them."""
         calls: list[tuple[int, PackedCall]] = []
-        nbytes = 0
-        while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
+        nbytes = items = 0
+        most_items = operation.options.chunksize or math.inf
+        while (
+            len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD and items < most_items
+        ):
             call = (
                 next_for(operation.queue, worker.device)
                 if self._by_device
@@ -287,6 +290,7 @@ class CallQueue:
                 continue
             calls.append((next(self._numbers), call))
             nbytes += call.message_bytes
+            items += call.items
         return calls
 
     def _chunk_size(self, operation: Operation) -> int:

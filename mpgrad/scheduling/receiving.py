@@ -254,7 +254,11 @@ class Receiver:
             # If there are more outcomes than calls, an error is raised below.
             answered = zip(chunk.calls, message.outcomes, strict=False)
             if measured := sum(
-                [call.items for (_, call), each in answered if isinstance(each, Result)]
+                [
+                    call.items - len(call.failed) - len(each.failed)
+                    for (_, call), each in answered
+                    if isinstance(each, Result)
+                ]
             ):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
                 self._function_cache.note_results(
@@ -329,6 +333,9 @@ class Answers:
                 name = operation.names.words(call.item + outcome.offset)
                 yield call.index, failed_again(outcome, name, worker)
                 continue
+            for offset, failure in outcome.failed:
+                name = operation.names.words(call.item + offset)
+                call.note_failed(offset, failed_again(failure, name, worker))
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.has_graph:

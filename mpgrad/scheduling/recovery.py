@@ -20,11 +20,12 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph
 from mpgrad.callbacks import report
 from mpgrad.calls.backwards import SumRequest, error_maker
-from mpgrad.calls.operations import Operation
+from mpgrad.calls.operations import FailedResult, Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.scheduling.chunk_writer import Chunk
@@ -131,6 +132,11 @@ class Recovery:
         # The caller asked for a timeout, so it is no warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
+        if fails and offset >= 0 and has_other_results(accused):
+            begun = range(0 if self._retries == 0 else offset, offset + 1)
+            for each in begun:
+                accused.note_failed(each, FailedResult.with_error(error()))
+            accused.deaths, fails = 0, False
         fail(chunk, slice(first, place + fails), error)
         return True
 
@@ -293,6 +299,11 @@ def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | N
     if part.bundle:
         return part.item + offset if position >= 0 and offset >= 0 else None
     return part.item
+
+
+def has_other_results(part: Part) -> TypeGuard[PackedCall]:
+    """Whether the part is a bundle of which one item may fail alone."""
+    return isinstance(part, PackedCall) and bool(part.bundle) and part.options.return_errors
 
 
 def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> None:

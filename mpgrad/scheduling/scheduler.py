@@ -32,7 +32,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
@@ -325,14 +325,16 @@ class Scheduler(ABC):
 
     # --- any thread: the pool's life
 
-    def wait_for_worker(self) -> None:
-        """Return once a worker is ready, or the pool has broken."""
-        self.wait_until(
-            lambda: (
-                self.life.broken is not None
-                or any(worker.ready for worker in list(self.workers.values()))
+    def wait_for_workers(self, enough: Callable[[Iterable[bool]], bool]) -> None:
+        """Return once `any` or `all` workers are ready, or the pool has broken."""
+
+        def are_ready() -> bool:
+            workers = list(self.workers.values())
+            return self.life.broken is not None or (
+                bool(workers) and enough(worker.ready for worker in workers)
             )
-        )
+
+        self.wait_until(are_ready)
 
     def resize(self, workers: int) -> None:
         self.life.check_open()

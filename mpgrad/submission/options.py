@@ -7,7 +7,7 @@ Guarantees: an options object is valid and does not change. Only a pool knows wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
@@ -195,15 +195,14 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         if self.chunksize is not None:
-            check_chunksize(self.chunksize)
+            positive("chunksize", self.chunksize)
         if self.on_error != "raise":
             one_of("on_error", self.on_error, get_args(OnError))
 
     @property
     def may_bundle(self) -> bool:
         """Whether calls may go together: nothing is asked of one by itself."""
-        is_plain = self.chunksize is None and self.timeout is None and self.progress is False
-        return is_plain and self.on_error == "raise"
+        return self.timeout is None and self.chunksize != 1
 
 
 class PickledInitializer:
@@ -249,18 +248,6 @@ HELD: weakref.WeakValueDictionary[int, HeldValue] = weakref.WeakValueDictionary(
 
 def held(number: int) -> Any:
     return HELD[number].value
-
-
-def check_chunksize(chunksize: object) -> None:
-    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is
-    meant."""
-    if isinstance(chunksize, Iterable):
-        raise TypeError(
-            "one iterable of items is taken, and what follows it is the chunksize; for functions "
-            "of several arguments use "
-            f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
-        )
-    positive("chunksize", chunksize)
 
 
 def calls_of_a_worker(number: int) -> None:

@@ -8,10 +8,11 @@ Guarantees: an operation that is refused has drawn no random number of the calle
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -50,7 +51,12 @@ __all__ = [
     "check_untraced",
     "first_of",
     "iterator",
+    "options_behind",
+    "refuse_options",
 ]
+
+T = TypeVar("T")
+OF_OTHERS = {"timeout", "device"}
 
 
 class Starter:
@@ -252,6 +258,18 @@ class Source(NamedTuple):
         )
 
     @classmethod
+    def of_iterables(cls, first: Iterable[Any], *others: Iterable[Any]) -> Source:
+        """An item of each iterable is an argument of a call. The shortest iterable ends the
+        calls."""
+        if not others:
+            return cls.of_items(first)
+        columns = Columns(first, *others)
+        if any(seen_again(each) is None for each in columns.iterables):
+            return cls.of_arguments(iter(columns))
+        total = min(map(len, columns.iterables))  # type: ignore[arg-type]
+        return cls(((row, {}) for row in columns), total, at_rest=True, items=columns)
+
+    @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
         """Each element has the arguments of a call."""
         each = iterator("the items", arguments)
@@ -267,6 +285,58 @@ class Source(NamedTuple):
             kwds = dict(kwds)
         call = args if type(args) is tuple else tuple(iterator("args", args))
         return cls([(call, kwds or {})], 1, at_rest=True, noun=ONE_CALL, items=())
+
+
+def refuse_options(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise TypeError if `submit` was given an option of other methods that the function does not
+    take as an argument."""
+    for name in OF_OTHERS.intersection(given) if callable(function) else ():
+        try:
+            inspect.signature(function).bind_partial(**{name: given[name]})
+        except TypeError:
+            raise TypeError(
+                f"submit passes its keyword arguments to the function, which takes no {name!r} "
+                f"({name}: {given[name]!r}); use apply_async(function, args, {name}=...)"
+                f"{', or cancel_after of the future' if name == 'timeout' else ''}"
+            ) from None
+        except ValueError:  # written in C, and has no signature
+            pass
+
+
+class Columns:
+    """The items of several iterables, side by side."""
+
+    def __init__(self, *iterables: Iterable[Any]) -> None:
+        self.iterables = iterables
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return zip(*(iterator("the items", each) for each in self.iterables), strict=False)
+
+
+def options_behind(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Let a method of several iterables take these options by position, as multiprocessing does."""
+
+    def decorated(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def called(*args: Any, **options: Any) -> T:
+            start, others = args[:3], args[3:]  # self, the function and the first iterable
+            more = tuple(itertools.takewhile(lambda each: isinstance(each, Iterable), others))
+            behind = others[len(more) :]
+            if len(behind) > len(names) or any(isinstance(each, Iterable) for each in behind):
+                given = ", ".join(type(each).__name__ for each in others)
+                raise TypeError(
+                    f"{method.__name__} takes all iterables before {', '.join(names)} (given: "
+                    f"{given})"
+                )
+            for name, value in zip(names, behind, strict=False):
+                if name in options:
+                    raise TypeError(f"{name} is given twice ({name}: {options[name]!r})")
+                options[name] = value
+            return method(*start, *more, **options)
+
+        return called
+
+    return decorated
 
 
 def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:

@@ -298,7 +298,7 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Progres
     def look() -> ProgressState:
         # a failure ends the packing, too
         all_there = operation.added if total is None and operation.finished else total
-        return ProgressState(operation.delivered, all_there, operation.finished)
+        return ProgressState(operation.items_delivered, all_there, operation.finished)
 
     return look
 
@@ -535,7 +535,7 @@ class Feeder:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         packing = self._packing(operation, packer, shared)
         size = self._bundle_size(operation, total)
-        while size != 1 and (some := list(itertools.islice(calls, size or 1))):
+        while size != 1 and (some := list(itertools.islice(calls, most_of(operation, size)))):
             bundle = (
                 None
                 if size is None
@@ -562,3 +562,11 @@ class Feeder:
         return bundle_size(
             seconds, total, total - operation.items, self._scheduler.settings.workers
         )
+
+
+def most_of(operation: Operation, size: int | None) -> int:
+    """So many items of a bundle of that `size` as the chunk that the caller has asked for holds."""
+    chunksize = operation.options.chunksize
+    if size is None or chunksize is None:
+        return size or 1
+    return min(size, chunksize - operation.items % chunksize)

@@ -278,7 +278,8 @@ class ForwardCall(NamedTuple):
     """One call, on one item or on a bundle.
 
     `dependency_results` are results of other calls among the arguments, whose tensors come last.
-    `bundle` has the arguments of each item, if many items are sent as one call.
+    `bundle` has the arguments of each item, if many items are sent as one call. Those items that
+    are `failed` do not run again.
     """
 
     call: int
@@ -289,11 +290,12 @@ class ForwardCall(NamedTuple):
     # the device that the call comes from; results on the worker's device go there
     origin: int = 0
     bundle: Parts = ()
+    failed: Sequence[int] = ()
 
 
 class Forward(NamedTuple):
     """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
-    run.
+    run. Without it, the other items of a bundle run, too.
 
     With `eager` options, the backward of a loss runs right after its forward. If results are wanted
     `together`, they may wait for a while behind a slow call.
@@ -432,7 +434,8 @@ class Result(NamedTuple):
     """The outcome of one call.
 
     If its backward was an eager one, `gradients` are those of the inputs, and those of the captures
-    if these are sent apart. `bundle` has the result of each item, if there are many. `unused` are
+    if these are sent apart. `bundle` has the result of each item, if there are many; `failed` are
+    the places of those that failed, which have no tensors. `unused` are
     inputs that the result does not depend on. They are numbered among the inputs that need
     gradients, and only those count that have a history or hooks in the caller. `strays` are the
     numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
@@ -448,6 +451,7 @@ class Result(NamedTuple):
     unused: Sequence[int] = ()
     strays: Sequence[tuple[int, str]] = ()
     errors: Sequence[tuple[int, str]] = ()
+    failed: Sequence[tuple[int, Failure]] = ()
 
 
 class WarningReport(NamedTuple):

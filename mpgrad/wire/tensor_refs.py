@@ -952,9 +952,7 @@ class Packer:
         slot = self._arena.allocate(nbytes)
         copy_into(slot.memory, core)
         self.bytes_copied += nbytes
-        return PackedTensor(
-            number, shape, form, slot.address, nbytes, flags | self._flags, None, slot
-        )
+        return packed_in(slot, tensor, form, flags | self._flags)
 
     def _pack_for_device(
         self, tensor: torch.Tensor, flags: int, code: int, staged: bool
@@ -970,19 +968,8 @@ class Packer:
             return packed._replace(flags=packed.flags | code * DEVICE)
         core, form, how = dense_core(tensor.detach())
         slot = channel.write(core)
-        nbytes = slot.memory.nbytes
-        self.bytes_copied += nbytes
-        flags |= how | code * DEVICE
-        return PackedTensor(
-            NUMBER_OF_DTYPE[tensor.dtype],
-            tuple(tensor.shape),
-            form,
-            slot.address,
-            nbytes,
-            flags,
-            None,
-            slot,
-        )
+        self.bytes_copied += slot.memory.nbytes
+        return packed_in(slot, tensor, form, flags | how | code * DEVICE)
 
     def _way(self, tensor: torch.Tensor) -> DeviceChannel | None:
         is_plain = (
@@ -1032,23 +1019,24 @@ class Packer:
     def _packed_apart(
         self, tensor: torch.Tensor, sharing: bool, staged: bool
     ) -> PackedTensor | None:
-        """Pack a tensor into a slot of its own: on its device, or here if it is large and may come
-        again."""
+        """Pack a tensor into its own slot: on its device, or here if it is large and may come again."""
         if not staged and self._way(tensor) is not None:
             code = device_code(tensor)
             return self._pack_for_device(tensor, flags_of(tensor), code, staged=False)
-        is_here = tensor.is_cpu and not (sharing or tensor.requires_grad)
-        if self._kept_slots is None or not is_here:
+        if self._kept_slots is None or sharing or tensor.requires_grad or not tensor.is_cpu:
             return None
         core, form, how = dense_core(tensor)
         nbytes = core.numel() * core.element_size()
         if nbytes <= COPY_BYTES:
             return None
-        number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
         constant = tensor if getattr(tensor, "is_constant", False) else None
         slot = self._kept_slots.slot_with(core.data_ptr(), nbytes, constant)
-        flags = flags_of(tensor) | how | SHARED
-        return PackedTensor(number, shape, form, slot.address, nbytes, flags, None, slot)
+        return packed_in(slot, tensor, form, flags_of(tensor) | how | SHARED)
+
+
+def packed_in(slot: Slot, tensor: torch.Tensor, form: Form, flags: int) -> PackedTensor:
+    number, nbytes = NUMBER_OF_DTYPE[tensor.dtype], slot.memory.nbytes
+    return PackedTensor(number, tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
 
 
 def staged_again(

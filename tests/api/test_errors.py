@@ -559,17 +559,27 @@ def test_arguments_that_nobody_knows() -> None:
         assert executor.submit(abs, -1).result() == 1
 
 
-@pytest.mark.parametrize("second", [[1, 2], torch.ones(2), iter(())])
-@pytest.mark.parametrize("operation", ["map", "map_async", "imap", "imap_unordered", "starmap"])
-def test_a_second_iterable_suggests_starmap(
-    pool2: mpgrad.Pool, operation: str, second: Any
+@pytest.mark.parametrize("operation", ["map", "map_async", "imap", "imap_unordered"])
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (([1], 2, [3]), {}, r"takes all iterables before chunksize.* \(given: int, list\)$"),
+        (([1], [2], 3), {"chunksize": 4}, r"chunksize is given twice \(chunksize: 4\)$"),
+        (([1], [2], 1.5), {}, r"^chunksize must be an integer \(chunksize: 1.5\)$"),
+        (([1], [2]), {"chunksize": [3]}, r"^chunksize must be an integer \(chunksize: \[3\]\)$"),
+        ((3, [2]), {}, r"^the items must be an iterable \(given: 3\)$"),
+    ],
+)
+def test_iterables_and_options_that_are_mixed_up(
+    pool2: mpgrad.Pool, operation: str, given: Any, options: Any, message: str
 ) -> None:
-    kind = type(second).__name__
-    with pytest.raises(
-        TypeError,
-        match=rf"use pool.starmap\(function, zip\(first, second\)\) \(chunksize: a {kind}\)$",
-    ):
-        getattr(pool2, operation)(max, [1, 2], second)
+    with pytest.raises(TypeError, match=message):
+        getattr(pool2, operation)(max, *given, **options)
+
+
+def test_starmap_takes_one_iterable(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError, match=r"^chunksize must be an integer \(chunksize: \[3\]\)$"):
+        pool2.starmap(max, [(1, 2)], [3])  # type: ignore[call-overload]
 
 
 def test_after_the_with_block(fork_server: mpgrad.Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import queue
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -347,3 +348,61 @@ def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> No
     ) as caught:
         pool.map(lambda x: x.to_mkldnn() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
     assert any("item 1" in note for note in caught.value.__notes__)
+
+
+# --- several iterables, as `Executor.map` and Python's `map` take them
+
+WAYS: list[Callable[..., list[Any]]] = [
+    lambda pool, *args, **options: pool.map(*args, **options),
+    lambda pool, *args, **options: list(pool.imap(*args, **options)),
+    lambda pool, *args, **options: sorted(pool.imap_unordered(*args, **options)),
+    lambda pool, *args, **options: pool.map_async(*args, **options).get(),
+]
+NAMES = ["map", "imap", "imap_unordered", "map_async"]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+def test_several_iterables(pool: mpgrad.Pool, way: Callable[..., list[Any]]) -> None:
+    xs, ys = ragged(5), [x.detach().sin().requires_grad_() for x in ragged(4)]
+
+    def fn(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
+        return (x * y).sum() * k + y.square().sum()
+
+    found = []
+    for losses in (way(pool, fn, xs, ys, range(3)), list(map(fn, xs, ys, range(3)))):
+        total = torch.stack(sorted(losses)).sum()
+        found.append([*sorted(losses), *torch.autograd.grad(total, [*xs[:3], *ys[:3]])])
+    ours, theirs = found
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+def test_the_chunksize_stays_where_it_was(
+    pool2: mpgrad.Pool, way: Callable[..., list[Any]]
+) -> None:
+    xs, ys = [1, 2, 3], [5, 4, 0]
+    for given, options in [
+        ((xs, 2), {}),
+        ((xs,), {"chunksize": 2}),
+        ((xs, None), {}),
+    ]:
+        assert way(pool2, abs, *given, **options) == [1, 2, 3]
+    for given, options in [((xs, ys, 2), {}), ((xs, ys), {"chunksize": 2}), ((xs, iter(ys)), {})]:
+        assert sorted(way(pool2, max, *given, **options)) == [3, 4, 5]
+    assert way(pool2, func=abs, iterable=xs) == [1, 2, 3]
+
+
+def test_the_callback_stays_where_it_was(pool2: mpgrad.Pool) -> None:
+    done: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    pool2.map_async(abs, [-1], 1, done.put).wait()
+    pool2.map_async(max, [-1], [2], 1, done.put).wait()
+    pool2.map_async(max, [-1], [3], callback=done.put).wait()
+    assert [done.get(timeout=60) for _ in range(3)] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("second", [range(50), zip(range(50)), (k for k in range(50))])
+def test_the_shortest_iterable_ends_the_map(pool2: mpgrad.Pool, second: Any) -> None:
+    assert len(pool2.map(lambda _, y: y, range(100), second)) == 50
+    assert pool2.map(max, [], [1]) == []
+    assert next(pool2.imap(max, range(10**9), range(10**9))) == 0

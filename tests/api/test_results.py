@@ -193,7 +193,7 @@ def test_errors_of_async_results(pool: mpgrad.Pool) -> None:
 def test_not_ready(fresh_pool: mpgrad.Pool) -> None:
     result = fresh_pool.apply_async(time.sleep, (0.5,))
     with pytest.raises(
-        multiprocessing.TimeoutError, match=r"no result within the timeout \(0.01 s\)"
+        multiprocessing.TimeoutError, match=r"no result within the timeout of get \(0.01 s\)"
     ):
         result.get(0.01)
     with pytest.raises(ValueError, match="the result is not ready"):

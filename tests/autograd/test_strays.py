@@ -470,6 +470,7 @@ def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool
     assert [x.grad for x in given] == [1] * 4
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
     # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all
     # modules for each of them
@@ -559,6 +560,7 @@ def check_goes_on(pool: mpgrad.Pool, fn: Callable[[torch.Tensor], Any], same: bo
     assert [x.grad for x in there] == [x.grad for x in here] or not same
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 @pytest.mark.parametrize(
     "engine", first_are_quick(1, [("process", 2), ("thread", 2), ("inline", 1)]), ids=str
 )

@@ -124,6 +124,7 @@ def test_backward_after_everything_of_joblib_is_gone() -> None:
     assert torch.equal(found, torch.autograd.grad(loss(item) + loss(item), item)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.* changed packed .* only the worker's copy")
 def test_the_callers_modes_and_hooks_hold_for_all_batches() -> None:
     """Also for those that joblib takes from the generator in another thread."""
     items = leaves(8)

@@ -474,8 +474,8 @@ def test_a_call_that_always_hangs(
     with mpgrad.Pool(2, timeout_retries=1) as pool:
         begin = time.monotonic()
         message = (
-            rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed "
-            r"with its worker"
+            rf"item 2 of fn ran longer than the time limit of a call \(1.0 s, phase: {phase}\), "
+            r"and was killed with its worker"
         )
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
             results = pool.map(fn, xs, timeout=1)

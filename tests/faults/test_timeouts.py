@@ -147,8 +147,8 @@ def test_a_hung_backward_fails_at_its_first_time_out(
         error = caught.value
         assert (error.item, error.phase, error.worker) == (1, "backward", worker.number)
         assert str(error) == (
-            "item 1 of fn ran longer than its timeout (0.3 s, phase: backward), and was killed "
-            f"with its worker (worker: {worker.number}); the call was tried once "
+            "item 1 of fn ran longer than the time limit of a call (0.3 s, phase: backward), and "
+            f"was killed with its worker (worker: {worker.number}); the call was tried once "
             "(timeout_retries: 0)"
         )
         (y,) = pool.map(torch.exp, [xs[0]])

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 
 import mpgrad
-from mpgrad import (
+from mpgrad.functions import (
     EmulatedAutogradContext,
     map_with_parallel_backward,
     run_isolated_backward,
@@ -1184,11 +1184,19 @@ def test_attributes_set_in_a_backward_stay() -> None:
     assert grads == [1, 2, 3]
 
 
+@pytest.mark.quick
+def test_the_names_are_in_their_module_only() -> None:
+    """They are rarely needed, and looked like a second way to write a map."""
+    assert set(mpgrad.functions.__all__).isdisjoint({*mpgrad.__all__, *dir(mpgrad)})
+    with pytest.raises(AttributeError, match="no attribute 'run_isolated_forward'"):
+        _ = mpgrad.run_isolated_forward  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 def test_the_package_imports_the_module_when_asked() -> None:
     program = (
         "import sys, mpgrad; print('mpgrad.workers' in sys.modules, "
-        "mpgrad.EmulatedAutogradContext.__module__)"
+        "mpgrad.functions.EmulatedAutogradContext.__module__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

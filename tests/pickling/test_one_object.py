@@ -106,6 +106,7 @@ def one(pool: mpgrad.Pool, function: Callable[..., Any], x: Any) -> Any:
     return pool.map(function, [x])[0]
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_one_object_by_two_ways(a_pool: mpgrad.Pool, script: Any) -> None:
     """Symptom: `w is lib.w` was False in a task, and `autograd.grad` raised. Cause: a function and
     the modules' names were two pickles."""

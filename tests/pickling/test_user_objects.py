@@ -155,6 +155,7 @@ def used(vectorized: Any) -> Any:
     return vectorized
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_that_a_fork_would_have(pool2: mpgrad.Pool, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import mpgrad
+import mpgrad.functions
 import mpgrad.joblib
 import mpgrad.nn
 import mpgrad.testing
@@ -21,12 +22,12 @@ import mpgrad.testing
 pytestmark = pytest.mark.quick
 
 LIST = Path(__file__).with_name("public_names.txt")
-MODULES = mpgrad, mpgrad.nn, mpgrad.testing, mpgrad.joblib
+MODULES = mpgrad, mpgrad.functions, mpgrad.nn, mpgrad.testing, mpgrad.joblib
 MADE_BY_USERS = {
     mpgrad.Pool,
     mpgrad.Executor,
     mpgrad.Ray,
-    mpgrad.EmulatedAutogradContext,
+    mpgrad.functions.EmulatedAutogradContext,
     mpgrad.nn.DataParallel,
 }
 

@@ -59,6 +59,10 @@ assert_type(pool.map(parsed, ["1"], on_error="return"), list[int | BaseException
 assert_type(pool.map(parsed, ["1"], progress=told), list[int])
 assert_type(pool.starmap(both, zip(xs, range(4), strict=True)), list[tuple[Tensor, int]])
 assert_type(pool.starmap(parsed, [("1",)], on_error="return"), list[int | BaseException])
+assert_type(pool.map(both, xs, range(4)), list[tuple[Tensor, int]])
+assert_type(pool.map(both, xs, range(4), chunksize=2, progress=True), list[tuple[Tensor, int]])
+paired = pool.map(both, xs, range(4), on_error="return")
+assert_type(paired, list[tuple[Tensor, int] | BaseException])
 refused: list[int] = pool.map(parsed, ["1"], on_error="return")  # wrong
 number: list[str] = pool.map(parsed, ["1"])  # wrong
 pool.map(parsed, xs)  # wrong
@@ -67,6 +71,7 @@ pool.map(parsed, ["1"], timeot=3.0)  # wrong
 pool.map(parsed, ["1"], progress=3)  # wrong
 pool.map(parsed, ["1"], progress=parsed)  # wrong
 pool.map(3, xs)  # wrong
+pool.map(both, xs, range(4), timeot=3.0)  # wrong
 pool.starmap(both, xs, progess=True)  # wrong
 
 # --- later
@@ -78,6 +83,8 @@ assert_type(pool.apply_async(parsed, ("1",)), mpgrad.AsyncResult[int])
 assert_type(pool.apply(parsed, ("1",)), int)
 assert_type(next(pool.imap(parsed, ["1"])), int)
 assert_type(list(pool.imap_unordered(loss_of, xs, progress=True)), list[Tensor])
+assert_type(next(pool.imap(both, xs, range(4))), tuple[Tensor, int])
+assert_type(pool.map_async(both, xs, range(4)).get(), list[tuple[Tensor, int]])
 for each in pool.imap(parsed, ["1"], on_error="return"):
     assert_type(each, int | BaseException)
 

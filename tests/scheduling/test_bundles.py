@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import os
 import random
@@ -499,9 +500,10 @@ def test_they_travel_together(fresh_pool2: mpgrad.Pool, monkeypatch: pytest.Monk
     results = fresh_pool2.map(curve, xs)
     assert len({each.grad_fn for each in results}) == 4
     assert sum(worker.calls for worker in fresh_pool2.stats().workers) == len(xs)
-    # whoever says how large chunks are to be has one call an item
     with_chunks = fresh_pool2.map(curve, xs, chunksize=2)
-    assert len({each.grad_fn for each in with_chunks}) == len(xs)
+    assert len({each.grad_fn for each in with_chunks}) == len(xs) / 2
+    alone = fresh_pool2.map(curve, xs, chunksize=1)
+    assert len({each.grad_fn for each in alone}) == len(xs)
 
 
 def test_a_tensor_that_items_share_gets_its_gradient_in_the_serial_order(pool: mpgrad.Pool) -> None:
@@ -1017,3 +1019,127 @@ def test_an_item_whose_backward_kills_is_named(fresh_pool2: mpgrad.Pool) -> None
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
         fresh_pool2.map(ended_by_its_backward, leaves(6))[2].backward()
     assert caught.value.item == 2
+
+
+# --- options of a map that go along with bundles
+
+
+def numbered(count: int) -> list[Tensor]:
+    return [torch.full((2,), float(k), requires_grad=True) for k in range(count)]
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the bundles that a test packs."""
+    sizes: list[int] = []
+
+    def pack_bundle(how: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
+        sizes.append(len(calls))
+        return packing.pack_bundle(how, index, calls, *others)
+
+    monkeypatch.setattr("mpgrad.submission.submitter.pack_bundle", pack_bundle)
+    return sizes
+
+
+def test_a_bar_takes_nothing_apart(pool: mpgrad.Pool, packed: list[int]) -> None:
+    """Progress, a chunksize or `on_error="return"` made cheap items slower."""
+    shown: list[tuple[int, int | None]] = []
+    xs, others = leaves(), leaves()
+    results = pool.map(curve, xs, progress=lambda done, total, left: shown.append((done, total)))
+    assert packed == [SIZE, SIZE, 22 - 2 * SIZE]
+    assert shown[-1] == (22, 22)
+    assert all(done in (0, 8, 14, 16, 22) and total == 22 for done, total in shown)
+    assert all(map(torch.equal, results, serial(curve, others)))
+    assert pool.map_async(curve, xs, progress=lambda *now: shown.append(now[:2])).get() is not None
+    assert len(packed) == 6
+    assert shown[-1] == (22, 22)
+
+
+def test_the_items_of_a_failed_map_are_counted(pool2: mpgrad.Pool) -> None:
+    shown: list[int] = []
+    with pytest.raises(ArithmeticError):
+        pool2.map(failing, numbered(22), 16, progress=lambda done, total, left: shown.append(done))
+    assert shown[-1] == 8
+
+
+def ends(items: Sequence[Any]) -> list[int]:
+    """The first and the last item of a chunk's calls."""
+    return [*itertools.chain.from_iterable([each] if type(each) is int else each for each in items)]
+
+
+@pytest.mark.parametrize("chunksize", [2, 7, 8, 9, 12, 100])
+def test_a_chunk_has_the_items_that_it_was_asked_for(
+    fork_server: mpgrad.Pool, packed: list[int], chunksize: int
+) -> None:
+    xs = leaves()
+    with mpgrad.Pool(1) as pool:
+        with pool.timeline() as timeline:
+            results = pool.map(curve, xs, chunksize)
+        grads = torch.autograd.grad(COMBINATIONS["sum"](results), xs)
+        others = leaves()
+        assert all(map(torch.equal, results, serial(curve, others)))
+        right = torch.autograd.grad(COMBINATIONS["sum"](serial(curve, others)), others)
+        assert all(map(torch.equal, grads, right))
+    assert sum(packed) == 22
+    assert max(packed) == min(chunksize, SIZE)
+    chunks = [each["args"]["items"] for each in timeline.events if each.get("cat") == "chunk"]
+    sent = sorted((each[0], each[-1]) for each in map(ends, chunks))
+    starts = range(0, 22, chunksize)
+    assert [first for first, _ in sent][: len(starts)] == [*starts]
+    assert [last for _, last in sent] == [min(start + chunksize, 22) - 1 for start in starts]
+
+
+def test_exceptions_in_the_places_of_results(pool: mpgrad.Pool, packed: list[int]) -> None:
+    def fn(x: Tensor) -> Any:
+        if x[-1] in (3.0, 11.0, 12.0, 22.0):
+            raise ZeroDivisionError(f"on purpose {x[-1]:.0f}")
+        return curve(x) if x[-1] % 2 else loss(x)
+
+    def serially(x: Tensor) -> Any:
+        try:
+            return fn(x)
+        except ZeroDivisionError as error:
+            return error
+
+    for _ in range(2):
+        xs, others = leaves(), leaves()
+        found, right = pool.map(fn, xs, on_error="return"), [*map(serially, others)]
+        for ours, theirs, index in zip(found, right, range(22), strict=True):
+            if isinstance(theirs, Tensor):
+                assert torch.equal(ours, theirs)
+            else:
+                assert repr(ours) == repr(theirs)
+                assert ours.__notes__[0].startswith(f"raised in item {index} of fn, ")
+        for results in (found, right):
+            sum(each.sum() for each in results if isinstance(each, Tensor)).backward()
+            weight.grad = None
+        for x, other in zip(xs, others, strict=True):
+            assert (x.grad is None) == (other.grad is None)
+            assert x.grad is None or torch.equal(x.grad, other.grad)
+    assert packed == [SIZE, SIZE, 22 - 2 * SIZE] * 2
+
+
+def test_all_items_of_a_bundle_may_fail(pool: mpgrad.Pool) -> None:
+    found = pool.map(failing, [torch.full((5,), 13.0)] * 20, on_error="return")
+    assert [type(each) for each in found] == [ArithmeticError] * 20
+
+
+def test_a_result_that_cannot_be_carried_is_one_item(pool2: mpgrad.Pool) -> None:
+    found = pool2.map(unpicklable, numbered(10), on_error="return")
+    assert [k for k, each in enumerate(found) if isinstance(each, TypeError)] == [6]
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_item_that_kills_leaves_the_others_of_its_bundle(
+    fork_server: mpgrad.Pool, retries: int
+) -> None:
+    xs = numbered(22)
+    with mpgrad.Pool(1, retries=retries) as pool:
+        found = pool.map(always_dying, xs, on_error="return")
+        dead = [k for k, each in enumerate(found) if isinstance(each, mpgrad.WorkerDiedError)]
+        # without retries, what had run in the bundle may not run again
+        assert dead == ([13] if retries else [*range(8, 14)])
+        assert [each.item for k, each in enumerate(found) if k in dead] == [13] * len(dead)
+        if retries:
+            sum(each.sum() for each in found if isinstance(each, Tensor)).backward()
+            assert [k for k, x in enumerate(xs) if x.grad is None] == dead

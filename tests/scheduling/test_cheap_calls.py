@@ -69,6 +69,7 @@ def test_the_same_as_in_a_serial_loop(pool2: mpgrad.Pool, name: str) -> None:
     assert_same_as_serial(function, items(), pool2, order=2)
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_calls_that_go_together_and_others_between(pool2: mpgrad.Pool) -> None:
     def function(x: Any) -> Any:
         x = x[0] if isinstance(x, tuple) else x
@@ -127,6 +128,7 @@ def test_structured_arguments_and_starmap(pool2: mpgrad.Pool) -> None:
     assert pool2.apply(torch.mul, pairs[1]).equal(pairs[1][0] * pairs[1][1])
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_arguments_and_captures_are_private(pool2: mpgrad.Pool) -> None:
     def write(x: Tensor) -> Tensor:
         return x.add_(1)

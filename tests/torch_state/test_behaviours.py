@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._device import DeviceContext
 
@@ -303,7 +303,7 @@ def test_first_pools_of_many_threads_at_once() -> None:
     "use",
     [
         lambda: mpgrad.Pool(1),
-        lambda: mpgrad.map_with_parallel_backward(torch.autograd.Function, (torch.ones(1),)),
+        lambda: mpgrad.functions.map_with_parallel_backward(Function, (torch.ones(1),)),
     ],
 )
 def test_nothing_runs_where_a_behaviour_is_missing(

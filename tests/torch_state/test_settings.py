@@ -400,7 +400,7 @@ def test_a_mode_inside_the_function(name: str, pool: mpgrad.Pool) -> None:
 
 def test_derivatives_of_custom_functions_in_threads() -> None:
     with Rounds(), pytest.raises(NotImplementedError, match=r"Rounds\)"):
-        mpgrad.map_with_parallel_backward(Looks, (torch.ones(2, requires_grad=True),))
+        mpgrad.functions.map_with_parallel_backward(Looks, (torch.ones(2, requires_grad=True),))
 
 
 # --- hooks for all modules and optimizers

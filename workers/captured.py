@@ -1,0 +1,189 @@
+"""Writes of tasks to containers that their function captures: they change a copy, and are lost.
+Worker's side.
+
+PyTorch counts writes to tensors, but Python does not count those to lists, dicts, sets and
+attributes. What a container refers to can be read in C, as `ContentRecord` does. So the containers
+of a function are compared after each chunk, until one has changed. Most functions have none.
+
+What code changes for itself is left alone: containers of libraries, what an initializer has set,
+attributes that are filled when they are first needed, and names that begin with an underscore or
+contain "cache" or "memo".
+Assumes: one operation at a time uses a container.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.pickling.initialized import INITIALIZED
+from mpgrad.pickling.modules import CarriedModule, is_users_own, uses_in
+from mpgrad.pickling.unchanged import are_same_objects
+from mpgrad.workers.console import TaskWarnings
+
+__all__ = ["CapturedContainers"]
+
+MOST_WATCHED = 1000  # parts of containers; more would cost each chunk 10 µs
+CONTAINERS = {
+    *(list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict),
+    *(collections.Counter,),
+}
+SCALARS = {type(None), bool, int, float, complex, str, bytes}
+PLAIN = SCALARS | {torch.Tensor, torch.nn.Parameter}
+PLAIN |= {types.ModuleType, types.BuiltinFunctionType, types.CodeType, type}
+FOR_ITSELF = re.compile(r"(^|\.)_|cache|memo", re.IGNORECASE)
+# classes of this package that contain functions of the user
+OURS = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib."
+
+
+class Place(NamedTuple):
+    """Where the caller's code finds a container, or an object with attributes."""
+
+    name: str
+    contents: Any
+    is_object: bool  # `contents` are its attributes
+
+
+class CapturedContainers:
+    """The containers that one function captures."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # The first function of the user's, where the caller is warned.
+        self._code: types.FunctionType | None = None
+        self._name = type(function).__qualname__
+        self._places: list[Place] = []
+        self._find(function)
+        self._contents = [each.contents for each in self._places]
+        self._note()
+
+    def _note(self) -> None:
+        # kept alive, so that no other object gets an address of these
+        self._parts = gc.get_referents(*self._contents)
+        self._before = [copied(each) for each in self._contents]
+
+    def warn_of_writes(self, task_warnings: TaskWarnings) -> None:
+        """Have the caller warned of the first container that has changed, and look no more."""
+        if not self._contents:
+            return
+        if are_same_objects(gc.get_referents(*self._contents), self._parts):
+            return
+        changed = [
+            each
+            for each, before in zip(self._places, self._before, strict=True)
+            if is_lost(each, before)
+        ]
+        if not changed:
+            self._note()
+            return
+        self._contents = []
+        what = changed[0]
+        kind = "attributes" if what.is_object else f"a {type(what.contents).__name__}"
+        task_warnings.add(
+            f"{self._name} changed {what.name} ({kind}), but only the worker's copy, which is "
+            "lost; return the value and store it in the caller, or let the initializer make what "
+            "each worker is to keep",
+            self._code,
+        )
+
+    # --- the search
+
+    def _find(self, function: Callable[..., Any]) -> None:
+        left = MOST_WATCHED
+        own = {id(each) for values in INITIALIZED.values() for each in values.values()}
+        seen = set[int]()
+        waiting: list[tuple[str, Any]] = [("", function)]
+        for name, value in waiting:
+            if left <= 0:
+                break
+            kind = type(value)
+            if kind in PLAIN or id(value) in seen or id(value) in own or FOR_ITSELF.search(name):
+                continue
+            seen.add(id(value))
+            left -= 1
+            if kind is types.FunctionType:
+                if not is_users_own(value.__module__ or ""):
+                    continue
+                if self._code is None:
+                    self._code = value
+                    self._name = value.__qualname__.rpartition("<locals>.")[2]
+            elif kind in CONTAINERS:
+                if value.__len__() > left:
+                    continue
+                left -= len(value)
+                self._places.append(Place(name, value, is_object=False))
+            elif is_users(kind) and hasattr(value, "__dict__"):
+                self._places.append(Place(name or kind.__qualname__, vars(value), is_object=True))
+            waiting += inside(name, value)
+
+
+def inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the search goes on with, with names."""
+    kind = type(value)
+    joint = f"{name}." if name else ""
+    if kind is types.FunctionType:
+        names = value.__code__.co_freevars
+        for each, cell in zip(names, value.__closure__ or (), strict=True):
+            yield from ((each, contents) for contents in gc.get_referents(cell))
+        defaults = value.__defaults__ or ()
+        count = value.__code__.co_argcount
+        yield from zip(
+            value.__code__.co_varnames[count - len(defaults) : count], defaults, strict=True
+        )
+        yield from (value.__kwdefaults__ or {}).items()
+        yield from ((f"{value.__name__}.{each}", part) for each, part in vars(value).items())
+        given = value.__globals__
+        for each in uses_in(value.__code__).names & given.keys():
+            if type(given[each]) is CarriedModule:
+                for inner in uses_in(value.__code__).names & vars(given[each]).keys():
+                    yield f"{each}.{inner}", vars(given[each])[inner]
+            else:
+                yield each, given[each]
+    elif kind is types.MethodType:
+        yield "", value.__func__
+        yield "self", value.__self__
+    elif kind is functools.partial:
+        yield from (("", each) for each in (value.func, *value.args, *value.keywords.values()))
+    elif kind in CONTAINERS or kind is tuple:
+        parts = value.values() if issubclass(kind, dict) else value
+        yield from ((f"{name}[...]", each) for each in list(parts) if type(each) not in PLAIN)
+    elif is_users(kind):
+        yield "", kind.__call__ if callable(value) else None
+        yield from ((joint + each, part) for each, part in getattr(value, "__dict__", {}).items())
+    elif f"{kind.__module__}.".startswith(OURS):
+        yield from (("", each) for each in gc.get_referents(value))
+
+
+def is_users(kind: type) -> bool:
+    return not issubclass(kind, type) and is_users_own(kind.__module__)
+
+
+def copied(contents: Any) -> Any:
+    return dict(contents) if isinstance(contents, dict) else list(contents)
+
+
+def is_lost(place: Place, before: Any) -> bool:
+    """Whether a task has changed the contents, and not only filled in attributes."""
+    now = copied(place.contents)
+    if place.is_object:
+        return any(
+            value is not None and differ(now.get(name, value), value)
+            for name, value in before.items()
+            if not FOR_ITSELF.search(name)
+        )
+    if isinstance(now, dict):
+        return now.keys() != before.keys() or any(differ(now[key], before[key]) for key in before)
+    return len(now) != len(before) or any(map(differ, now, before))
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two values differ. Equal numbers and texts may be new objects, because objects that
+    are one of a kind get their attributes again with an item."""
+    is_plain = type(one) is type(other) and type(one) in SCALARS
+    return one is not other and not (is_plain and one == other)
