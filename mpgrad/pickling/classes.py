@@ -69,7 +69,7 @@ __all__ = [
     "dynamic",
     "follow_the_caller",
     "loads",
-    "loads_with_functions",
+    "loads_initializer",
     "made_like_own",
     "reduce_c_type",
 ]
@@ -93,10 +93,13 @@ def loads(pickled: bytes) -> Any:
     return ClassUnpickler(io.BytesIO(pickled)).load()
 
 
-def loads_with_functions(pickled: bytes) -> tuple[Any, list[types.FunctionType]]:
-    """Load what `dumps` gave. Returns it with the functions that came by value."""
-    unpickler = InitializerUnpickler(io.BytesIO(pickled))
-    return unpickler.load(), unpickler.functions
+def loads_initializer(pickled: bytes) -> tuple[Any, Any, list[types.FunctionType]]:
+    """Load an initializer with its arguments, the caller's names that lead to it, if it has any,
+    and the functions that came by value."""
+    unpickler = InitializerUnpickler(stream := io.BytesIO(pickled))
+    whole = unpickler.load()
+    names = unpickler.load() if stream.tell() < len(pickled) else None
+    return whole, names, unpickler.functions
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
