@@ -46,7 +46,7 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.class_states import BASES, MADE_BY_PYTHON
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -108,8 +108,10 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
     A class that came from the other side is pickled by its name there.
     """
 
+    to_caller = True  # who has the classes and modules that came from there
+
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, type) and value in COPIES:
+        if self.to_caller and isinstance(value, type) and value in COPIES:
             return class_of_ours, (COPIES[value],)
         if (
             isinstance(value, type)
@@ -172,7 +174,14 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if reduced[0] not in (make_bare_class, make_bare_enum):  # found by its name, or None's class
         return reduced
     make, arguments, (state, _), *rest = reduced
+    if CLASS_OF[arguments[-2]] is not value:
+        raise TypeError(
+            f"cannot pickle the class {value.__qualname__!r}: it is equal to another one, because "
+            f"its metaclass {type(value).__qualname__!r} has an __eq__ of its own; let a class be "
+            "equal to itself only"
+        )
     more = registered_for(value)
+    state = {**state, BASES: value.__bases__}
     if make is make_bare_enum:
         return make_enum, arguments, (state, more), *rest
     *first, given, tracker_id, extra = arguments
@@ -392,7 +401,7 @@ def set_class(made: type, state: Any) -> None:
         if name == "_abc_impl":
             for each in value:
                 made.register(each)  # type: ignore[attr-defined]
-        else:
+        elif name != BASES or made.__bases__ != value:
             type.__setattr__(made, name, value)
     register(made, registered)
 

@@ -1095,6 +1095,8 @@ def given(result: Any, *args: Any, **kwargs: Any) -> Any:
 class InitializerPickler(ClassPickler):
     """Pickles an initializer and its arguments. Tensors in shared memory become copies."""
 
+    to_caller = False
+
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, Module):
             refuse_of_a_rank(value)
