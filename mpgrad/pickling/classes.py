@@ -193,6 +193,8 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(value).__module__ == "msgspec._core":
         state = {name: each for name, each in state.items() if not is_of_struct(value, name, each)}
         parts = given | {"__annotations__": vars(value).get("__annotations__", {})}
+        if "__post_init__" in vars(value):
+            parts["__post_init__"] = finish  # msgspec looks for it only now
         arguments = slots, *first, parts, *struct_parts(value), tracker_id, extra
         return make_struct, arguments, (state, more), *rest
     if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
@@ -252,9 +254,17 @@ def make_struct(
     if made is None:
         field = sys.modules["msgspec"].field
         given = given | {each: field(**parts) for each, parts in fields.items() if parts}
-        with quiet(bases):
-            made = track(tracker_id, kind(name, bases, given, **config))
+        resolved = types.resolve_bases(bases)
+        if resolved is not bases:
+            given["__orig_bases__"] = bases
+        with quiet(resolved):
+            made = track(tracker_id, kind(name, resolved, given, **config))
     return made
+
+
+def finish(made: Any) -> None:
+    """Call the method that the class has got since."""
+    type(made).__post_init__(made)
 
 
 def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -35,6 +35,8 @@ def way_of(kind: Any) -> Way | None:
     """Return how objects of a class are reduced; None if pickle rebuilds them as they are."""
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
         return by_own_code
+    if type(kind).__module__ == "msgspec._core":
+        return by_fields
     in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     if (
@@ -53,7 +55,22 @@ def way_of(kind: Any) -> Way | None:
 def by_own_code(pickler: Any, value: Any) -> Any:
     """Reduce an object as its class says. The class may give a name, which a worker lacks."""
     reduced = value.__reduce_ex__(5)
-    return reduce_one_of_a_kind(value, reduced) if isinstance(reduced, str) else reduced
+    if isinstance(reduced, str):
+        return reduce_one_of_a_kind(value, reduced)
+    return reduce_by_parts(value) if any(map(member_of(value), reduced[1])) else reduced
+
+
+def member_of(value: object) -> Callable[[Any], bool]:
+    """Return whether a class has the object, and comes with it."""
+
+    def has(kind: Any) -> bool:
+        return (
+            isinstance(kind, type)
+            and is_users_own(kind.__module__)
+            and any(each is value for each in vars(kind).values())
+        )
+
+    return has
 
 
 def by_parts(pickler: Any, value: Any) -> Any:
@@ -64,6 +81,23 @@ def by_parts(pickler: Any, value: Any) -> Any:
 def by_dictionary(pickler: Any, value: Any) -> Any:
     """Reduce a dictionary as pickle does, unless it is its own `__dict__`."""
     return reduce_by_parts(value) if value.__dict__ is value else value.__reduce_ex__(5)
+
+
+def by_fields(pickler: Any, value: Any) -> Any:
+    """Reduce a struct of msgspec, which by itself leaves out attributes that are no fields."""
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return with_fields, (type(value), fields), attributes_in(value) or None, None, None, set_more
+
+
+def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
+    made = kind(**fields)
+    for name, value in fields.items():  # `__post_init__` may have changed them once more
+        sys.modules["msgspec"].structs.force_setattr(made, name, value)
+    return made
+
+
+def set_more(made: Any, attributes: dict[str, Any]) -> None:
+    vars(made).update(attributes)
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:

@@ -253,6 +253,30 @@ PACKAGES: dict[str, str] = {
             return p.total(), type(p) is Point, encoded, again == Derived(1.0, key="j"), Point(2.0)
         item = Point(1.0)
     """,
+    "msgspec, attributes and __post_init__": """
+        class Open(msgspec.Struct, dict=True):
+            x: float
+            def __post_init__(self): self.x += 1
+        class Sub(Open):
+            def __post_init__(self): super().__post_init__()
+        def with_more(x):
+            made = Sub(x)
+            made.more = "more"
+            return made
+        captured = with_more(2.0)
+        def fn(p):
+            found = [[type(each).__name__, each.x, each.more] for each in (p, captured)]
+            return found, Sub(1.0).x, Sub(1.0) == Sub(1.0), with_more(3.0)
+        item = with_more(1.0)
+    """,
+    "msgspec, generic": """
+        import typing
+        T = typing.TypeVar("T")
+        class Holder(msgspec.Struct, typing.Generic[T]):
+            x: T
+        def fn(p): return p.x, msgspec.json.decode(b'{"x": 1.5}', type=Holder[float])
+        item = Holder(2.0)
+    """,
     "pydantic": """
         import typing
         T = typing.TypeVar("T")
@@ -260,6 +284,18 @@ PACKAGES: dict[str, str] = {
             value: T
         def fn(x): return Reply[float](value=x.value), isinstance(x, Reply[float])
         item = Reply[float](value=2.0)
+    """,
+    "cachetools, methods": """
+        class Model:
+            def __init__(self): self.cache, self.count = cachetools.LRUCache(4), 0
+            @cachetools.cachedmethod(lambda self: self.cache)
+            def doubled(self, x):
+                self.count += 1
+                return 2 * x
+        model = Model()
+        model.doubled(1.0)
+        def fn(x): return model.doubled(x), model.doubled(x), Model().doubled(x)
+        item = 3.0
     """,
     "cachetools": """
         import threading
@@ -274,7 +310,8 @@ PACKAGES: dict[str, str] = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
-    names: dict[str, Any] = {package: pytest.importorskip(package), "__name__": "__main__"}
+    name = package.partition(",")[0]
+    names: dict[str, Any] = {name: pytest.importorskip(name), "__name__": "__main__"}
     lines = PACKAGES[package].splitlines(keepends=True)
     source = "".join(line[8:] for line in lines)
     exec(compile(source, package, "exec", dont_inherit=True), names)
@@ -282,8 +319,34 @@ def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
     wanted = names["fn"](names["item"])
     assert found == wanted
     assert [*map(type, [found])] == [*map(type, [wanted])]
+    if package == "msgspec, attributes and __post_init__":
+        assert (found[3].x, found[3].more) == (4.0, "more")
     if package == "pydantic":
         assert isinstance(found[0], names["Reply"][float])
+
+
+BY_ITS_CLASS = """
+def of_class(kind, name): return vars(kind)[name]
+class Counting:
+    def __init__(self, function): self.function, self.count = function, 0
+    def __set_name__(self, owner, name): self.place = owner, name
+    def __get__(self, owner, kind=None):
+        self.count += 1
+        return self.function.__get__(owner)
+    def __reduce__(self): return of_class, self.place
+class Model:
+    @Counting
+    def doubled(self, x): return 2 * x
+model = Model()
+def fn(x): return model.doubled(x), vars(Model)["doubled"].count
+"""
+
+
+def test_an_object_that_is_pickled_as_what_its_class_has(pool2: mpgrad.Pool) -> None:
+    """The class had nothing yet when it came to a worker: KeyError."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(BY_ITS_CLASS, names)
+    assert pool2.map(names["fn"], [2.0]) == [(4.0, 1)]
 
 
 BUILTINS = """
