@@ -641,13 +641,15 @@ class Namespaces:
         self.main: dict[str, Any] | None = None
         # the functions and classes of the main script that came along, by name
         self.script: dict[str, Any] = {}
+        # objects that are one of a kind (`mpgrad.pickling.objects`)
+        self.ones: dict[str, Any] = {}
         # of the modules, which operations may share; then of the function and its items
         self.class_states: tuple[ClassStates, ...] = (ClassStates(),)
 
     def for_operation(self) -> Namespaces:
         """Return the same modules for one more operation, with room for its own classes."""
         view = copy.copy(self)
-        view.script = dict(self.script)
+        view.script, view.ones = dict(self.script), dict(self.ones)
         view.class_states = *self.class_states, ClassStates()
         return view
 
@@ -671,7 +673,7 @@ class Namespaces:
 
         Items may have brought more names since, and builtins may have changed.
         """
-        self.script = dict(script)
+        self.script, self.ones = dict(script), {}
         self.class_states = (ClassStates(),)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)

@@ -188,6 +188,37 @@ def test_an_object_whose_reduce_gives_a_name_is_one_of_a_kind(pool2: mpgrad.Pool
         assert pool2.map(lambda _: local.rate, [0, 0, 0]) == [local.rate] * 3  # type: ignore[attr-defined]
 
 
+class NamedList(list[float]):
+    rate = 1.0
+
+    def __reduce__(self) -> str:  # type: ignore[override]
+        return "LOCAL"
+
+
+@pytest.mark.parametrize("graphs", ["recompute", "keep", "auto"])
+def test_each_operation_has_its_own_state_of_such_an_object(
+    fork_server: mpgrad.Pool, graphs: Any
+) -> None:
+    """A call that ran again saw the state of the operation that came last."""
+    local, x = NamedList([1.0]), torch.tensor(3.0, requires_grad=True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * local[-1] * local.rate) ** len(local)
+
+    with mpgrad.Pool(1, graphs=graphs) as pool:
+        first, again = pool.map(fn, [x]), pool.map(lambda _: list(local), [0, 0])
+        local.rate = 2.0
+        local.append(5.0)
+        second = pool.map(fn, [x])
+        assert [*first, *second] == [3.0, 900.0]
+        assert again == [[1.0], [1.0]]
+        assert torch.autograd.grad(sum(first), x) == (torch.tensor(1.0),)
+        assert torch.autograd.grad(sum(second), x) == (torch.tensor(600.0),)
+        (back,) = pool.map(lambda _: local, [0])
+        assert back is local
+        assert local == [1.0, 5.0]
+
+
 @pytest.mark.quick
 def test_gradients_of_tensors_in_such_objects(pool2: mpgrad.Pool) -> None:
     w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
