@@ -1,8 +1,8 @@
 """A process takes over its environment and its rights from the process that started it. Both sides.
 
 The environment is the variables, directory, arguments, module paths, time zone, filters of
-`warnings`, recursion limit, and how `decimal` and NumPy compute. Workers follow the caller's
-environment. On another machine what belongs to a machine does not follow.
+`warnings`, recursion limit, levels of loggers, and how `decimal` and NumPy compute. Workers follow
+the caller's environment. On another machine what belongs to a machine does not follow.
 
 A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
 there when its pool began. So each operation and each backward carries the caller's changes since
@@ -103,6 +103,7 @@ class Environment(NamedTuple):
     recursion_limit: int
     decimals: tuple[Any, ...]  # the arguments of `decimal.Context`
     float_errors: Mapping[str, str]  # of NumPy, if it is imported
+    log_levels: Mapping[str, int]  # of the loggers that have one
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
@@ -137,7 +138,7 @@ def in_use() -> tuple[Any, ...]:
     extensions = extensions_by_path(len(sys.modules))
     of_process = working_directory(), sys.argv, sys.path, zone_in_use(), FILTERS_IN_USE()
     of_numbers = sys.getrecursionlimit(), decimals_in_use(), float_errors_in_use()
-    return variables, *of_process, extensions, *of_numbers
+    return variables, *of_process, extensions, *of_numbers, log_levels_in_use()
 
 
 def filters_in_use() -> Any:
@@ -177,11 +178,37 @@ def set_recursion_limit(limit: int) -> None:
         sys.setrecursionlimit(limit)
 
 
+def log_levels_in_use() -> dict[str, int]:
+    """Return the levels of the loggers that have one. `setLevel` empties the caches of all loggers,
+    where this is kept."""
+    cache: dict[Any, Any] = logging.root._cache  # type: ignore[attr-defined]
+    found: dict[str, int] | None = cache.get(OF_LEVELS)
+    if found is None:
+        with logging._lock:  # type: ignore[attr-defined]  # `setLevel` takes it to empty the caches
+            loggers = [*logging.root.manager.loggerDict.values(), logging.root]
+            levels = {each.name: each.level for each in loggers if isinstance(each, logging.Logger)}
+            found = {name: level for name, level in levels.items() if level}
+            cache[OF_LEVELS] = found
+    return found
+
+
+OF_LEVELS = "mpgrad"  # a key that is no level
+FOLLOWED_LEVELS: dict[str, int] = {}  # in a worker
+
+
+def set_log_levels(given: Mapping[str, int]) -> None:
+    for name in {**FOLLOWED_LEVELS, **given}:
+        logging.getLogger(name).setLevel(given.get(name, logging.NOTSET))
+    FOLLOWED_LEVELS.clear()
+    FOLLOWED_LEVELS.update(given)
+
+
 # Fields that belong to no machine, and how a worker sets them.
 EVERYWHERE: dict[str, Callable[[Any], None]] = {
     "recursion_limit": set_recursion_limit,
     "decimals": set_decimals,
     "float_errors": set_float_errors,
+    "log_levels": set_log_levels,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import logging
 import os
 import signal
 import sys
@@ -140,6 +141,25 @@ def test_numbers_are_computed_as_in_the_caller(pool2: mpgrad.Pool) -> None:
         with mpgrad.Pool(1) as later:
             assert later.map(computed, [0]) == [now]
     assert pool2.map(computed, range(2), 1) == [before] * 2
+
+
+def levels(_: object = None) -> list[int]:
+    names = "mpgrad_tests.some", "mpgrad_tests.some.other", "mpgrad_tests.third"
+    return [logging.getLogger(name).getEffectiveLevel() for name in names]
+
+
+@pytest.mark.quick
+def test_levels_of_loggers_that_are_set_later(pool2: mpgrad.Pool) -> None:
+    """`isEnabledFor` gave what was true when the pool began, so another branch ran."""
+    before = levels()
+    assert pool2.map(levels, range(2), 1) == [before] * 2
+    logging.getLogger("mpgrad_tests.some").setLevel(logging.DEBUG)
+    try:
+        assert levels() == [logging.DEBUG, logging.DEBUG, before[2]]
+        assert pool2.map(levels, range(2), 1) == [levels()] * 2
+    finally:
+        logging.getLogger("mpgrad_tests.some").setLevel(logging.NOTSET)
+    assert pool2.map(levels, range(2), 1) == [before] * 2
 
 
 def set_by_an_initializer() -> None:
