@@ -19,7 +19,7 @@ from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
-from mpgrad.pickling.reducers import dumps_initializer
+from mpgrad.pickling.initializer import dumps_initializer
 from mpgrad.progress import Progress
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
 from mpgrad.system import bytes_of, usable_cpus
