@@ -1,7 +1,8 @@
 """A process takes over its environment and its rights from the process that started it. Both sides.
 
-The environment is the variables, directory, arguments, module paths, time zone and filters of
-`warnings`. Workers follow the caller's environment. On another machine only the filters follow.
+The environment is the variables, directory, arguments, module paths, time zone, filters of
+`warnings`, recursion limit, levels of loggers, and how `decimal` and NumPy compute. Workers follow
+the caller's environment. On another machine what belongs to a machine does not follow.
 
 A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
 there when its pool began. So each operation and each backward carries the caller's changes since
@@ -34,8 +35,10 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import decimal
 import errno
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -54,7 +57,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.errors import contextmanager
@@ -97,6 +100,10 @@ class Environment(NamedTuple):
     zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
     filters: list[Filter]  # of `warnings`
     extensions: Mapping[str, str]  # the files of extension modules that `import` does not find
+    recursion_limit: int
+    decimals: tuple[Any, ...]  # the arguments of `decimal.Context`
+    float_errors: Mapping[str, str]  # of NumPy, if it is imported
+    log_levels: Mapping[str, int]  # of the loggers that have one
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
@@ -130,7 +137,8 @@ def in_use() -> tuple[Any, ...]:
     variables = getattr(os.environ, "_data", os.environ)
     extensions = extensions_by_path(len(sys.modules))
     of_process = working_directory(), sys.argv, sys.path, zone_in_use(), FILTERS_IN_USE()
-    return variables, *of_process, extensions
+    of_numbers = sys.getrecursionlimit(), decimals_in_use(), float_errors_in_use()
+    return variables, *of_process, extensions, *of_numbers, log_levels_in_use()
 
 
 def filters_in_use() -> Any:
@@ -145,21 +153,80 @@ def zone_in_use() -> tuple[Any, ...]:
     return time.tzname, time.timezone, time.altzone, time.daylight
 
 
+def decimals_in_use() -> tuple[Any, ...]:
+    """Return what the context of `decimal` was made with, without what has happened in it."""
+    _, (*numbers, _, traps) = decimal.getcontext().__reduce__()
+    return *numbers, [], traps
+
+
+def set_decimals(arguments: tuple[Any, ...]) -> None:
+    decimal.setcontext(decimal.Context(*arguments))
+
+
+def float_errors_in_use() -> dict[str, str]:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy.geterr() if hasattr(numpy, "geterr") else {}
+
+
+def set_float_errors(given: Mapping[str, str]) -> None:
+    if given:
+        importlib.import_module("numpy").seterr(**given)
+
+
+def set_recursion_limit(limit: int) -> None:
+    with contextlib.suppress(RecursionError):  # it is too low for what a worker itself needs
+        sys.setrecursionlimit(limit)
+
+
+def log_levels_in_use() -> dict[str, int]:
+    """Return the levels of the loggers that have one. `setLevel` empties the caches of all loggers,
+    where this is kept."""
+    cache: dict[Any, Any] = logging.root._cache  # type: ignore[attr-defined]
+    found: dict[str, int] | None = cache.get(OF_LEVELS)
+    if found is None:
+        with logging._lock:  # type: ignore[attr-defined]  # `setLevel` takes it to empty the caches
+            loggers = [*logging.root.manager.loggerDict.values(), logging.root]
+            levels = {each.name: each.level for each in loggers if isinstance(each, logging.Logger)}
+            found = {name: level for name, level in levels.items() if level}
+            cache[OF_LEVELS] = found
+    return found
+
+
+OF_LEVELS = "mpgrad"  # a key that is no level
+FOLLOWED_LEVELS: dict[str, int] = {}  # in a worker
+
+
+def set_log_levels(given: Mapping[str, int]) -> None:
+    for name in {**FOLLOWED_LEVELS, **given}:
+        logging.getLogger(name).setLevel(given.get(name, logging.NOTSET))
+    FOLLOWED_LEVELS.clear()
+    FOLLOWED_LEVELS.update(given)
+
+
+# Fields that belong to no machine, and how a worker sets them.
+EVERYWHERE: dict[str, Callable[[Any], None]] = {
+    "recursion_limit": set_recursion_limit,
+    "decimals": set_decimals,
+    "float_errors": set_float_errors,
+    "log_levels": set_log_levels,
+}
+
+
 def copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    variables, directory, arguments, paths, zone, filters, extensions = fields
+    variables, directory, arguments, paths, zone, filters, *others = fields
     lists = list(arguments), list(paths)
-    return dict(variables), directory, *lists, zone, list(filters), extensions
+    return dict(variables), directory, *lists, zone, list(filters), *others
 
 
 def environment_of(fields: tuple[Any, ...]) -> Environment:
-    variables, directory, arguments, paths, zone, filters, extensions = fields
+    variables, directory, arguments, paths, zone, filters, *others = fields
     texts = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
     named = [
         Filter(action, message, (category.__module__, category.__qualname__), module, line)
         for action, message, category, module, line in filters
     ]
     lists = list(map(str, arguments)), list(map(str, paths))
-    return Environment(texts, directory, *lists, zone, named, extensions)
+    return Environment(texts, directory, *lists, zone, named, *others)
 
 
 def current_environment() -> Environment:
@@ -188,7 +255,8 @@ class EnvironmentChanges:
             seen = copied(now)
             changes = environment_of(seen).changes(self.begin)
             if self._elsewhere:
-                changes = {name: each for name, each in changes.items() if name == "filters"}
+                kept = {"filters", *EVERYWHERE}
+                changes = {name: each for name, each in changes.items() if name in kept}
             pickled = pickle.dumps(changes) if changes else b""
             self._seen = seen, pickled
         return pickled
@@ -343,6 +411,8 @@ class EnvironmentFollower:
         self._begin = self._target = begin
         self._followed = b""
         FILTERS.begin(in_a_task(begin.filters))
+        for name, use in EVERYWHERE.items():
+            use(getattr(begin, name))
         if elsewhere:
             self._taken = current_environment()
             return
@@ -391,6 +461,10 @@ class EnvironmentFollower:
         EXTENSIONS.files = now.extensions
         if now.zone != before.zone:
             time.tzset()
+        for name, use in EVERYWHERE.items():
+            value = getattr(now, name)
+            if value != getattr(before, name) and getattr(own, name) == getattr(taken, name):
+                use(value)
         if now.filters != before.filters:
             FILTERS.set([*self._own_filters, *in_a_task(now.filters)])
 

@@ -300,10 +300,10 @@ def begin(
     try:
         if setting is not None:
             device = setting.enter_context(worker_device(start.device, number))
-        (initializer, initargs), functions = classes.loads_with_functions(start.initializer)
+        (initializer, initargs), names, functions = classes.loads_initializer(start.initializer)
         if initializer is not None:
             with noting_those_of_initializer(), filters:
-                run_initializer(initializer, initargs, functions)
+                run_initializer(initializer, initargs, functions, names)
         if in_process:  # a task may have a pool whose workers are threads
             FOLLOWER.settle()
         phase = "start"

@@ -12,6 +12,7 @@ or workers.
     class_states gives each operation the attributes that its classes had when it began
     registrations
                  sends what is registered for a class, for example with abc or as a pytree
+    initializer  pickles an initializer with the caller's names
     initialized  keeps what an initializer has set in a worker
     reducers     pickles objects that pickle refuses, such as PyTorch's modules, caches of functools
     objects      rebuilds objects of the user's classes that pickle would change

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "BASES",
     "MADE_BY_PYTHON",
     "ClassStates",
     "attributes_of_members",
@@ -66,7 +67,7 @@ def own_attributes(kind: type) -> dict[str, Any]:
         for name, value in vars(kind).items()
         if not (name in MADE_BY_PYTHON or isinstance(value, types.MemberDescriptorType))
     }
-    return found | {OF_MEMBERS: attributes_of_members(kind)}
+    return found | {OF_MEMBERS: attributes_of_members(kind), BASES: kind.__bases__}
 
 
 def restore(kind: type, attributes: Mapping[str, Any]) -> None:
@@ -81,7 +82,7 @@ def restore(kind: type, attributes: Mapping[str, Any]) -> None:
 
 
 def attributes_of_members(kind: type) -> dict[str, dict[str, Any]]:
-    """Return what the members of an enumeration have besides their names and values."""
+    """Return what the members of an enumeration have besides their names."""
     members: Mapping[str, Any] = kind.__members__ if issubclass(kind, enum.Enum) else {}
     return {
         name: {each: value for each, value in vars(member).items() if not made_by_enum(each)}
@@ -99,9 +100,10 @@ def set_members(kind: type, attributes: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def made_by_enum(name: str) -> bool:
-    return name.startswith("_") and name.endswith("_")
+    return name.startswith("_") and name.endswith("_") and name != "_value_"  # which may be mutable
 
 
+BASES = "__bases__"
 # A key that is not an attribute's name.
 OF_MEMBERS = "the members' attributes"
 # Python adds these by itself.

@@ -46,7 +46,7 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.class_states import BASES, MADE_BY_PYTHON
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -69,7 +69,7 @@ __all__ = [
     "dynamic",
     "follow_the_caller",
     "loads",
-    "loads_with_functions",
+    "loads_initializer",
     "made_like_own",
     "reduce_c_type",
 ]
@@ -93,10 +93,13 @@ def loads(pickled: bytes) -> Any:
     return ClassUnpickler(io.BytesIO(pickled)).load()
 
 
-def loads_with_functions(pickled: bytes) -> tuple[Any, list[types.FunctionType]]:
-    """Load what `dumps` gave. Returns it with the functions that came by value."""
-    unpickler = InitializerUnpickler(io.BytesIO(pickled))
-    return unpickler.load(), unpickler.functions
+def loads_initializer(pickled: bytes) -> tuple[Any, Any, list[types.FunctionType]]:
+    """Load an initializer with its arguments, the caller's names that lead to it, if it has any,
+    and the functions that came by value."""
+    unpickler = InitializerUnpickler(stream := io.BytesIO(pickled))
+    whole = unpickler.load()
+    names = unpickler.load() if stream.tell() < len(pickled) else None
+    return whole, names, unpickler.functions
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
@@ -105,8 +108,10 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
     A class that came from the other side is pickled by its name there.
     """
 
+    to_caller = True  # who has the classes and modules that came from there
+
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, type) and value in COPIES:
+        if self.to_caller and isinstance(value, type) and value in COPIES:
             return class_of_ours, (COPIES[value],)
         if (
             isinstance(value, type)
@@ -169,7 +174,14 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if reduced[0] not in (make_bare_class, make_bare_enum):  # found by its name, or None's class
         return reduced
     make, arguments, (state, _), *rest = reduced
+    if CLASS_OF[arguments[-2]] is not value:
+        raise TypeError(
+            f"cannot pickle the class {value.__qualname__!r}: it is equal to another one, because "
+            f"its metaclass {type(value).__qualname__!r} has an __eq__ of its own; let a class be "
+            "equal to itself only"
+        )
     more = registered_for(value)
+    state = {**state, BASES: value.__bases__}
     if make is make_bare_enum:
         return make_enum, arguments, (state, more), *rest
     *first, given, tracker_id, extra = arguments
@@ -181,6 +193,8 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(value).__module__ == "msgspec._core":
         state = {name: each for name, each in state.items() if not is_of_struct(value, name, each)}
         parts = given | {"__annotations__": vars(value).get("__annotations__", {})}
+        if "__post_init__" in vars(value):
+            parts["__post_init__"] = finish  # msgspec looks for it only now
         arguments = slots, *first, parts, *struct_parts(value), tracker_id, extra
         return make_struct, arguments, (state, more), *rest
     if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
@@ -240,9 +254,17 @@ def make_struct(
     if made is None:
         field = sys.modules["msgspec"].field
         given = given | {each: field(**parts) for each, parts in fields.items() if parts}
-        with quiet(bases):
-            made = track(tracker_id, kind(name, bases, given, **config))
+        resolved = types.resolve_bases(bases)
+        if resolved is not bases:
+            given["__orig_bases__"] = bases
+        with quiet(resolved):
+            made = track(tracker_id, kind(name, resolved, given, **config))
     return made
+
+
+def finish(made: Any) -> None:
+    """Call the method that the class has got since."""
+    type(made).__post_init__(made)
 
 
 def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -389,7 +411,7 @@ def set_class(made: type, state: Any) -> None:
         if name == "_abc_impl":
             for each in value:
                 made.register(each)  # type: ignore[attr-defined]
-        else:
+        elif name != BASES or made.__bases__ != value:
             type.__setattr__(made, name, value)
     register(made, registered)
 

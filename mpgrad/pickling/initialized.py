@@ -1,38 +1,50 @@
-"""What an initializer sets in a worker stays there, whatever functions bring later. Worker's side.
+"""What an initializer sets in a worker stays there, whatever functions bring later. Both sides.
 
 Programs of multiprocessing set a global in the initializer and read it in their tasks. The caller
 does not have this global, or has another value.
 
-    the initializer runs ──► what differs then: names of the user's modules and of the script, and
-                             attributes of their functions and classes
-    a function is loaded ──► the same places get the initializer's values
+    the initializer is pickled ──► with the names of the user's modules and of the script that lead
+                                   to its objects (`CallersNames`)
+    it runs in a worker        ──► what differs then: names, and attributes of functions and classes
+    a function is loaded       ──► the same places get the initializer's values
 
 If the initializer changed an object in place, this object takes the place of the one that the
-caller sends, under all names.
+caller sends, under all names that led to it when the pool began.
 
-Assumes: an initializer writes to modules that are imported, at the latest, when it begins.
+Assumes: an initializer writes to modules that are imported when it begins, or that it names. What
+    only closures share has no name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from mpgrad.pickling.class_states import MADE_BY_PYTHON
 
-__all__ = ["INITIALIZED", "SHARED", "Path", "copy_of_shared", "noted", "other_names", "path_of"]
+__all__ = [
+    "INITIALIZED",
+    "SHARED",
+    "CallersNames",
+    "Path",
+    "copy_of_shared",
+    "is_searched",
+    "names_leading_to",
+    "noted",
+    "path_of",
+    "set_initialized",
+]
 
 Path = tuple[str, str]  # a module, and a name in it; an empty one for the module itself
 
 # What the initializer set, by the path of the module, function or class that has it.
 INITIALIZED: dict[Path, dict[str, Any]] = {}
-# The places in modules whose objects it changed in place.
-IN_PLACE: set[Path] = set()
 
 ABSENT = object()
 # An object of these types has no contents, or they are noted as a place of their own.
@@ -72,40 +84,83 @@ def path_of(value: types.FunctionType | type) -> Path:
 
 
 Contents = Mapping[str, Any]
+Modules = Sequence[tuple[str, Contents]]  # names and contents
+Place = tuple[Path, object, Contents]  # with the object that has the contents
+OF_FUNCTIONS = {"__defaults__", "__kwdefaults__"}
+
+
+class CallersNames(NamedTuple):
+    """The names of the caller's that lead to what an initializer may change."""
+
+    values: Mapping[Path, dict[str, Any]]  # names of objects that come with the initializer
+    aliases: Mapping[Path, dict[str, Path]]  # further names of what modules have
+    imports: Sequence[str]  # the modules that the initializer names
+
+
+def names_leading_to(objects: Mapping[int, Any], modules: Modules) -> dict[Path, dict[str, Any]]:
+    """Return the names of these objects, which are given by id, and of all that holds one."""
+    held = {number for number, each in objects.items() if is_searched(each)}
+    found: dict[Path, dict[str, Any]] = {}
+    for path, _, contents in places(modules, ()):
+        for name, value in named(contents):
+            if (
+                id(value) in objects
+                if isinstance(value, type | types.FunctionType)
+                else held and not held.isdisjoint(map(id, led_to_by([value])))
+            ):
+                found.setdefault(path, {})[name] = value
+    return found
 
 
 def noted(
     initialize: Callable[[], object],
-    modules: Sequence[tuple[str, dict[str, Any]]],
+    modules: Modules,
     functions: Sequence[types.FunctionType],
+    names: Mapping[Path, Contents],
 ) -> None:
     """Run the initializer, and note what differs then.
 
-    `modules` are the names and contents of the user's modules and of the script. `functions` are
-    those that came with the initializer.
+    `modules` are the user's modules and the script. `functions` are those that came with the
+    initializer, and `names` are the caller's names of its objects.
     """
-    before = [(path, contents, dict(contents)) for path, contents in places(modules, functions)]
+    modules = [*modules, *((path[0], values) for path, values in names.items() if not path[1])]
+    of_caller = [(path, values, values) for path, values in names.items()]
+    before = [
+        (holder, dict(contents))
+        for _, holder, contents in [*of_caller, *places(modules, functions)]
+    ]
     # With what each one refers to, so that no new object gets the address of an old one.
     held = {id(each): (each, held_by(each), gc.get_referents(each)) for each in led_to_by(before)}
     initialize()
     SHARED.are_written()  # its own writes do not count
     changed = {number for number, (each, parts, _) in held.items() if held_by(each) != parts}
-    known = {id(contents): values for _, contents, values in before}
-    for path, contents in places(modules, functions):
-        values = known.get(id(contents), {})
-        for name, value in list(contents.items()):
-            if name.startswith("__") or name in MADE_BY_PYTHON:
-                continue
-            if values.get(name, ABSENT) is not value:
-                INITIALIZED.setdefault(path, {})[name] = value
-            elif changed and not changed.isdisjoint(map(id, led_to_by([value]))):
-                INITIALIZED.setdefault(path, {})[name] = value
-                IN_PLACE.add((path[0], name))
+    known = {id(holder): values for holder, values in before}
+    for path, holder, contents in [*of_caller, *places(modules, functions)]:
+        values = known.get(id(holder), {})
+        found = {
+            name: value
+            for name, value in named(contents)
+            if values.get(name, ABSENT) is not value
+            or (changed and not changed.isdisjoint(map(id, led_to_by([value]))))
+        }
+        found |= dict.fromkeys(values.keys() - contents.keys(), ABSENT)
+        if found:
+            INITIALIZED.setdefault(path, {}).update(found)
 
 
-def places(
-    modules: Sequence[tuple[str, dict[str, Any]]], functions: Sequence[types.FunctionType]
-) -> Iterator[tuple[Path, Contents]]:
+def set_initialized(
+    path: Path, put: Callable[[str, Any], None], delete: Callable[[str], None]
+) -> None:
+    """Give a module, function or class what the initializer has set."""
+    for name, value in INITIALIZED.get(path, {}).items():
+        if value is ABSENT:
+            with contextlib.suppress(AttributeError, KeyError):
+                delete(name)
+        else:
+            put(name, value)
+
+
+def places(modules: Modules, functions: Sequence[types.FunctionType]) -> Iterator[Place]:
     """Yield everything that has names: the modules, and their functions and classes."""
     found: dict[int, Any] = {id(each): each for each in functions}
     names = {name for name, _ in modules}
@@ -117,8 +172,22 @@ def places(
                 found[id(value)] = value
                 if isinstance(value, type):
                     waiting.append(vars(value))
-    yield from [((name, ""), contents) for name, contents in modules]
-    yield from [(path_of(value), value.__dict__) for value in found.values()]
+    yield from [((name, ""), contents, contents) for name, contents in modules]
+    for value in found.values():
+        defaults = {name: getattr(value, name) for name in OF_FUNCTIONS if hasattr(value, name)}
+        yield path_of(value), value, {**vars(value), **defaults}
+
+
+def named(contents: Contents) -> Iterator[tuple[str, Any]]:
+    """Yield the names that are the user's."""
+    for name, value in list(contents.items()):
+        if name in OF_FUNCTIONS or not (name.startswith("__") or name in MADE_BY_PYTHON):
+            yield name, value
+
+
+def is_searched(value: object) -> bool:
+    """Whether the value may have contents of its own that change."""
+    return type(value) not in NOT_SEARCHED and not isinstance(value, type | tuple | frozenset)
 
 
 def led_to_by(values: list[Any]) -> list[Any]:
@@ -141,17 +210,3 @@ def held_by(value: Any) -> list[int]:
         return [*map(id, parts), zlib.crc32(memoryview(value).cast("B"))]
     except (TypeError, ValueError, BufferError):  # it shows no memory
         return [*map(id, parts)]
-
-
-def other_names(namespaces: Iterable[dict[str, Any]], came: Mapping[Path, Any]) -> None:
-    """Put the objects that the initializer changed in place under all names that the caller's
-    objects have. `came` has these by their places."""
-    instead = {
-        id(value): INITIALIZED[module, ""][name]
-        for (module, name), value in came.items()
-        if (module, name) in IN_PLACE
-    }
-    for contents in namespaces if instead else ():
-        contents.update(
-            {name: instead[id(each)] for name, each in contents.items() if id(each) in instead}
-        )

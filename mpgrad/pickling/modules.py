@@ -51,7 +51,13 @@ from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.class_states import ClassStates, place_classes
-from mpgrad.pickling.initialized import INITIALIZED, Path, noted, other_names, path_of
+from mpgrad.pickling.initialized import (
+    INITIALIZED,
+    CallersNames,
+    noted,
+    path_of,
+    set_initialized,
+)
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import GlobalsSnapshot
@@ -63,6 +69,7 @@ __all__ = [
     "PLACED",
     "UNASKED_BYTES",
     "UNCARRIED",
+    "WORDS",
     "GlobalsReference",
     "Lookups",
     "MainModule",
@@ -634,43 +641,28 @@ class Namespaces:
         self.main: dict[str, Any] | None = None
         # the functions and classes of the main script that came along, by name
         self.script: dict[str, Any] = {}
+        # objects that are one of a kind (`mpgrad.pickling.objects`)
+        self.ones: dict[str, Any] = {}
         # of the modules, which operations may share; then of the function and its items
         self.class_states: tuple[ClassStates, ...] = (ClassStates(),)
-        # What came in the places that the initializer has set, and the globals of functions. There
-        # are none without an initializer.
-        self.came: dict[Path, Any] = {}
-        self.namespaces: dict[int, dict[str, Any]] = {}
 
     def for_operation(self) -> Namespaces:
         """Return the same modules for one more operation, with room for its own classes."""
         view = copy.copy(self)
-        view.script = dict(self.script)
+        view.script, view.ones = dict(self.script), dict(self.ones)
         view.class_states = *self.class_states, ClassStates()
         return view
-
-    def set_initialized(self, made: types.FunctionType) -> None:
-        """Give a function what the initializer has set, in its globals and in its attributes."""
-        contents = made.__globals__
-        module = contents.get("__name__", "")
-        own = INITIALIZED.get((module, ""), {})
-        self.came.update({(module, name): contents[name] for name in own if name in contents})
-        contents.update(own)
-        vars(made).update(INITIALIZED.get(path_of(made), {}))
-        self.namespaces[id(contents)] = contents
-
-    def keep_changed_objects(self) -> None:
-        """Put objects that the initializer changed in place under all names that they have here."""
-        if self.came:
-            other_names([*self.namespaces.values(), *map(vars, self.modules.values())], self.came)
-            self.came.clear()
 
     def set_class(self, set_state: Callable[[type, Any], None], made: type, state: Any) -> None:
         """Set the state of a class that came along, for this operation only."""
         states = self.class_states[-1]
         states.take(made)
         set_state(made, state)
-        for name, value in INITIALIZED.get(path_of(made), {}).items():
-            type.__setattr__(made, name, value)
+        set_initialized(
+            path_of(made),
+            functools.partial(type.__setattr__, made),
+            functools.partial(type.__delattr__, made),
+        )
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -681,7 +673,7 @@ class Namespaces:
 
         Items may have brought more names since, and builtins may have changed.
         """
-        self.script = dict(script)
+        self.script, self.ones = dict(script), {}
         self.class_states = (ClassStates(),)
         self.builtins.clear()
         self.builtins.update(vars(builtins), __import__=self._import)
@@ -729,9 +721,8 @@ class Namespaces:
         return operator.attrgetter(path)(found)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
-        values, contents = {**names, **INITIALIZED.get((module, ""), {})}, vars(self.module(module))
-        if INITIALIZED:
-            self.came.update({(module, name): value for name, value in names.items()})
+        values, contents = dict(names), vars(self.module(module))
+        set_initialized((module, ""), values.__setitem__, values.__delitem__)
         contents.update(values)
         if module == "builtins":  # functions have a dictionary of their own
             self.builtins.update(values)
@@ -792,7 +783,11 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
     function_setstate(made, own_state)
     made.__globals__["__builtins__"] = kept  # inherited by functions that this one makes
     if INITIALIZED:
-        names.set_initialized(made)
+        own = made.__globals__
+        set_initialized((own.get("__name__", ""), ""), own.__setitem__, own.__delitem__)
+        set_initialized(
+            path_of(made), functools.partial(setattr, made), functools.partial(delattr, made)
+        )
 
 
 # Pickle looks objects of these types up under their names.
@@ -1031,19 +1026,24 @@ def run_initializer(
     initializer: Callable[..., Any],
     arguments: Sequence[Any],
     functions: Sequence[types.FunctionType],
+    names: CallersNames | None,
 ) -> None:
     """Run the initializer. What it sets in a worker process stays as it is there.
 
-    `functions` are those that were loaded with it.
+    `functions` are those that were loaded with it. `names` are the caller's.
     """
-    if not PLACE.in_worker:  # the globals are the caller's
+    if names is None or not PLACE.in_worker:  # the globals are the caller's
         initializer(*arguments)
         return
-    for each in functions:
-        for name, level, _ in uses_in(each.__code__).imports:
-            if not level:
-                with contextlib.suppress(ImportError):  # the initializer will get this error itself
-                    imported(name)
+    for name in names.imports:
+        with contextlib.suppress(Exception):  # the initializer will get this error itself
+            imported(name)
+    named = {
+        path: {name: at_path(sys.modules.get(module), of) for name, (module, of) in of_path.items()}
+        for path, of_path in names.aliases.items()
+    }
+    for path, values in names.values.items():
+        named.setdefault(path, {}).update(values)
     modules = [(name, vars(module)) for name, module in list(sys.modules.items()) if is_own(name)]
     modules.append(("__main__", vars(sys.modules["__main__"])))
     known = {id(contents) for _, contents in modules}
@@ -1051,7 +1051,7 @@ def run_initializer(
         if id(each.__globals__) not in known:
             known.add(id(each.__globals__))
             modules.append((each.__globals__.get("__name__", ""), each.__globals__))
-    noted(functools.partial(initializer, *arguments), modules, functions)
+    noted(functools.partial(initializer, *arguments), modules, functions, named)
 
 
 # --- the imports of this process

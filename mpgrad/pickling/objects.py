@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from mpgrad.environment import PLACE
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 
@@ -35,6 +36,8 @@ def way_of(kind: Any) -> Way | None:
     """Return how objects of a class are reduced; None if pickle rebuilds them as they are."""
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
         return by_own_code
+    if type(kind).__module__ == "msgspec._core":
+        return by_fields
     in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     if (
@@ -53,7 +56,22 @@ def way_of(kind: Any) -> Way | None:
 def by_own_code(pickler: Any, value: Any) -> Any:
     """Reduce an object as its class says. The class may give a name, which a worker lacks."""
     reduced = value.__reduce_ex__(5)
-    return reduce_one_of_a_kind(value, reduced) if isinstance(reduced, str) else reduced
+    if isinstance(reduced, str):
+        return reduce_one_of_a_kind(pickler, value, reduced)
+    return reduce_by_parts(value) if any(map(member_of(value), reduced[1])) else reduced
+
+
+def member_of(value: object) -> Callable[[Any], bool]:
+    """Return whether a class has the object, and comes with it."""
+
+    def has(kind: Any) -> bool:
+        return (
+            isinstance(kind, type)
+            and is_users_own(kind.__module__)
+            and any(each is value for each in vars(kind).values())
+        )
+
+    return has
 
 
 def by_parts(pickler: Any, value: Any) -> Any:
@@ -64,6 +82,23 @@ def by_parts(pickler: Any, value: Any) -> Any:
 def by_dictionary(pickler: Any, value: Any) -> Any:
     """Reduce a dictionary as pickle does, unless it is its own `__dict__`."""
     return reduce_by_parts(value) if value.__dict__ is value else value.__reduce_ex__(5)
+
+
+def by_fields(pickler: Any, value: Any) -> Any:
+    """Reduce a struct of msgspec, which by itself leaves out attributes that are no fields."""
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return with_fields, (type(value), fields), attributes_in(value) or None, None, None, set_more
+
+
+def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
+    made = kind(**fields)
+    for name, value in fields.items():  # `__post_init__` may have changed them once more
+        sys.modules["msgspec"].structs.force_setattr(made, name, value)
+    return made
+
+
+def set_more(made: Any, attributes: dict[str, Any]) -> None:
+    vars(made).update(attributes)
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
@@ -135,51 +170,66 @@ def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any]]) ->
 # --- objects that are one of a kind
 
 
-def reduce_one_of_a_kind(value: Any, name: str) -> Any:
+def reduce_one_of_a_kind(pickler: Any, value: Any, name: str) -> Any:
     """Reduce an object whose `__reduce__` gave its name.
 
-    If a script or a function made the object, a worker cannot find the name. Then each process has
-    the object once, and the caller gets its own back.
+    If a script or a function made the object, a worker cannot find the name. Then each operation
+    has the object once in a worker, as it was when it came there first, and the caller gets its own
+    back.
     """
     module = getattr(value, "__module__", None) or type(value).__module__
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
-    _, (kind, early), parts, items, pairs, _ = reduce_by_parts(value)
-    parts = parts or (attributes_in(value), slots_with_values(value))
-    return one_of_a_kind, (number_of(value), kind, early), parts, items, pairs, set_unless_ours
+    _, (kind, early), _, items, pairs, _ = reduce_by_parts(value)
+    contents = list(items or ()), dict(pairs or ())
+    parts = (attributes_in(value), slots_with_values(value)), *contents
+    here = getattr(pickler, "_here", None)  # the names that a worker loads it with
+    return one_of_a_kind, (here, number_of(value), kind, early), parts, None, None, fill
 
 
 def number_of(value: object) -> str:
-    number = NUMBERS.get(id(value))
-    if number is None or number not in ONES or ONES[number]() is not value:
-        number = uuid.uuid4().hex
-        note_one(number, value)
-        OF_THIS_PROCESS.add(number)
+    number, find = NUMBERS.get(id(value), (uuid.uuid4().hex, None))
+    if find is None or find() is not value:
+        number = note_one(uuid.uuid4().hex, value)
+    ONES[number] = weakly(value)  # it may come back
     return number
 
 
-def note_one(number: str, value: object) -> None:
-    if len(ONES) == MOST_ONES:
-        for gone in [each for each, find in ONES.items() if find() is None]:
-            del ONES[gone]
-        OF_THIS_PROCESS.intersection_update(ONES)
-    ONES[number], NUMBERS[id(value)] = weakly(value), number
+def note_one(number: str, value: object) -> str:
+    if len(NUMBERS) >= MOST_ONES:
+        for gone in [each for each, (_, find) in NUMBERS.items() if find() is None]:
+            ONES.pop(NUMBERS.pop(gone)[0], None)
+    NUMBERS[id(value)] = number, weakly(value)
+    return number
 
 
-def one_of_a_kind(number: str, kind: type, attributes: dict[str, Any]) -> Any:
-    found = ONES[number]() if number in ONES else None
+def one_of_a_kind(names: Any, number: str, kind: type, attributes: dict[str, Any]) -> Any:
+    of_operation = names is not None and PLACE.in_worker
+    found = names.ones.get(number) if of_operation else ONES.get(number, type(None))()
     if found is None:
         found = with_attributes(kind, attributes)
         note_one(number, found)
+        BARE.add(id(found))
+        if of_operation:
+            names.ones[number] = found
+        else:
+            ONES[number] = weakly(found)
     return found
 
 
-def set_unless_ours(made: Any, parts: Any) -> None:
-    if NUMBERS.get(id(made)) not in OF_THIS_PROCESS:
-        set_parts(made, parts)
+def fill(made: Any, parts: tuple[Any, list[Any], dict[Any, Any]]) -> None:
+    """Set the parts of an object that has none yet."""
+    if id(made) in BARE:
+        BARE.remove(id(made))
+        own, items, pairs = parts
+        set_parts(made, own)
+        if items:
+            list.extend(made, items)
+        if pairs:
+            dict.update(made, pairs)
 
 
 MOST_ONES = 1000  # after which those that are gone are forgotten
-ONES: dict[str, Callable[[], Any]] = {}
-NUMBERS: dict[int, str] = {}  # of these objects, by id
-OF_THIS_PROCESS: set[str] = set()
+ONES: dict[str, Callable[[], Any]] = {}  # those that may come back to this process
+NUMBERS: dict[int, tuple[str, Callable[[], Any]]] = {}  # of all of them, by id
+BARE: set[int] = set()

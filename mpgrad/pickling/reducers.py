@@ -50,7 +50,6 @@ from torch.utils.hooks import RemovableHandle
 from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.initialized import copy_of_shared
 from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
@@ -65,7 +64,6 @@ __all__ = [
     "INHERITED",
     "PROXIES",
     "REGISTER",
-    "InitializerPickler",
     "annotations_of",
     "entries_with_tensors",
     "fill_exception",
@@ -1083,18 +1081,3 @@ def fill(
 
 def given(result: Any, *args: Any, **kwargs: Any) -> Any:
     return result
-
-
-# --- an initializer
-
-
-class InitializerPickler(ClassPickler):
-    """Pickles an initializer and its arguments. Tensors in shared memory become copies."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Module):
-            refuse_of_a_rank(value)
-        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
-            make, parts, *_ = value.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return copy_of_shared, (make, parts)
-        return super().reducer_override(value)

@@ -718,7 +718,6 @@ def loads_with_state(
             io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
         )
         target = unpickler.load()
-        modules.keep_changed_objects()
         return target, modules, found
 
     with collector_held():

@@ -287,7 +287,7 @@ class TensorPickler(ClassPickler):
         if isinstance(value, types.FunctionType):
             if value in BY_NAME:
                 return NotImplemented
-            if (carried := reduce_carried(value)) is not None:
+            if self.to_caller and (carried := reduce_carried(value)) is not None:
                 return carried
         return super().reducer_override(value)
 
@@ -461,6 +461,7 @@ class CallerPickler(TensorPickler):
     Functions and classes of the user's modules are pickled by name, and noted in `wanted`.
     """
 
+    to_caller = False
     follows_lookups = True  # sends the names that functions may find at run time
 
     def __init__(

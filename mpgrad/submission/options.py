@@ -19,7 +19,7 @@ from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
-from mpgrad.pickling.reducers import InitializerPickler
+from mpgrad.pickling.initializer import dumps_initializer
 from mpgrad.progress import Progress
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
 from mpgrad.system import bytes_of, usable_cpus
@@ -222,11 +222,14 @@ class PickledInitializer:
             raise TypeError(
                 f"initializer must be a function or None (initializer: {initializer!r})"
             )
-        whole: Any = initializer, initargs
         # Threads of this process call it as it is. A copy would set the globals of a copy.
-        self.here = None if traits.is_process else HeldValue(whole)
+        self.here = None if traits.is_process else HeldValue((initializer, initargs))
         try:
-            self.bytes = classes.dumps(self.here or whole, InitializerPickler)
+            self.bytes = (
+                dumps_initializer(initializer, initargs)
+                if self.here is None
+                else classes.dumps(self.here)
+            )
         except Exception as error:
             given = {"initializer": initializer, "initargs": initargs}
             not_carried(error, "the initializer or its arguments", given)

@@ -1019,7 +1019,7 @@ class Packer:
     def _packed_apart(
         self, tensor: torch.Tensor, sharing: bool, staged: bool
     ) -> PackedTensor | None:
-        """Pack a tensor into its own slot: on its device, or here if it is large and may come again."""
+        """Pack a tensor into its own slot, on its device, or here if it is large."""
         if not staged and self._way(tensor) is not None:
             code = device_code(tensor)
             return self._pack_for_device(tensor, flags_of(tensor), code, staged=False)

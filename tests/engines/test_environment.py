@@ -7,15 +7,19 @@ when the pool began.
 
 from __future__ import annotations
 
+import contextlib
+import decimal
+import logging
 import os
 import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import linux_only
@@ -103,6 +107,74 @@ def test_calls_see_what_has_changed(
         assert now != before
         assert pool2.map(seen, range(4), 1) == pool.map(seen, range(4), 1) == [now] * 4
     assert pool2.map(seen, range(4), 1) == [seen()] * 4 == [before] * 4
+
+
+def computed(_: object = None) -> tuple[Any, ...]:
+    third = str(decimal.Decimal(1) / 3)
+    traps = {each.__name__ for each, is_set in decimal.getcontext().traps.items() if is_set}
+    return third, traps, numpy.geterr(), sys.getrecursionlimit()
+
+
+@contextlib.contextmanager
+def computing_otherwise() -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    with decimal.localcontext() as context, numpy.errstate(divide="raise", under="ignore"):
+        context.prec, context.traps[decimal.Inexact] = 5, False
+        context.traps[decimal.DivisionByZero] = False
+        sys.setrecursionlimit(limit + 1000)
+        try:
+            yield
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+@pytest.mark.quick
+def test_numbers_are_computed_as_in_the_caller(pool2: mpgrad.Pool) -> None:
+    """A worker had Python's own settings: other digits, and a warning for an error."""
+    before = computed()
+    assert pool2.map(computed, range(2), 1) == [before] * 2
+    with computing_otherwise():
+        now = computed()
+        assert now[0] == "0.33333" and now != before
+        assert pool2.map(computed, range(2), 1) == [now] * 2
+        pool2.map(lambda _: sys.setrecursionlimit(5000), range(2), 1)
+        with mpgrad.Pool(1) as later:
+            assert later.map(computed, [0]) == [now]
+    assert pool2.map(computed, range(2), 1) == [before] * 2
+
+
+def levels(_: object = None) -> list[int]:
+    names = "mpgrad_tests.some", "mpgrad_tests.some.other", "mpgrad_tests.third"
+    return [logging.getLogger(name).getEffectiveLevel() for name in names]
+
+
+@pytest.mark.quick
+def test_levels_of_loggers_that_are_set_later(pool2: mpgrad.Pool) -> None:
+    """`isEnabledFor` gave what was true when the pool began, so another branch ran."""
+    before = levels()
+    assert pool2.map(levels, range(2), 1) == [before] * 2
+    logging.getLogger("mpgrad_tests.some").setLevel(logging.DEBUG)
+    try:
+        assert levels() == [logging.DEBUG, logging.DEBUG, before[2]]
+        assert pool2.map(levels, range(2), 1) == [levels()] * 2
+    finally:
+        logging.getLogger("mpgrad_tests.some").setLevel(logging.NOTSET)
+    assert pool2.map(levels, range(2), 1) == [before] * 2
+
+
+def set_by_an_initializer() -> None:
+    decimal.getcontext().prec = 3
+    numpy.seterr(divide="ignore")
+
+
+@pytest.mark.quick
+def test_how_an_initializer_has_numbers_computed_stays(fork_server: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, initializer=set_by_an_initializer) as pool:
+        for changed in (contextlib.nullcontext(), computing_otherwise()):
+            with changed:
+                third, _, errors, limit = pool.apply(computed, (0,))
+                assert (third, errors["divide"]) == ("0.333", "ignore")
+                assert limit == sys.getrecursionlimit()
 
 
 @pytest.mark.quick

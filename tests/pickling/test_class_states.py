@@ -65,6 +65,11 @@ DEFINITIONS = """
     class Alias(enum.Enum):
         A = 1
         B = 1
+    class Tables(enum.Enum):
+        FIRST = [1.0]
+    class Other:
+        inherited = 10.0
+    class Derived(Base): ...
     class Frozen(type):
         def __setattr__(cls, name, value): raise AttributeError("frozen")
     class Constants(metaclass=Frozen):
@@ -79,6 +84,8 @@ DEFINITIONS = """
     def of_module(x): return net(x)
     def of_enum(x): return (Mode.extra * Mode.FAST.value * x) ** 2
     def of_a_member(x): return (Params.w * Mode.FAST.weight * x * len(Mode.SLOW.label)) ** 2
+    def of_a_value(x): return (Params.w * x * Tables.FIRST.value[0]) ** 2
+    def derived(x): return (Params.w * x * Derived().inherited) ** 2
     def methods(x): return Params.w * Params().scaled(x) * Params.fixed(x) * Params.of_class(x)
     def registered(x): return ((Params.w + sum(Params.registry.values())) * x) ** 2
     def inherited(x): return (Params.w * x * Params.inherited) ** 2
@@ -109,6 +116,14 @@ def an_attribute_of_an_enum(lib: Any, step: int) -> None:
 
 def an_attribute_of_a_member(lib: Any, step: int) -> None:
     lib.Mode.FAST.weight = 2.0 + step
+
+
+def a_value_of_an_enum(lib: Any, step: int) -> None:
+    lib.Tables.FIRST.value[0] += 1.0
+
+
+def another_base(lib: Any, step: int) -> None:
+    lib.Derived.__bases__ = (lib.Base if step % 2 else lib.Other,)
 
 
 def all_methods(lib: Any, step: int) -> None:
@@ -147,6 +162,8 @@ CASES: dict[str, tuple[str, Change]] = {
     "the same parameter": ("of_module", nothing),
     "an enumeration": ("of_enum", an_attribute_of_an_enum),
     "an enumeration's member": ("of_a_member", an_attribute_of_a_member),
+    "an enumeration's value": ("of_a_value", a_value_of_an_enum),
+    "bases": ("derived", another_base),
     "methods": ("methods", all_methods),
     "a registry": ("registered", a_registry),
     "a base": ("inherited", of_the_base),
@@ -313,3 +330,46 @@ def test_a_metaclass_that_lets_nobody_set_attributes(
     pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any]
 ) -> None:
     assert pools["auto"].map(definitions().of_a_frozen_class, [2.0]) == [6.0]
+
+
+class EqualClasses(type):
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, EqualClasses)
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class One(metaclass=EqualClasses):
+    rate = 1.0
+
+
+class Two(metaclass=EqualClasses):
+    rate = 2.0
+
+
+def test_classes_that_are_equal_are_refused(pools: dict[str, mpgrad.Pool]) -> None:
+    """The table of classes is a dictionary, so both became one."""
+    with pytest.raises(TypeError, match=r"'(One|Two)'.*its metaclass 'EqualClasses' has an __eq__"):
+        pools["auto"].map(lambda x: (One.rate + Two.rate) * x, [1.0])
+
+
+@pytest.mark.parametrize("engine", ["thread", "inline"])
+def test_a_pool_in_a_task_of_the_callers_process(
+    fork_server: mpgrad.Pool, definitions: Callable[[], Any], engine: Any
+) -> None:
+    """Its workers did not know the copies of classes that such a task has, and took functions of
+    modules from their own imports."""
+    lib = definitions()
+    leaf = lib.leaf
+    lib.Params.w = torch.tensor(3.0, dtype=torch.float64)
+
+    def nested(number: float) -> tuple[float, float]:
+        x = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+        with mpgrad.Pool(1) as inner:
+            (result,) = inner.map(leaf, [x])
+            (grad,) = torch.autograd.grad(result, x)
+        return result.item(), grad.item()
+
+    with mpgrad.Pool(1, engine=engine) as pool:
+        assert pool.map(nested, [3.0]) == [(81.0, 54.0)]

@@ -161,6 +161,104 @@ def test_gradients_of_what_it_did_not_set(lib: Any) -> None:
     assert (result.item(), w.grad) == (30.0, torch.tensor(15.0, dtype=torch.float64))
 
 
+PLACES = """
+    config = {"rate": 1.0}
+    alias, parts = config, [config]
+    removed = 1.0
+
+    class Holder:
+        table = config
+        removed = 1.0
+
+    def initialize(value):
+        global removed
+        config["rate"] = value
+        del removed, Holder.removed
+    def by_default(value, table=config): table["rate"] = value
+
+    def reads_alias(x): return x * alias["rate"]
+    def reads_part(x): return x * parts[0]["rate"]
+    def reads_class(x): return x * Holder.table["rate"]
+    def reads_default(x, table=config): return x * table["rate"]
+    def reads_keyword(x, *, table=config): return x * table["rate"]
+    def counts(x):
+        alias["count"] = alias.get("count", 0) + 1
+        return alias["count"]
+    def lacks(x):
+        try:
+            return removed
+        except NameError:
+            return getattr(Holder, "removed", "none")
+"""
+HOLDERS = "reads_alias", "reads_part", "reads_class", "reads_default", "reads_keyword"
+
+
+@pytest.fixture(params=["module", "script"])
+def holder(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
+    source = "".join(line[4:] for line in PLACES.splitlines(keepends=True))
+    if request.param == "script":
+        yield Script(source)
+    else:
+        (folder / "initialized_places.py").write_text(source)
+        importlib.invalidate_caches()
+        yield importlib.import_module("initialized_places")
+        del sys.modules["initialized_places"]
+
+
+@pytest.mark.parametrize("name", ["initialize", "by_default"])
+def test_an_object_that_it_changed_is_found_wherever_it_is_held(holder: Any, name: str) -> None:
+    """Class attributes, containers, defaults and further names had the caller's old object."""
+    with mpgrad.Pool(1, initializer=getattr(holder, name), initargs=(5.0,)) as pool:
+        found = {each: pool.apply(getattr(holder, each), (2.0,)) for each in HOLDERS}
+        assert found == dict.fromkeys(HOLDERS, 10.0)
+        assert [pool.apply(holder.counts, (0,)) for _ in range(2)] == [1, 2]
+
+
+def test_a_name_that_it_deleted_is_gone(holder: Any) -> None:
+    with mpgrad.Pool(1, initializer=holder.initialize, initargs=(5.0,)) as pool:
+        assert pool.apply(holder.lacks, (0,)) == "none"
+
+
+BUILTINS: dict[str, Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {
+    "update": lambda lib: (lib.config.update, ({"rate": 5.0},)),
+    "partial": lambda lib: (functools.partial(lib.alias.update, rate=5.0), ()),
+    "exec": lambda lib: (exec, ("import initialized_places as p; p.config['rate'] = 5.0",)),
+    "setattr": lambda lib: (setattr, (lib, "alias", {"rate": 5.0})),
+}
+
+
+@pytest.mark.parametrize("way", BUILTINS)
+@pytest.mark.parametrize("holder", ["module"], indirect=True)
+def test_an_initializer_that_is_a_builtin(holder: Any, way: str) -> None:
+    initializer, initargs = BUILTINS[way](holder)
+    with mpgrad.Pool(1, initializer=initializer, initargs=initargs) as pool:
+        assert pool.apply(holder.reads_alias, (2.0,)) == 10.0
+
+
+@pytest.mark.parametrize("holder", ["module"], indirect=True)
+def test_a_script_that_imported_the_object_itself(holder: Any) -> None:
+    """`from lib import config` in a script whose initializer, or whose task, does not name lib."""
+    names = {"__name__": "__main__", "config": holder.config, "open_file": sys.stdout}
+    exec("def init(): config['rate'] = 5.0\ndef task(x): return x * config['rate']\n", names)
+    for initializer in (names["init"], functools.partial(holder.initialize, 5.0)):
+        with mpgrad.Pool(1, initializer=initializer) as pool:
+            assert pool.apply(holder.reads_part, (2.0,)) == 10.0
+            assert pool.apply(holder.reads_class, (2.0,)) == 10.0
+    with mpgrad.Pool(1, initializer=names["init"]) as pool:
+        assert pool.apply(names["task"], (2.0,)) == 10.0
+
+
+def test_names_that_cannot_be_pickled_stay_with_the_caller(folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "config = {'rate': 1.0}\nalias, opened = config, [config, open('/dev/null')]\n"
+        "def init(): config['rate'] = 5.0\ndef task(x): return x * alias['rate']\n",
+        names,
+    )
+    with names["opened"][1], mpgrad.Pool(1, initializer=names["init"]) as pool:
+        assert pool.apply(names["task"], (2.0,)) == 10.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_in_every_context(lib: Any, context: Any) -> None:

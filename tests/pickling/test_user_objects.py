@@ -189,6 +189,37 @@ def test_an_object_whose_reduce_gives_a_name_is_one_of_a_kind(pool2: mpgrad.Pool
         assert pool2.map(lambda _: local.rate, [0, 0, 0]) == [local.rate] * 3  # type: ignore[attr-defined]
 
 
+class NamedList(list[float]):
+    rate = 1.0
+
+    def __reduce__(self) -> str:  # type: ignore[override]
+        return "LOCAL"
+
+
+@pytest.mark.parametrize("graphs", ["recompute", "keep", "auto"])
+def test_each_operation_has_its_own_state_of_such_an_object(
+    fork_server: mpgrad.Pool, graphs: Any
+) -> None:
+    """A call that ran again saw the state of the operation that came last."""
+    local, x = NamedList([1.0]), torch.tensor(3.0, requires_grad=True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * local[-1] * local.rate) ** len(local)
+
+    with mpgrad.Pool(1, graphs=graphs) as pool:
+        first, again = pool.map(fn, [x]), pool.map(lambda _: list(local), [0, 0])
+        local.rate = 2.0
+        local.append(5.0)
+        second = pool.map(fn, [x])
+        assert [*first, *second] == [3.0, 900.0]
+        assert again == [[1.0], [1.0]]
+        assert torch.autograd.grad(sum(first), x) == (torch.tensor(1.0),)
+        assert torch.autograd.grad(sum(second), x) == (torch.tensor(600.0),)
+        (back,) = pool.map(lambda _: local, [0])
+        assert back is local
+        assert local == [1.0, 5.0]
+
+
 @pytest.mark.quick
 def test_gradients_of_tensors_in_such_objects(pool2: mpgrad.Pool) -> None:
     w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -254,6 +285,30 @@ PACKAGES: dict[str, str] = {
             return p.total(), type(p) is Point, encoded, again == Derived(1.0, key="j"), Point(2.0)
         item = Point(1.0)
     """,
+    "msgspec, attributes and __post_init__": """
+        class Open(msgspec.Struct, dict=True):
+            x: float
+            def __post_init__(self): self.x += 1
+        class Sub(Open):
+            def __post_init__(self): super().__post_init__()
+        def with_more(x):
+            made = Sub(x)
+            made.more = "more"
+            return made
+        captured = with_more(2.0)
+        def fn(p):
+            found = [[type(each).__name__, each.x, each.more] for each in (p, captured)]
+            return found, Sub(1.0).x, Sub(1.0) == Sub(1.0), with_more(3.0)
+        item = with_more(1.0)
+    """,
+    "msgspec, generic": """
+        import typing
+        T = typing.TypeVar("T")
+        class Holder(msgspec.Struct, typing.Generic[T]):
+            x: T
+        def fn(p): return p.x, msgspec.json.decode(b'{"x": 1.5}', type=Holder[float])
+        item = Holder(2.0)
+    """,
     "pydantic": """
         import typing
         T = typing.TypeVar("T")
@@ -261,6 +316,18 @@ PACKAGES: dict[str, str] = {
             value: T
         def fn(x): return Reply[float](value=x.value), isinstance(x, Reply[float])
         item = Reply[float](value=2.0)
+    """,
+    "cachetools, methods": """
+        class Model:
+            def __init__(self): self.cache, self.count = cachetools.LRUCache(4), 0
+            @cachetools.cachedmethod(lambda self: self.cache)
+            def doubled(self, x):
+                self.count += 1
+                return 2 * x
+        model = Model()
+        model.doubled(1.0)
+        def fn(x): return model.doubled(x), model.doubled(x), Model().doubled(x)
+        item = 3.0
     """,
     "cachetools": """
         import threading
@@ -275,7 +342,8 @@ PACKAGES: dict[str, str] = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
-    names: dict[str, Any] = {package: pytest.importorskip(package), "__name__": "__main__"}
+    name = package.partition(",")[0]
+    names: dict[str, Any] = {name: pytest.importorskip(name), "__name__": "__main__"}
     lines = PACKAGES[package].splitlines(keepends=True)
     source = "".join(line[8:] for line in lines)
     exec(compile(source, package, "exec", dont_inherit=True), names)
@@ -283,8 +351,34 @@ def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
     wanted = names["fn"](names["item"])
     assert found == wanted
     assert [*map(type, [found])] == [*map(type, [wanted])]
+    if package == "msgspec, attributes and __post_init__":
+        assert (found[3].x, found[3].more) == (4.0, "more")
     if package == "pydantic":
         assert isinstance(found[0], names["Reply"][float])
+
+
+BY_ITS_CLASS = """
+def of_class(kind, name): return vars(kind)[name]
+class Counting:
+    def __init__(self, function): self.function, self.count = function, 0
+    def __set_name__(self, owner, name): self.place = owner, name
+    def __get__(self, owner, kind=None):
+        self.count += 1
+        return self.function.__get__(owner)
+    def __reduce__(self): return of_class, self.place
+class Model:
+    @Counting
+    def doubled(self, x): return 2 * x
+model = Model()
+def fn(x): return model.doubled(x), vars(Model)["doubled"].count
+"""
+
+
+def test_an_object_that_is_pickled_as_what_its_class_has(pool2: mpgrad.Pool) -> None:
+    """The class had nothing yet when it came to a worker: KeyError."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(BY_ITS_CLASS, names)
+    assert pool2.map(names["fn"], [2.0]) == [(4.0, 1)]
 
 
 BUILTINS = """
