@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import enum
 import functools
-import inspect
 import io
 import operator
 import pickle
@@ -263,8 +262,8 @@ def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]
         for name in dir(value.__struct_config__)
         if not name.startswith("_")
     }
-    kinds = inspect.signature(value).parameters
-    config["kw_only"] = any(kinds[name].kind is inspect.Parameter.KEYWORD_ONLY for name in fields)
+    # the signature would need all types that the annotations name
+    config["kw_only"] = any(name not in value.__match_args__ for name in fields)
     return fields, config
 
 

@@ -247,10 +247,13 @@ PACKAGES: dict[str, str] = {
             def total(self): return self.x + self.z + len(self.y)
         class Derived(Point, kw_only=True, frozen=False):
             key: str = "k"
+        class Note(msgspec.Struct):  # with a type that only type checkers see
+            text: "OnlyForTypeCheckers"
         def fn(p):
-            encoded = msgspec.json.encode(Derived(1.0, key="j"))
+            encoded, note = msgspec.json.encode(Derived(1.0, key="j")), Note("a")
             again = msgspec.json.decode(encoded, type=Derived)
-            return p.total(), type(p) is Point, encoded, again == Derived(1.0, key="j"), Point(2.0)
+            same = type(p) is Point, again == Derived(1.0, key="j")
+            return p.total(), same, encoded, Point(2.0), note
         item = Point(1.0)
     """,
     "pydantic": """
