@@ -3,8 +3,9 @@ Both sides.
 
 Pickle asks an object for methods, so a `__getattr__` of the class answers for it. It puts a
 half-made object into a dictionary, whose `__hash__` then lacks its attributes. It copies the
-`__dict__` of an object that is its own `__dict__`. And it takes a name that a `__reduce__` gave for
-a name in a module, where a script's objects are not found.
+`__dict__` of an object that is its own `__dict__`. It fills dictionaries and lists by their own
+methods, before these find any attributes. And it takes a name that a `__reduce__` gave for a name
+in a module, where a script's objects are not found.
 
     object ──► class, attributes that cannot change ──► empty object with these
            ──► items, all attributes, slots         ──► put into it
@@ -45,9 +46,17 @@ def way_of(kind: Any) -> Way | None:
     ):
         return None
     asks = (getattr(kind, name, None) for name in ("__getattr__", "__getattribute__", "__hash__"))
-    if any(isinstance(each, IN_PYTHON) for each in asks):
+    if any(isinstance(each, IN_PYTHON) for each in asks) or fills_itself(kind):
         return by_parts
     return by_dictionary if issubclass(kind, dict) and kind.__dictoffset__ else None
+
+
+def fills_itself(kind: Any) -> bool:
+    """Whether a dictionary's or list's own code would run as pickle puts in what it holds."""
+    names = ("__setitem__",) if issubclass(kind, dict) else ("append", "extend")
+    return issubclass(kind, dict | list) and any(
+        isinstance(getattr(kind, name, None), IN_PYTHON) for name in names
+    )
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
@@ -89,18 +98,24 @@ def reduce_by_parts(value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
     Its immutable attributes come with the empty object: in a cycle it may be hashed before it gets
-    the others. If the object is its own `__dict__`, so is the one that is made from it.
+    the others. If the object is its own `__dict__`, so is the one that is made from it. If its own
+    code would put the items in, they come as a list.
     """
+    items = list.__iter__(value) if isinstance(value, list) else None
+    pairs = iter(dict.items(value)) if isinstance(value, dict) else None
+    contents = []
+    if fills_itself(type(value)):
+        contents, items, pairs = [*(items or pairs or ())], None, None
     attributes, slots = attributes_in(value), slots_with_values(value)
     all_values = {**slots, **(attributes or {})}
     early = {name: each for name, each in all_values.items() if is_immutable(each)}
-    late = attributes is value or len(early) < len(all_values)
+    late = contents or attributes is value or len(early) < len(all_values)
     return (
         with_attributes,
         (type(value), early),
-        (attributes, slots) if late else None,
-        list.__iter__(value) if isinstance(value, list) else None,
-        iter(dict.items(value)) if isinstance(value, dict) else None,
+        (attributes, slots, contents) if late else None,
+        items,
+        pairs,
         set_parts,
     )
 
@@ -120,8 +135,11 @@ def with_attributes(kind: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
-    attributes, slots = parts
+def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], list[Any]]) -> None:
+    attributes, slots, contents = parts
+    if contents:
+        fill: Any = list.extend if isinstance(made, list) else dict.update
+        fill(made, contents)
     if attributes is made:
         object.__setattr__(made, "__dict__", made)
     elif attributes is not None:
@@ -145,7 +163,7 @@ def reduce_one_of_a_kind(value: Any, name: str) -> Any:
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
     _, (kind, early), parts, items, pairs, _ = reduce_by_parts(value)
-    parts = parts or (attributes_in(value), slots_with_values(value))
+    parts = parts or (attributes_in(value), slots_with_values(value), [])
     return one_of_a_kind, (number_of(value), kind, early), parts, items, pairs, set_unless_ours
 
 
