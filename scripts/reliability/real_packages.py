@@ -62,9 +62,9 @@ def same(result: Any) -> Any:
 class Situation:
     """A function and its items.
 
-    `change` changes what the function captures, and `loss_in` finds the loss in a result. `rounding`
-    is the relative difference that is allowed to losses and to gradients of items. `refused` is
-    part of the message if mpgrad refuses the situation.
+    `change` changes what the function captures, and `loss_in` finds the loss in a result. Losses
+    and gradients of items may differ by `rounding`, relatively. `refused` is part of the message
+    if mpgrad refuses the situation.
     """
 
     kind: str
@@ -432,9 +432,10 @@ def probabilistic_programs(pyro: Any, dist: Any, nn_of_pyro: Any) -> Situations:
         def forward(self, x: Tensor) -> Tensor:
             return (self.weight * x).sum()
 
+    # the parameters are in a table of pyro's
     regression = Regression()
     weight = regression.weight
-    yield Situation("captured", regression, leaves(2), nudge(weight), refused="PyroModule")
+    yield Situation("captured", regression, leaves(2), nudge(weight), refused="would be lost")
 
 
 # --- nets and their training
@@ -612,7 +613,7 @@ def estimators(skorch: Any) -> Situations:
 
     # an estimator pickles its module by itself, and so brings a copy of the parameters
     module = estimator.module_
-    yield Situation("captured", loss, leaves(2, 3), nudge(module), refused="gradient")
+    yield Situation("captured", loss, leaves(2, 3), nudge(module), refused="would be lost")
 
 
 @package("transformers")
@@ -930,7 +931,8 @@ def difference(situation: Situation, mapped: Callable[..., Iterable[Any]]) -> st
     for key, mine, other in zip(leaves, found.gradients, loop.gradients, strict=True):
         is_captured = sum(key in one for one in behind) > 1
         if not is_equal(mine, other, ROUNDING if is_captured else situation.rounding):
-            return f"the gradient of {'a capture' if is_captured else 'an item'} is {mine}, serially {other}"
+            whose = "a capture" if is_captured else "an item"
+            return f"the gradient of {whose} is {mine}, serially {other}"
     return ""
 
 
@@ -956,15 +958,12 @@ def verdict(situation: Situation, mapped: Callable[..., Iterable[Any]]) -> str:
 # --- the whole
 
 
-def versioned(name: str) -> str:
-    """The package's version, or why it cannot be used."""
-    try:
-        version = importlib.metadata.version(name)
-        for module in PACKAGES[name][1]:
-            importlib.import_module(module)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return version
+def rows_of(name: str, pool: mpgrad.Pool, executor: mpgrad.Executor) -> Iterator[Sequence[str]]:
+    """A situation, who mapped, and what came."""
+    made, modules = PACKAGES[name]
+    for situation in made(*map(importlib.import_module, modules)):
+        yield situation.kind, "Pool", verdict(situation, pool.map)
+        yield situation.kind, "Executor", verdict(situation, executor.map)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -991,16 +990,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = []
     with mpgrad.Pool(PROCESSES) as pool, mpgrad.Executor(1) as executor:
         for name in options.packages:
-            made, modules = PACKAGES[name]
-            version = versioned(name)
-            if not version:
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
                 print(f"{name:20}not installed", flush=True)
                 continue
-            for situation in made(*map(importlib.import_module, modules)):
-                for way, mapped in (("Pool", pool.map), ("Executor", executor.map)):
-                    told = verdict(situation, mapped)
-                    verdicts.append(told)
-                    print(f"{name:20}{version:10}{situation.kind:10}{way:10}{told}", flush=True)
+            for kind, mapper, told in rows_of(name, pool, executor):
+                verdicts.append(told)
+                print(f"{name:20}{version:10}{kind:10}{mapper:10}{told}", flush=True)
     return int(any(each.startswith("different") for each in verdicts))
 
 
