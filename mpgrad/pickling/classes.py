@@ -207,6 +207,9 @@ def make_class(
     if slots is not None:
         with contextlib.suppress(TypeError):  # the metaclass adds some of them
             made = bare_class(kind, name, bases, {**members, "__slots__": slots})
+        if made is not None and set(slots) - set(slots_in(made) or ()):
+            # a library's metaclass makes them of what is no longer in the class's body
+            made = made_by_python(kind, name, bases, {**members, "__slots__": slots})
     tracked: type = track(tracker_id, made or bare_class(kind, name, bases, members))
     return tracked
 
@@ -293,6 +296,19 @@ def bare_class(
             members = {**members, "__orig_bases__": bases}
         made: type = make(kind, name, resolved, members)
         return made
+
+
+def made_by_python(
+    kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
+) -> type:
+    """Make a class without the code of a library's metaclass."""
+    resolved = types.resolve_bases(bases)
+    make: Any = next(
+        each.__new__ for each in type.mro(kind) if each.__module__ in sys.stdlib_module_names
+    )
+    with quiet(resolved):
+        made: type = make(kind, name, resolved, members)
+    return made
 
 
 @contextlib.contextmanager

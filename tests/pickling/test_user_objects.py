@@ -306,6 +306,14 @@ PACKAGES: dict[str, str] = {
         def fn(x): return Reply[float](value=x.value), isinstance(x, Reply[float])
         item = Reply[float](value=2.0)
     """,
+    "pyrsistent": """
+        class Base(pyrsistent.PClass):
+            x = pyrsistent.field()
+        class Record(Base):  # whose slots the metaclass makes from its fields
+            y = pyrsistent.field(initial=1.0)
+        def fn(r): return r.set(x=r.x + r.y), Record(x=3.0), type(r) is Record
+        item = Record(x=2.0)
+    """,
     "cachetools": """
         import threading
         @cachetools.cached(cachetools.LRUCache(4), lock=threading.RLock())
