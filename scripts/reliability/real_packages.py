@@ -720,6 +720,92 @@ def classes_of_attrs(attrs: Any) -> Situations:
     yield from record_situations(Settings(), Record)
 
 
+def attribute_dictionaries(made: Callable[[Any], Any]) -> Situations:
+    settings, weight = made({"scale": 2.0, "deep": {"more": 1.0}}), leaf(3)
+
+    def scaled(x: Tensor) -> Tensor:
+        return (x * weight * settings.scale * settings.deep.more).sum()
+
+    def rescaled() -> None:
+        settings.deep.more = 3.0
+
+    yield Situation("captured", scaled, leaves(3), rescaled)
+
+    def product(record: Any) -> Tensor:
+        return (record.x * record.deep.more * weight).sum()
+
+    items = [made({"x": each, "deep": {"more": 1.0}}) for each in leaves(3)]
+    yield Situation("objects", product, items, nudge(weight))
+    yield Situation(
+        "objects",
+        lambda x: made({"x": x * weight, "deep": {"more": x}}),
+        leaves(3),
+        nudge(weight),
+        lambda result: (result.x * result.deep.more).sum(),
+    )
+
+
+@package("python-box", "box")
+def boxes(box: Any) -> Situations:
+    yield from attribute_dictionaries(box.Box)
+
+
+@package("munch")
+def munches(munch: Any) -> Situations:
+    yield from attribute_dictionaries(munch.munchify)
+
+
+@package("addict")
+def addicts(addict: Any) -> Situations:
+    yield from attribute_dictionaries(addict.Dict)
+
+
+@package("ml_collections")
+def config_dictionaries(ml_collections: Any) -> Situations:
+    yield from attribute_dictionaries(ml_collections.ConfigDict)
+
+
+@package("pyrsistent")
+def persistent_objects(pyrsistent: Any) -> Situations:
+    class Record(pyrsistent.PClass):
+        x = pyrsistent.field()
+        scale = pyrsistent.field(initial=2.0)
+
+    weight = leaf(3)
+    table = pyrsistent.pmap({"weight": weight, "scales": pyrsistent.v(1.0, 2.0)})
+    yield Situation(
+        "captured",
+        lambda x: (x * table["weight"] * table["scales"][1]).sum(),
+        leaves(3),
+        nudge(weight),
+    )
+    items = [Record(x=each) for each in leaves(3)]
+    yield Situation("objects", lambda each: (each.x * weight).sum(), items, nudge(weight))
+    yield Situation(
+        "objects",
+        lambda each: each.set(x=each.x * weight),
+        items,
+        nudge(weight),
+        lambda result: (result.x * result.scale).sum(),
+    )
+
+
+@package("wrapt")
+def wrappers(wrapt: Any) -> Situations:
+    weight = leaf(3)
+
+    @wrapt.decorator
+    def doubled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return 2 * wrapped(*args, **kwargs)
+
+    @doubled
+    def scaled(x: Tensor) -> Tensor:
+        return (x * weight).sum()
+
+    # wrapt lets nobody pickle what it wraps
+    yield Situation("function", scaled, leaves(3), nudge(weight), refused="must define __reduce")
+
+
 @package("omegaconf")
 def configurations(omegaconf: Any) -> Situations:
     settings = omegaconf.OmegaConf.create({"scale": 2.0, "twice": "${scale}"})
