@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import enum
 import functools
-import inspect
 import io
 import operator
 import pickle
@@ -222,6 +221,9 @@ def make_class(
     if slots is not None:
         with contextlib.suppress(TypeError):  # the metaclass adds some of them
             made = bare_class(kind, name, bases, {**members, "__slots__": slots})
+        if made is not None and set(slots) - set(slots_in(made) or ()):
+            # a library's metaclass makes them of what is no longer in the class's body
+            made = made_by_python(kind, name, bases, {**members, "__slots__": slots})
     tracked: type = track(tracker_id, made or bare_class(kind, name, bases, members))
     return tracked
 
@@ -285,8 +287,8 @@ def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]
         for name in dir(value.__struct_config__)
         if not name.startswith("_")
     }
-    kinds = inspect.signature(value).parameters
-    config["kw_only"] = any(kinds[name].kind is inspect.Parameter.KEYWORD_ONLY for name in fields)
+    # the signature would need all types that the annotations name
+    config["kw_only"] = any(name not in value.__match_args__ for name in fields)
     return fields, config
 
 
@@ -316,6 +318,19 @@ def bare_class(
             members = {**members, "__orig_bases__": bases}
         made: type = make(kind, name, resolved, members)
         return made
+
+
+def made_by_python(
+    kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
+) -> type:
+    """Make a class without the code of a library's metaclass."""
+    resolved = types.resolve_bases(bases)
+    make: Any = next(
+        each.__new__ for each in type.mro(kind) if each.__module__ in sys.stdlib_module_names
+    )
+    with quiet(resolved):
+        made: type = make(kind, name, resolved, members)
+    return made
 
 
 @contextlib.contextmanager

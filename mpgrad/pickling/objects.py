@@ -3,8 +3,9 @@ Both sides.
 
 Pickle asks an object for methods, so a `__getattr__` of the class answers for it. It puts a
 half-made object into a dictionary, whose `__hash__` then lacks its attributes. It copies the
-`__dict__` of an object that is its own `__dict__`. And it takes a name that a `__reduce__` gave for
-a name in a module, where a script's objects are not found.
+`__dict__` of an object that is its own `__dict__`. It fills dictionaries and lists by their own
+methods, before these find any attributes. And it takes a name that a `__reduce__` gave for a name
+in a module, where a script's objects are not found.
 
     object ──► class, attributes that cannot change ──► empty object with these
            ──► items, all attributes, slots         ──► put into it
@@ -48,9 +49,17 @@ def way_of(kind: Any) -> Way | None:
     ):
         return None
     asks = (getattr(kind, name, None) for name in ("__getattr__", "__getattribute__", "__hash__"))
-    if any(isinstance(each, IN_PYTHON) for each in asks):
+    if any(isinstance(each, IN_PYTHON) for each in asks) or fills_itself(kind):
         return by_parts
     return by_dictionary if issubclass(kind, dict) and kind.__dictoffset__ else None
+
+
+def fills_itself(kind: Any) -> bool:
+    """Whether a dictionary's or list's own code would run as pickle puts in what it holds."""
+    names = ("__setitem__",) if issubclass(kind, dict) else ("append", "extend")
+    return issubclass(kind, dict | list) and any(
+        isinstance(getattr(kind, name, None), IN_PYTHON) for name in names
+    )
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
@@ -110,6 +119,13 @@ def attributes_in(value: object) -> dict[str, Any] | None:
     return found
 
 
+def contents_in(value: object) -> list[Any]:
+    """Return the items of a list or dictionary, whatever its class says of them."""
+    if isinstance(value, list):
+        return [*list.__iter__(value)]
+    return [*dict.items(value)] if isinstance(value, dict) else []
+
+
 def slots_with_values(value: object) -> dict[str, Any]:
     found = {}
     for kind in type(value).__mro__:
@@ -124,18 +140,25 @@ def reduce_by_parts(value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
     Its immutable attributes come with the empty object: in a cycle it may be hashed before it gets
-    the others. If the object is its own `__dict__`, so is the one that is made from it.
+    the others. If the object is its own `__dict__`, so is the one that is made from it. If its own
+    code would put the items in, they come as a list.
     """
+    contents = contents_in(value)
+    items = pairs = None
+    if not fills_itself(type(value)):
+        items = iter(contents) if isinstance(value, list) else None
+        pairs = iter(contents) if isinstance(value, dict) else None
+        contents = []
     attributes, slots = attributes_in(value), slots_with_values(value)
     all_values = {**slots, **(attributes or {})}
     early = {name: each for name, each in all_values.items() if is_immutable(each)}
-    late = attributes is value or len(early) < len(all_values)
+    late = contents or attributes is value or len(early) < len(all_values)
     return (
         with_attributes,
         (type(value), early),
-        (attributes, slots) if late else None,
-        list.__iter__(value) if isinstance(value, list) else None,
-        iter(dict.items(value)) if isinstance(value, dict) else None,
+        (attributes, slots, contents) if late else None,
+        items,
+        pairs,
         set_parts,
     )
 
@@ -155,8 +178,11 @@ def with_attributes(kind: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
-    attributes, slots = parts
+def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], list[Any]]) -> None:
+    attributes, slots, contents = parts
+    if contents:
+        fill: Any = list.extend if isinstance(made, list) else dict.update
+        fill(made, contents)
     if attributes is made:
         object.__setattr__(made, "__dict__", made)
     elif attributes is not None:
@@ -180,9 +206,8 @@ def reduce_one_of_a_kind(pickler: Any, value: Any, name: str) -> Any:
     module = getattr(value, "__module__", None) or type(value).__module__
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
-    _, (kind, early), _, items, pairs, _ = reduce_by_parts(value)
-    contents = list(items or ()), dict(pairs or ())
-    parts = (attributes_in(value), slots_with_values(value)), *contents
+    _, (kind, early), *_ = reduce_by_parts(value)
+    parts = attributes_in(value), slots_with_values(value), contents_in(value)
     here = getattr(pickler, "_here", None)  # the names that a worker loads it with
     return one_of_a_kind, (here, number_of(value), kind, early), parts, None, None, fill
 
@@ -217,16 +242,11 @@ def one_of_a_kind(names: Any, number: str, kind: type, attributes: dict[str, Any
     return found
 
 
-def fill(made: Any, parts: tuple[Any, list[Any], dict[Any, Any]]) -> None:
+def fill(made: Any, parts: tuple[Any, Any, list[Any]]) -> None:
     """Set the parts of an object that has none yet."""
     if id(made) in BARE:
         BARE.remove(id(made))
-        own, items, pairs = parts
-        set_parts(made, own)
-        if items:
-            list.extend(made, items)
-        if pairs:
-            dict.update(made, pairs)
+        set_parts(made, parts)
 
 
 MOST_ONES = 1000  # after which those that are gone are forgotten

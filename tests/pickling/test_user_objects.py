@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,34 @@ class Config(collections.UserDict):  # type: ignore[type-arg]
 class Dotted(dict):  # type: ignore[type-arg]
     __getattr__ = dict.__getitem__  # raises KeyError for what pickle asks for
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Recent(dict):  # type: ignore[type-arg]
+    """Forgets the oldest entry. Its `__setitem__` needs its attributes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.order: list[Any] = []
+        self.most = most
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) == self.most:
+            del self[self.order.pop(0)]
+        super().__setitem__(key, value)
+        self.order.append(key)
+
+
+class Scaled(list):  # type: ignore[type-arg]
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = [factor]
+
+    def append(self, value: Any) -> None:
+        super().append(self.factor[0] * value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.append(value)
 
 
 class Proxy:
@@ -117,7 +145,13 @@ def written(config: Any) -> Any:
     return config["rate"], config.rate, sorted(config)
 
 
-for kind in (AttributeDict, Config, Dotted, Proxy, Node, SlottedNode, Sentinel):
+def filled(made: Any, *values: Any) -> Any:
+    for value in values:
+        made.__setitem__(value, [value]) if isinstance(made, dict) else made.append(value)
+    return made
+
+
+for kind in (AttributeDict, Config, Dotted, Recent, Scaled, Proxy, Node, SlottedNode, Sentinel):
     kind.__module__ = "__main__"  # as classes of a script: no worker can import them
 
 OBJECTS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
@@ -133,6 +167,14 @@ OBJECTS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
     "a dotted dictionary": lambda: (
         Dotted(a=1.0, b=Dotted(c=2.0)),
         lambda x: (x.a, x.b.c, dict(x)),
+    ),
+    "a dictionary that forgets": lambda: (
+        filled(Recent(2), 1.0, 2.0, 3.0),
+        lambda x: (dict(filled(x, 4.0)), x.order, [*vars(x)]),
+    ),
+    "a list that scales": lambda: (
+        filled(Scaled(2.0), 1.0, 2.0),
+        lambda x: (list(filled(x, 3.0)), x.factor),
     ),
     "a proxy": lambda: (Proxy([1.0, 2.0]), lambda x: (x.count(1.0), x.target)),
     "nodes in a circle": lambda: (circle(), repr),
@@ -279,10 +321,13 @@ PACKAGES: dict[str, str] = {
             def total(self): return self.x + self.z + len(self.y)
         class Derived(Point, kw_only=True, frozen=False):
             key: str = "k"
+        class Note(msgspec.Struct):  # with a type that only type checkers see
+            text: "OnlyForTypeCheckers"
         def fn(p):
-            encoded = msgspec.json.encode(Derived(1.0, key="j"))
+            encoded, note = msgspec.json.encode(Derived(1.0, key="j")), Note("a")
             again = msgspec.json.decode(encoded, type=Derived)
-            return p.total(), type(p) is Point, encoded, again == Derived(1.0, key="j"), Point(2.0)
+            same = type(p) is Point, again == Derived(1.0, key="j")
+            return p.total(), same, encoded, Point(2.0), note
         item = Point(1.0)
     """,
     "msgspec, attributes and __post_init__": """
@@ -328,6 +373,14 @@ PACKAGES: dict[str, str] = {
         model.doubled(1.0)
         def fn(x): return model.doubled(x), model.doubled(x), Model().doubled(x)
         item = 3.0
+    """,
+    "pyrsistent": """
+        class Base(pyrsistent.PClass):
+            x = pyrsistent.field()
+        class Record(Base):  # whose slots the metaclass makes from its fields
+            y = pyrsistent.field(initial=1.0)
+        def fn(r): return r.set(x=r.x + r.y), Record(x=3.0), type(r) is Record
+        item = Record(x=2.0)
     """,
     "cachetools": """
         import threading
