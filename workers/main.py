@@ -163,8 +163,14 @@ class Worker:
         self._send(ReadyReport(pid, self._progress.address))
 
     def handle(self, frame: Frame) -> None:
-        with self.early.turn:
+        turn = self.early.turn
+        turn.acquire()
+        try:
             self._handle(frame)
+        finally:
+            # Inline, an interrupt may have come just before the turn was taken again.
+            with contextlib.suppress(RuntimeError):
+                turn.release()
 
     def _handle(self, frame: Frame) -> None:
         self._worker_device.arrive()

@@ -20,6 +20,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -300,6 +301,9 @@ class InlineScheduler(Scheduler):
                 if not self.life.has_ended and self._step():
                     return True
             except BaseException as error:
+                # The worker's modes end now, if the interrupt came just before their end. Later
+                # they would set back what the caller has set meanwhile.
+                traceback.clear_frames(error.__traceback__)
                 interrupted = (
                     "an inline pool was interrupted in the middle of its own work "
                     f"({type(error).__name__})"
