@@ -75,7 +75,7 @@ class Admissions:
         self._packer = packer
         self._uncollected = uncollected
 
-    def admit(self, operation: Operation) -> None:
+    def admit(self, operation: Operation, now: float) -> None:
         """Take the calls of an operation, which may have been admitted before."""
         if operation.finished:
             self.unfinished.pop(operation, None)
@@ -86,7 +86,7 @@ class Admissions:
         while operation.packed:
             call = operation.packed.popleft()
             if call.dependencies:
-                self._look_at_call(operation, call)
+                self._look_at_call(operation, call, now)
             else:
                 operation.queue.append(call)
         if operation.queue:
@@ -104,7 +104,7 @@ class Admissions:
 
     # --- calls and backwards that wait
 
-    def _look_at_call(self, operation: Operation, call: PackedCall) -> None:
+    def _look_at_call(self, operation: Operation, call: PackedCall, now: float) -> None:
         """Put the results of other calls into a call. If one is missing, look again when it
         arrives."""
         if call.index in operation.outcomes or call.index >= operation.limit:
@@ -144,9 +144,9 @@ class Admissions:
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
             # The worker that has a part of the input goes on with the call.
-            self._deliveries.give(giver)
+            self._deliveries.give(giver, now)
 
-    def look_at_backward(self, backward: Backward) -> None:
+    def look_at_backward(self, backward: Backward, now: float) -> None:
         """Put the gradients of other backwards into a backward. If one is missing, look again when
         it arrives."""
         promises = [part.backward for part in backward.grads if isinstance(part, Promise)]
@@ -268,7 +268,7 @@ class GradientSender:
             self._prepare(backward, worker)
         backward.worker = worker
         if backward.waits:
-            self._driver.put(lambda: self._driver.wait_for_gradients(backward))
+            self._driver.put(lambda now: self._driver.wait_for_gradients(backward, now))
         else:
             self.leave(worker, backward)
         self._held += 1
@@ -334,7 +334,7 @@ class GradientSender:
         worker.backlog.append(item)
         self._driver.has_unheard = True
         if worker.gone is not None:
-            self._driver.put(lambda: self._driver.requeue(worker))
+            self._driver.put(lambda now: self._driver.requeue(worker))
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker

@@ -19,7 +19,6 @@ import itertools
 import logging
 import math
 import operator
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError
@@ -103,7 +102,7 @@ class CallQueue:
             self.join(operation, first=True)
 
     def next_for(
-        self, worker: WorkerHandle
+        self, worker: WorkerHandle, now: float
     ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
         """Return a chunk for the worker: an operation, and calls with their numbers.
 
@@ -115,7 +114,11 @@ class CallQueue:
             operation = self.operations[place]
             if operation.unsorted:
                 self._sort(operation)
-            if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
+            if (
+                worker.under_way
+                and operation.queue
+                and self._had_better_wait(operation, worker, now)
+            ):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
             # This happens at once. Perhaps no worker looks again, and the results would be kept.
@@ -128,7 +131,7 @@ class CallQueue:
                 place += 1
         return None
 
-    def take_back(self, workers: Collection[WorkerHandle]) -> bool:
+    def take_back(self, workers: Collection[WorkerHandle], now: float) -> bool:
         """Take back calls that have not begun, and return whether any were.
 
         Costs are not known beforehand. So calls are taken back from each worker that runs a call
@@ -136,7 +139,6 @@ class CallQueue:
         have run dry, calls are also taken from the worker that has most, if they are worth a
         message. See `look_at`.
         """
-        now = time.monotonic()
         takers = [worker for worker in workers if worker.ready and not worker.retiring]
         is_dry = not (self.has_calls or all(worker.under_way.chunks for worker in takers))
         if not is_dry and now < self.look_at:
@@ -149,14 +151,14 @@ class CallQueue:
         ]
         richest, most = None, self._chunk_seconds.shortest
         for worker in others if is_dry else ():
-            if (load := self._unbegun_seconds(worker)) >= most:
+            if (load := self._unbegun_seconds(worker, now)) >= most:
                 richest, most = worker, load
         has_taken = False
         for worker in others:
             # Without an idle worker nobody waits for these calls yet, and a message is not free.
             moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
             if moment <= now or worker is richest:
-                for operation, calls in worker.under_way.take_back():
+                for operation, calls in worker.under_way.take_back(now):
                     self.put_back(operation, calls)
                     has_taken = True
                 moment = max(moment, now + SEEN)
@@ -165,10 +167,10 @@ class CallQueue:
                 self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
 
-    def note_given(self, worker: WorkerHandle) -> None:
+    def note_given(self, worker: WorkerHandle, now: float) -> None:
         """Note that the worker was given a chunk, of which calls may have to be taken back."""
         if worker.under_way.has_for_others:
-            self.look_at = min(self.look_at, time.monotonic() + LONG_CALL)
+            self.look_at = min(self.look_at, now + LONG_CALL)
 
     def _late_at(self, worker: WorkerHandle) -> float:
         """Return when the worker will have run a call for longer than such calls take.
@@ -188,18 +190,18 @@ class CallQueue:
             ) * sum(call.items for _, call in calls)
         return since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
 
-    def _unbegun_seconds(self, worker: WorkerHandle) -> float:
+    def _unbegun_seconds(self, worker: WorkerHandle, now: float) -> float:
         seconds = 0.0
-        for number, count in worker.under_way.unbegun():
+        for number, count in worker.under_way.unbegun(now):
             chunk = worker.under_way.chunks[number]
             assert chunk.operation is not None
             one = self._function_cache.seconds(chunk.operation.options.function, unknown=0.0)
             seconds += one * sum(call.items for _, call in chunk.calls[-count:])
         return seconds
 
-    def _had_better_wait(self, operation: Operation, worker: WorkerHandle) -> bool:
+    def _had_better_wait(self, operation: Operation, worker: WorkerHandle, now: float) -> bool:
         """Whether the next call had better wait here than behind the worker's running call."""
-        return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
+        return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= now
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here, for the first idle worker, than behind
@@ -322,23 +324,23 @@ class Deliveries:
         # calls whose graphs were rebuilt
         self.recomputed = 0
 
-    def feed(self) -> list[WorkerHandle]:
+    def feed(self, now: float) -> list[WorkerHandle]:
         """Give every worker a chunk before any gets its second. Return the retiring workers that
         have nothing to do.
 
         A second chunk has to wait for the first, perhaps for long, while another worker starts or
         becomes idle. So a second chunk is given only if it is known to be short.
         """
-        self._give_all()
-        if self._queue.take_back(self.workers.values()):
-            self._give_all()
+        self._give_all(now)
+        if self._queue.take_back(self.workers.values(), now):
+            self._give_all(now)
         return [
             each
             for each in self.workers.values()
             if each.retiring and each.ready and not each.backlog
         ]
 
-    def _give_all(self) -> None:
+    def _give_all(self, now: float) -> None:
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in self.workers.values():
                 if (
@@ -346,39 +348,48 @@ class Deliveries:
                     and worker.ready
                     and len(worker.under_way.chunks) <= depth
                 ):
-                    self.give(worker)
+                    self.give(worker, now)
 
-    def give(self, worker: WorkerHandle) -> None:
+    def give(self, worker: WorkerHandle, now: float) -> None:
         """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
         if worker.backlog:
             number = next(self._chunk_numbers)
-            messages, payload = worker.backward(number)
+            messages, payload = worker.backward(number, now)
             self.recomputed += sum(map(recomputed_by, messages))
-            self._transmit_chunk(worker, number, messages, payload)
+            self._transmit_chunk(worker, number, now, messages, payload)
             return
         # A running call in its grace period ends soon, or the worker is killed; nobody knows which.
         if worker.retiring or worker.under_way.in_grace:
             return
-        share = self._queue.next_for(worker)
+        share = self._queue.next_for(worker, now)
         if share is not None:
             number = next(self._chunk_numbers)
-            self._transmit_chunk(worker, number, *worker.forward(number, *share))
-            self._queue.note_given(worker)
+            self._transmit_chunk(worker, number, now, *worker.forward(number, *share, now))
+            self._queue.note_given(worker, now)
 
     def _transmit_chunk(
-        self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload
+        self,
+        worker: WorkerHandle,
+        number: int,
+        now: float,
+        messages: list[Message],
+        payload: Payload,
     ) -> None:
         if self.tracer.trace is not None:
             self.tracer.sent(worker, number)
-        self.transmit(worker, messages, payload)
+        self.transmit(worker, messages, now, payload)
 
-    def record(self, worker: WorkerHandle) -> None:
+    def record(self, worker: WorkerHandle, now: float) -> None:
         """Have the worker report what it does from now on, for a timeline."""
         self.tracer.know(worker)
-        self.transmit(worker, [Record(True)])
+        self.transmit(worker, [Record(True)], now)
 
     def transmit(
-        self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
+        self,
+        worker: WorkerHandle,
+        messages: list[Message],
+        now: float,
+        payload: Payload | None = None,
     ) -> None:
         """Send the messages and all updates.
 
@@ -390,7 +401,7 @@ class Deliveries:
         # A worker is told of a slab when it is first lent something there.
         self._memory.arena.made.clear()
         try:
-            worker.transmit(messages, payload or Payload())
+            worker.transmit(messages, payload or Payload(), now)
         except ConnectionError:
             # The worker died. The end of its pipe is read next, and reports that once.
             pass
@@ -416,12 +427,11 @@ class Deliveries:
         self.collect_returns()
         return any(map(HAS_UPDATES, self.workers.values()))
 
-    def send_updates(self, quiet_for: float) -> None:
+    def send_updates(self, quiet_for: float, now: float) -> None:
         """Send waiting updates to the workers that have been sent nothing for so many seconds."""
-        now = time.monotonic()
         for worker in self.workers.values():
             if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
-                self.transmit(worker, [])
+                self.transmit(worker, [], now)
 
     def unmap(self, numbers: Sequence[int]) -> None:
         """Forget slabs that their owner dropped, or that died with their owner."""

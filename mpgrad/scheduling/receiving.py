@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -103,66 +102,70 @@ class Receiver:
         """The number of forwards and backwards done so far. Any thread may ask."""
         return self.items_done + self.backwards_done
 
-    def serve(self, worker: WorkerHandle) -> None:
+    def serve(self, worker: WorkerHandle, now: float) -> None:
         """Read the messages of `worker`, or find out that it has died."""
         try:
             while worker.gone is None:
                 self._reading, self._taken = True, None
                 if (frame := worker.link.receive()) is None:
                     return
-                self._receive(worker, frame)
+                self._receive(worker, frame, now)
         except UnreadableFrame as error:
-            self._lose_garbled(worker, error)
+            self._lose_garbled(worker, now, error)
         except (EOFError, ConnectionError):
-            self._supervisor.lose(worker)
+            self._supervisor.lose(worker, now)
         # The answer cannot be read, and neither can any that follow it.
         except MemoryError as error:
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
             worker.link.kill()
-            self._supervisor.lose(worker)
+            self._supervisor.lose(worker, now)
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
             # The chunk is not answered after all.
             if self._taken is not None:
                 worker.under_way.put_back(*self._taken)
-            self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
+            self._lose_garbled(worker, now, UnreadableFrame(repr(error)), error)
         finally:
             # It would keep an operation and its results alive until the next answer.
             self._taken = None
 
     def _lose_garbled(
-        self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None
+        self,
+        worker: WorkerHandle,
+        now: float,
+        error: UnreadableFrame,
+        cause: BaseException | None = None,
     ) -> None:
         worker.garbled, error.__cause__ = error, cause or error.__cause__
         worker.link.kill()
-        self._supervisor.lose(worker)
+        self._supervisor.lose(worker, now)
 
-    def _take(self, worker: WorkerHandle, number: int, more: bool = False) -> Chunk:
+    def _take(self, worker: WorkerHandle, number: int, now: float, more: bool = False) -> Chunk:
         """Take the chunk that a message answers. If more of it follows, the chunk stays."""
         if more:
             return worker.under_way.chunks[number]
-        chunk = worker.take(number)
+        chunk = worker.take(number, now)
         self._taken = number, chunk
         return chunk
 
-    def _receive(self, worker: WorkerHandle, frame: Frame) -> None:
+    def _receive(self, worker: WorkerHandle, frame: Frame, now: float) -> None:
         for message in frame.messages:
             self._reading, self._taken = True, None
             match message:
                 case Results():
-                    self._results(worker, message, frame.payload)
+                    self._results(worker, message, frame.payload, now)
                 case Gradients():
-                    chunk = self._take(worker, message.chunk, message.more)
+                    chunk = self._take(worker, message.chunk, now, message.more)
                     self.backwards_done += sum(
                         not isinstance(each, MissingGraph) for each in message.outcomes
                     )
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case CollectedSums():
                     self._answers.collected(
-                        worker, self._take(worker, message.chunk), message, frame.payload
+                        worker, self._take(worker, message.chunk, now), message, frame.payload
                     )
                 case NewSlab() if (
                     message.handle is not None and self._memory.device_transfer is not None
@@ -184,7 +187,7 @@ class Receiver:
                     pipe = worker.link.take_descriptor()
                     worker.crash_traceback = None if pipe is None else OwnedDescriptor(pipe)
                 case ReadyReport():
-                    self._ready(worker, message)
+                    self._ready(worker, message, now)
                 case ChunkTrace():
                     self._tracer.answered(worker, message)
                 case PrintedText() | LoggedRecord():
@@ -196,7 +199,7 @@ class Receiver:
                     if told := self._memory.device_transfer.tried(
                         worker, message, self._memory.foreign_slabs, others
                     ):
-                        self._deliveries.transmit(worker, told)
+                        self._deliveries.transmit(worker, told, now)
                 case StartFailure() if not worker.ready:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
@@ -205,7 +208,7 @@ class Receiver:
                     )
         self._reading = False
 
-    def _ready(self, worker: WorkerHandle, message: ReadyReport) -> None:
+    def _ready(self, worker: WorkerHandle, message: ReadyReport, now: float) -> None:
         if worker.link.shares_memory:
             # Without the slab nothing is known of the worker's progress.
             with contextlib.suppress(SharedMemoryError):
@@ -218,7 +221,7 @@ class Receiver:
             worker.under_way.progress_record = worker.link.progress_record
             worker.under_way.link = worker.link
         worker.pid = message.pid
-        worker.ready_at = time.monotonic()
+        worker.ready_at = now
         worker.ready = True
         # Calls may wait behind long ones of other workers.
         self._queue.look_at = 0.0
@@ -226,7 +229,7 @@ class Receiver:
         trace = self._tracer.trace
         # If the workers do not know of the timeline yet, this one is told with the others.
         if trace is not None and trace.is_known:
-            self._deliveries.record(worker)
+            self._deliveries.record(worker, now)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.lent_slots.take_back(address, times)
@@ -240,9 +243,11 @@ class Receiver:
             # The slab's owner is gone, so nobody else would say that the slab is gone.
             worker.lent_slots.unmap(slab)
 
-    def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
+    def _results(
+        self, worker: WorkerHandle, message: Results, payload: memoryview, now: float
+    ) -> None:
         """Measure and deliver the results, and put skipped calls back into the queue."""
-        chunk = self._take(worker, message.chunk, message.more)
+        chunk = self._take(worker, message.chunk, now, message.more)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
@@ -274,7 +279,7 @@ class Receiver:
         if operation.finished:
             self._admissions.unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
-            self._supervisor.retire(worker)
+            self._supervisor.retire(worker, now)
 
 
 # --- outcomes from the workers' answers

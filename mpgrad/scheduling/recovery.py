@@ -62,7 +62,7 @@ class Recovery:
         function_cache: FunctionCache,
         settings: Settings,
         life: Lifecycle,
-        readmit: Callable[[Operation], None],
+        readmit: Callable[[Operation, float], None],
     ) -> None:
         """Take `readmit`, which is called if an operation has calls for workers again."""
         self._workers = workers
@@ -196,7 +196,7 @@ class Recovery:
         died.__cause__ = worker.garbled
         return died
 
-    def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
+    def take_apart(self, worker: WorkerHandle, chunks: list[Chunk], now: float) -> None:
         """Take apart the chunks of a worker that is gone.
 
         Calls return to their queues. Backwards and requests wait in the backlog until `revive`.
@@ -207,7 +207,7 @@ class Recovery:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
                 self.reruns += len(wanted)
                 chunk.operation.queue.extendleft(reversed(wanted))
-                self._readmit(chunk.operation)
+                self._readmit(chunk.operation, now)
             worker.backlog.extendleft(reversed(chunk.backwards))
             if chunk.request is not None:
                 worker.backlog.appendleft(chunk.request)

@@ -512,7 +512,7 @@ class Odd(Exception):
 
 
 def breaks(pool: mpgrad.Pool) -> None:
-    pool._scheduler.post(lambda: pool._scheduler.life.break_off(Odd(1, 2)))
+    pool._scheduler.post(lambda now: pool._scheduler.life.break_off(Odd(1, 2)))
 
 
 ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {

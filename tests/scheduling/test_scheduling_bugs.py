@@ -487,7 +487,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     under_way: Any = SentChunks()
     under_way.progress_record = progress._numbers
     did.clear()
-    assert under_way.unbegun() == []
+    assert under_way.unbegun(0.0) == []
     assert did == [0, "in order", 1, "in order", 0]
     monkeypatch.setattr("mpgrad.wire.agent_messages.KEEPS_ORDER", False)
     in_order()

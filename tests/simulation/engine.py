@@ -1103,7 +1103,7 @@ def in_words(message: Any) -> str:
 
 
 class SimulatedEngine:
-    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there."""
+    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there, and `wake` is noted."""
 
     copies_caller = False
 
@@ -1111,6 +1111,7 @@ class SimulatedEngine:
         self.world = world
         self.traffic = Traffic()
         self.room: int | None = None
+        self.is_woken = False
         self._nodes = nodes
         self._is_closed = False
 
@@ -1151,7 +1152,7 @@ class SimulatedEngine:
             self.world.now += seconds
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        self.is_woken = True
 
     def close(self) -> None:
         self._is_closed = True
