@@ -26,7 +26,6 @@ from torch.autograd import Function
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest, traits_of
 from mpgrad.environment import PLACE
@@ -44,6 +43,7 @@ from mpgrad.submission.options import (
     PoolOptions,
     positive,
 )
+from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.submission.starting import Source, iterator
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
 from mpgrad.timeline import Timeline

@@ -30,9 +30,8 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.calls.backwards import Prediction
 from mpgrad.engines.launch import ForkServerLauncher
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.function_cache import FunctionCache, Prediction
 from mpgrad.system import PORTABLE
 
 # has a process of its own

@@ -7,9 +7,10 @@ except `dispatcher`, which waits between two turns.
     scheduler        puts the parts together
     dispatcher       runs a scheduler in its own thread or in the caller's
     lifecycle        phases of a pool; orders after its end; what parts ask of their driver
-    admissions       takes operations in, sends backwards, and holds calls that wait for others
+    admissions       takes operations in, and holds calls and backwards that wait for others
+    gradients        sends backwards from autograd's threads
     queue            holds the calls that wait, and gives them to workers
-    function_cache   numbers the functions, and measures how long their calls take
+    function_cache   numbers the functions; measures their calls, and predicts losses' gradients
     chunk_writer     decides how much goes together, writes messages, and notes what a worker has
     worker_handle    describes a worker: its settings, its backlog, its chunks and its progress
     receiving        turns the workers' messages into outcomes

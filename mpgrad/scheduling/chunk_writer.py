@@ -36,8 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
-from mpgrad.calls.backwards import SumRequest
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest, forget_oldest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.memory import slab_of

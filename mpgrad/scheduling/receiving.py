@@ -15,9 +15,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from mpgrad.autograd.remote_graph import Backward, PendingOutcome, RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, OperationGradients, PendingOutcome, RemoteGraph
 from mpgrad.callbacks import given_again, later
-from mpgrad.calls.backwards import GraphOwner, ReceivedGradients, error_maker, raised_from
+from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
@@ -432,7 +432,7 @@ class Answers:
     def _graph_kept(
         self,
         worker: WorkerHandle,
-        owner: GraphOwner,
+        owner: OperationGradients,
         number: int,
         index: int | range,
         lineage: PackedCall | Backward,

@@ -21,9 +21,9 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
-from mpgrad.autograd.remote_graph import Backward, RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest
 from mpgrad.callbacks import report
-from mpgrad.calls.backwards import SumRequest, error_maker
+from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError

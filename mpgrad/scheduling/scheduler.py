@@ -34,17 +34,17 @@ from collections.abc import Callable
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
-from mpgrad.calls.backwards import Prediction, error_maker
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import UncollectedFailures
+from mpgrad.calls.backwards import error_maker
+from mpgrad.calls.operations import Operation, UncollectedFailures
 from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
-from mpgrad.scheduling.admissions import Admissions, GradientSender
+from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.cancelling import Canceller
 from mpgrad.scheduling.chunk_writer import FAR, NEAR
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.function_cache import FunctionCache, Prediction
+from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
 from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward
-from mpgrad.calls.backwards import SumRequest, error_maker
+from mpgrad.autograd.remote_graph import Backward, SumRequest
+from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad.autograd.gates import Captures
-from mpgrad.calls.backwards import GraphOwner
+from mpgrad.autograd.remote_graph import OperationGradients
 from mpgrad.calls.operations import NOBODY, Listener, Operation
 from mpgrad.calls.packing import (
     Arguments,
@@ -28,6 +28,7 @@ from mpgrad.calls.packing import (
 from mpgrad.errors import ONE_CALL, CallNames
 from mpgrad.pickling.state import ItemStreams
 from mpgrad.pickling.streams import drawn
+from mpgrad.scheduling.gradients import OperationLink
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.torch_state.modes import (
@@ -113,15 +114,11 @@ class Starter:
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
-            owner = GraphOwner(
-                scheduler.gradients,
-                shared,
-                modes,
-                environment,
-                pool.deterministic,
-                seconds,
-                eager,
-                pool.predicts,
+            link = OperationLink(
+                scheduler.gradients, shared, modes, environment, eager, pool.predicts
+            )
+            owner = OperationGradients(
+                link, shared.number, shared.names, pool.deterministic, seconds
             )
             with without_subclasses():
                 needing = [tensor for tensor in pickled.captures if tensor.requires_grad]

@@ -18,8 +18,13 @@ from unittest import mock
 import torch
 from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
-from mpgrad.autograd.remote_graph import Backward, PendingOutcome, Promise, RemoteGraph
-from mpgrad.calls.backwards import GraphOwner
+from mpgrad.autograd.remote_graph import (
+    Backward,
+    OperationGradients,
+    PendingOutcome,
+    Promise,
+    RemoteGraph,
+)
 from mpgrad.calls.operations import (
     DeliveredResult,
     FailedResult,
@@ -31,8 +36,9 @@ from mpgrad.calls.operations import (
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
 from mpgrad.memory import arena
-from mpgrad.scheduling import admissions, caller_memory, recovery, supervisor
+from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
 from mpgrad.scheduling.dispatcher import Dispatcher
+from mpgrad.scheduling.gradients import OperationLink
 from mpgrad.scheduling.worker_handle import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
@@ -68,7 +74,7 @@ def simulated(world: World) -> Iterator[None]:
                 here_alone(lambda view: None, arena.watch),
             ),  # children would look where there is nothing
             (caller_memory, "ForeignSlabs", foreign_slabs),
-            (admissions, "current_modes", lambda: MODES),
+            (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
@@ -207,9 +213,8 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = SubmittedOperation if is_submitted else Operation
-    owner = GraphOwner(
-        scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False
-    )
+    link = OperationLink(scheduler.gradients, function, MODES, None, None, False)
+    owner = OperationGradients(link, function.number, function.names, False, options.get("timeout"))
     return kind(
         OperationOptions(function, MODES, None, environment, **options), owner, listener=listener
     )
@@ -272,7 +277,7 @@ def send_backward(
     )
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward.give([[part]], (), promise is not None)
-    graph.owner.send(backward)
+    graph.owner.link.send(backward)
     if captures and not apart:
         graph.owner.add_to_sum(backward)
     return backward
