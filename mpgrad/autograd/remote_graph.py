@@ -331,7 +331,6 @@ class Backward(PendingOutcome):
 
     __slots__ = (
         "_found",
-        "_graph",
         "_index",
         "_left",
         "_of_captures",
@@ -350,6 +349,7 @@ class Backward(PendingOutcome):
         "further",
         "grads",
         "graph_task",
+        "held",
         "idle_deaths",
         "is_last",
         "keep",
@@ -396,7 +396,8 @@ class Backward(PendingOutcome):
         self.names = graph.owner.names
         self._index = graph.index
         self.number = graph.number
-        self._graph: RemoteGraph | None = graph
+        # until it is settled
+        self.held: RemoteGraph | None = graph
         self._ref = weakref.ref(graph)
         self.keep = keep
         self.whole = whole
@@ -446,7 +447,7 @@ class Backward(PendingOutcome):
     @property
     def graph(self) -> RemoteGraph:
         """Assumes: it is not settled, or the engine holds its nodes."""
-        graph = self._graph or self._ref()
+        graph = self.held or self._ref()
         assert graph is not None, "a graph ended before its backward"
         return graph
 
@@ -458,14 +459,14 @@ class Backward(PendingOutcome):
     @property
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
-        graph = self._graph or self._ref()  # it may have been cancelled, and dropped
+        graph = self.held or self._ref()  # it may have been cancelled, and dropped
         return (
             self._index if graph is None else graph.given([count or None for count in self.parts])
         )
 
     def settle(self, outcome: Any) -> None:
         if self.derived is None:
-            self._graph = None
+            self.held = None
             # else it may have to be sent once more: see `once_more`
             if self.apart or not self.captures:
                 self.grads = ()
@@ -618,7 +619,10 @@ class OperationGradients:
         names: CallNames,
         deterministic: bool,
         timeout: float | None,
+        story: Any = None,
     ) -> None:
+        """`story` is for the scheduler, which notes there what happens to the calls."""
+        self.story = story
         self.link = link
         # the number of the function with its captures
         self.function = function

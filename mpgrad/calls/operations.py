@@ -160,6 +160,8 @@ class Operation:
                 "(future.result())"
             )
         call.item = self.items
+        if call.items > 1:
+            self.options.story.bundles[call.item] = call.items
         self.added += 1
         self.items += call.items
         self.packed.append(call)

@@ -21,6 +21,7 @@ import torch
 
 from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.errors import CallNames
+from mpgrad.machine.story import Story
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import BorrowedMemory
 from mpgrad.pickling import state, structure
@@ -159,6 +160,7 @@ class OperationOptions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
+    story: Story  # what happens to the calls
     environment: bytes | None = (
         None  # see `mpgrad.environment.EnvironmentChanges`; None: workers follow none
     )

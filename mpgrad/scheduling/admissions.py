@@ -22,6 +22,7 @@ from mpgrad.autograd.remote_graph import (
 from mpgrad.callbacks import taken
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, UncollectedFailures
 from mpgrad.calls.packing import PackedCall
+from mpgrad.machine.story import WAITS
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.queue import CallQueue, Deliveries
@@ -96,6 +97,7 @@ class Admissions:
             return
         for dependency in call.dependencies:
             if dependency.outcome is None:
+                operation.options.story.note(call.item, (now, WAITS, 0))
                 again = functools.partial(self._look_at_call, operation, call)
                 dependency.source.dependents.append(
                     functools.partial(self._driver.inbox.append, again)

@@ -169,7 +169,7 @@ class Canceller:
             return
         # Nobody knows when it would come to these calls.
         for operation, calls in under_way.take_back(now):
-            self._queue.put_back(operation, calls)
+            self._queue.put_back(operation, calls, now)
         if not self._can_kill:
             under_way.grace_ends = math.inf
         elif under_way.is_at_wanted:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from mpgrad.callbacks import LOOK_EVERY, OF_THREAD, report
 from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest, WorkerLink
-from mpgrad.errors import InternalError
+from mpgrad.errors import InternalError, add_note
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.worker_handle import Settings
@@ -48,6 +48,8 @@ __all__ = [
 LONGEST_SLEEP = 86_400.0
 # seconds for which updates are collected before they are sent without another message
 UPDATE_PATIENCE = 0.05
+# so many transitions of the last operation are in the note of an internal error
+LATEST = 20
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -206,6 +208,8 @@ class Dispatcher(Scheduler):
                 f"the dispatcher failed ({type(error).__name__}: {error}); please report it"
             )
             broken.__cause__ = error
+            if latest := self.story.latest(LATEST):
+                add_note(broken, f"what happened last:\n{latest}")
             self.life.break_off(broken)
         finally:
             self._end_all()

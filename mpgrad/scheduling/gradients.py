@@ -305,7 +305,7 @@ class GradientSender:
         worker.backlog.append(item)
         self._driver.has_unheard = True
         if worker.gone is not None:
-            self._driver.put(lambda now: self._driver.requeue(worker))
+            self._driver.put(lambda now: self._driver.requeue(worker, now))
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker

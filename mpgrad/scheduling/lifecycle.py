@@ -255,7 +255,7 @@ class Driver(Protocol):
         """
         ...
 
-    def requeue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
         """Give the backlog of a worker that is gone to other workers.
 
         The scheduling thread calls this.

@@ -26,6 +26,7 @@ from concurrent.futures import CancelledError
 from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, next_for
+from mpgrad.machine.story import GIVEN_BACK, MOST_CALLS, SENT
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import CHUNKS_UNDER_WAY, MOST_PAYLOAD, ChunkSeconds, chunk_size
@@ -95,9 +96,11 @@ class CallQueue:
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
 
-    def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
+    def put_back(self, operation: Operation, calls: Sequence[PackedCall], now: float) -> None:
         wanted = [call for call in calls if call.index < operation.limit]
         if wanted:
+            for call in wanted:
+                operation.options.story.note(call.item, (now, GIVEN_BACK, 0))
             operation.queue.extendleft(reversed(wanted))
             self.join(operation, first=True)
 
@@ -120,7 +123,7 @@ class CallQueue:
                 and self._had_better_wait(operation, worker, now)
             ):
                 return None
-            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
+            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)), now)
             # This happens at once. Perhaps no worker looks again, and the results would be kept.
             if not operation.queue:
                 del self.operations[place]
@@ -159,7 +162,7 @@ class CallQueue:
             moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
             if moment <= now or worker is richest:
                 for operation, calls in worker.under_way.take_back(now):
-                    self.put_back(operation, calls)
+                    self.put_back(operation, calls, now)
                     has_taken = True
                 moment = max(moment, now + SEEN)
             if worker.under_way.has_for_others:
@@ -265,11 +268,12 @@ class CallQueue:
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(
-        self, worker: WorkerHandle, operation: Operation, size: float
+        self, worker: WorkerHandle, operation: Operation, size: float, now: float
     ) -> list[tuple[int, PackedCall]]:
         """Take at most `size` calls from the queue, or as many as a message holds; number them."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
+        sent, story = (now, SENT, worker.number), operation.options.story.calls
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
             call = (
                 next_for(operation.queue, worker.device)
@@ -284,6 +288,7 @@ class CallQueue:
                 operation.deliver(call.index, CancelledError())
                 continue
             calls.append((next(self._numbers), call))
+            story[call.item] = (*story.get(call.item, ()), sent)
             nbytes += call.message_bytes
         return calls
 
@@ -366,6 +371,8 @@ class Deliveries:
             number = next(self._chunk_numbers)
             self._transmit_chunk(worker, number, now, *worker.forward(number, *share, now))
             self._queue.note_given(worker, now)
+            if len(share[0].options.story.calls) > 2 * MOST_CALLS:
+                share[0].options.story.shorten()
 
     def _transmit_chunk(
         self,

@@ -21,6 +21,7 @@ from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
 from mpgrad.memory.arena import BorrowedMemory, ForeignSlabs, Slot
 from mpgrad.scheduling.admissions import Admissions
@@ -162,7 +163,7 @@ class Receiver:
                     self.backwards_done += sum(
                         not isinstance(each, MissingGraph) for each in message.outcomes
                     )
-                    self._answers.gradients(worker, chunk, message, frame.payload)
+                    self._answers.gradients(worker, chunk, message, frame.payload, now)
                 case CollectedSums():
                     self._answers.collected(
                         worker, self._take(worker, message.chunk, now), message, frame.payload
@@ -225,7 +226,7 @@ class Receiver:
         worker.ready = True
         # Calls may wait behind long ones of other workers.
         self._queue.look_at = 0.0
-        self._supervisor.note_ready()
+        self._supervisor.note_ready(now)
         trace = self._tracer.trace
         # If the workers do not know of the timeline yet, this one is told with the others.
         if trace is not None and trace.is_known:
@@ -266,14 +267,14 @@ class Receiver:
                     operation.options.function, message, measured, share
                 )
         limit = operation.limit
-        outcomes = self._answers.results(worker, chunk, message, payload)
+        outcomes = self._answers.results(worker, chunk, message, payload, now)
         self._reading = False
         chunk.note_answered(done)
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
         if chunk.calls and not message.more:
             # These calls were skipped, so they have not begun.
-            self._queue.put_back(operation, [call for _, call in chunk.calls])
+            self._queue.put_back(operation, [call for _, call in chunk.calls], now)
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -296,7 +297,12 @@ class Answers:
         self.graphs_dropped = 0
 
     def results(
-        self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
+        self,
+        worker: WorkerHandle,
+        chunk: Chunk,
+        message: Results,
+        payload: memoryview,
+        now: float,
     ) -> list[tuple[int, Outcome | BaseException]]:
         """Return the outcome of each call that ran, with its index.
 
@@ -315,7 +321,7 @@ class Answers:
                 f"worker {worker.number} ran a call that it was told in time to skip; please "
                 "report it"
             )
-        outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
+        outcomes = list(self._outcomes(worker, chunk, operation, message, payload, now))
         self._note_graphs(worker, message)
         return outcomes
 
@@ -326,10 +332,13 @@ class Answers:
         operation: Operation,
         message: Results,
         payload: memoryview,
+        now: float,
     ) -> Iterator[tuple[int, Outcome | BaseException]]:
         """Make the outcomes, each with the index of its call."""
+        answered, story = (now, ANSWERED, worker.number), operation.options.story.calls
         # After a failure there are fewer outcomes than calls.
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):
+            story[call.item] = (*story.get(call.item, ()), answered)
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
                 yield call.index, failed_again(outcome, name, worker)
@@ -361,7 +370,12 @@ class Answers:
             yield call.index, DeliveredResult(outcome, payload, memories, graph, call, worker)
 
     def gradients(
-        self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
+        self,
+        worker: WorkerHandle,
+        chunk: Chunk,
+        message: Gradients,
+        payload: memoryview,
+        now: float,
     ) -> None:
         """Settle each backward that ran. A backward whose graph was missing returns to the
         backlog."""
@@ -378,6 +392,12 @@ class Answers:
             for backward in chunk.backwards[len(message.outcomes) :]:
                 worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
+            if (graph := backward.held) is not None:
+                story, item = graph.owner.story.calls, graph.index
+                item = item.start if isinstance(item, range) else item
+                missing = type(found) is MissingGraph
+                words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
+                story[item] = (*story.get(item, ()), (now, words, worker.number))
             if isinstance(found, MissingGraph):
                 worker.graphs.note_lost(backward.call)
                 # The sum may have been collected already.

@@ -26,7 +26,16 @@ from mpgrad.callbacks import report
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
+from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
+from mpgrad.machine.story import (
+    BACKWARD_MOVED,
+    DIED_AT,
+    DIED_BEFORE,
+    LOST,
+    OVERDUE,
+    Story,
+    Transition,
+)
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
@@ -82,6 +91,7 @@ class Recovery:
         chunks: Sequence[Chunk],
         position: int,
         offset: int,
+        now: float,
     ) -> bool:
         """Blame the call that was running, or else was next, because it may have killed the worker.
 
@@ -95,7 +105,7 @@ class Recovery:
         been written to. If the node agent was lost, all calls that it had been given fail.
         """
         if self._retries == 0 and worker.link.lost:
-            return self._fail_all(worker, code, chunks)
+            return self._fail_all(worker, code, chunks, now)
         chunk, place = chunks[0], max(position, 0)
         parts = parts_of(chunk)
         if place >= len(parts):
@@ -104,14 +114,18 @@ class Recovery:
         is_overdue = position >= 0 and worker.overdue is not None
         if position < 0:
             accused.idle_deaths += 1
+            words = DIED_BEFORE
             fails = accused.idle_deaths > max(self._retries, IDLE_DEATHS)
         elif is_overdue:
             accused.timeouts += 1
+            words = OVERDUE
             is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
             fails = accused.timeouts > self._timeout_retries or is_lost
         else:
             accused.deaths += 1
+            words = DIED_AT
             fails = accused.deaths > self._retries
+        note(accused, (now, words, worker.number))
         # A worker that loads a function has no time limit.
         is_known = position >= 0 or worker.link.lost or worker.overdue is not None
         phase = (
@@ -124,7 +138,8 @@ class Recovery:
 
         def error(_: Part = accused) -> BaseException:
             item = item_of(accused, position, offset)
-            return self._death(worker, code, item, phase, accused, is_overdue)
+            died = self._death(worker, code, item, phase, accused, is_overdue)
+            return told(died, accused)
 
         # Without retries what had run in the chunk may not run again.
         first = 0 if self._retries == 0 and position >= 0 else place
@@ -134,7 +149,9 @@ class Recovery:
         fail(chunk, slice(first, place + fails), error)
         return True
 
-    def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
+    def _fail_all(
+        self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], now: float
+    ) -> bool:
         """Fail all calls and backwards, because results may have been on their way.
 
         Return whether there were any.
@@ -143,10 +160,12 @@ class Recovery:
 
         def error(part: Part) -> BaseException:
             phase = "forward" if isinstance(part, PackedCall) else "backward"
-            return self._death(worker, code, item_of(part), phase, part)
+            died = self._death(worker, code, item_of(part), phase, part)
+            return told(died, part)
 
         for part in parts:
             part.deaths += 1
+            note(part, (now, DIED_AT, worker.number))
         if parts:
             report(logging.WARNING, "%s", error(parts[0]))
         for chunk in chunks:
@@ -206,13 +225,15 @@ class Recovery:
             if chunk.operation is not None:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
                 self.reruns += len(wanted)
+                for call in wanted:
+                    note(call, (now, LOST, worker.number))
                 chunk.operation.queue.extendleft(reversed(wanted))
                 self._readmit(chunk.operation, now)
             worker.backlog.extendleft(reversed(chunk.backwards))
             if chunk.request is not None:
                 worker.backlog.appendleft(chunk.request)
 
-    def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
+    def revive(self, item: Backward | SumRequest, gone: WorkerHandle, now: float) -> bool:
         """Give a backward of a worker that is gone to another worker, which rebuilds the graph.
 
         A sum is lost. Return False if no other worker has a place.
@@ -246,6 +267,7 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
+            note(item, (now, BACKWARD_MOVED, worker.number))
             # The sum that the gradients were to be part of was in the worker that is gone.
             item.apart = item.captures
             worker.backlog.append(item)
@@ -277,6 +299,30 @@ class Recovery:
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker
+
+
+def place_in_story(part: Part) -> tuple[Story, int] | None:
+    """Return where the part's transitions are noted; None for a backward that was cancelled."""
+    if isinstance(part, PackedCall):
+        return part.options.story, part.item
+    if part.held is None:
+        return None
+    index = part.held.index
+    return part.held.owner.story, index if isinstance(index, int) else index.start
+
+
+def note(part: Part, transition: Transition) -> None:
+    if (place := place_in_story(part)) is not None:
+        story, item = place
+        story.note(item, transition)
+
+
+def told(error: BaseException, part: Part) -> BaseException:
+    """Return the error with a note of what happened to the call or backward."""
+    if (place := place_in_story(part)) is not None:
+        story, item = place
+        add_note(error, f"what happened to it:\n{story.in_words(item)}")
+    return error
 
 
 def parts_of(chunk: Chunk) -> Sequence[Part]:

@@ -37,6 +37,8 @@ from mpgrad.callbacks import CallbackThread
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation, UncollectedFailures
 from mpgrad.engines.kinds import Engine
+from mpgrad.errors import CallNames
+from mpgrad.machine.story import Story
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
@@ -79,6 +81,8 @@ class Scheduler(ABC):
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
+        # of the operation that was admitted last, with the names of its calls
+        self.story, self._names = Story(), CallNames("", "")
         self.inbox: deque[Order] = deque()
         # whether the scheduling thread has work that it has not been woken for
         self.has_unheard = False
@@ -185,6 +189,7 @@ class Scheduler(ABC):
         Admit the operation again after more calls were added. `waits` says that the caller needs
         the results.
         """
+        self.story, self._names = operation.options.story, operation.names
         self.inbox.append(lambda now: self.admissions.admit(operation, now))
         if waits:
             self.hand_over()
@@ -377,6 +382,13 @@ class Scheduler(ABC):
             self.memory.arena.slots_made,
         )
 
+    def story_of(self, item: int) -> str:
+        """Return what happened to this item of the last operation; raises LookupError."""
+        told, call = self.story.in_words(item), self._names.words(item)
+        if not told:
+            raise LookupError(f"nothing has happened to item {item} of the last operation")
+        return f"{call}\n{told}"
+
     def tally(self) -> tuple[int, int]:
         """Return how many forwards and backwards have been done so far, and how many are left."""
         return self.receiver.answers, self._items_left() + self._backwards_left()
@@ -498,8 +510,8 @@ class Scheduler(ABC):
     def wait_for_gradients(self, backward: Backward, now: float) -> None:
         self.admissions.look_at_backward(backward, now)
 
-    def requeue(self, worker: WorkerHandle) -> None:
-        self.supervisor.requeue(worker)
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
+        self.supervisor.requeue(worker, now)
 
     def look_at_room(self) -> None:
         """Change the number of workers if the engine, which follows a cluster's nodes, has room for
@@ -539,7 +551,7 @@ class Scheduler(ABC):
                 for chunk in chunks:
                     chunk.fail_backwards(error_maker(reason))
                 for worker in gone:
-                    self.supervisor.requeue(worker)
+                    self.supervisor.requeue(worker, self.clock())
             finally:
                 try:
                     self._settle()

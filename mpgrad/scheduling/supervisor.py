@@ -137,7 +137,7 @@ class WorkerSupervisor:
             # A worker that has a place is told when it has finished its work.
             if not worker.link.has_place:
                 self.retire(worker, now)
-        self._requeue_unplaced()
+        self._requeue_unplaced(now)
 
     def _note_refusal(self, error: OSError, now: float) -> None:
         """Note that no further worker can be started, and try again soon.
@@ -221,11 +221,11 @@ class WorkerSupervisor:
             worker.lent_slots.lend(slot.address, slot)
             self._deliveries.transmit(worker, [trial], now)
 
-    def note_ready(self) -> None:
+    def note_ready(self, now: float) -> None:
         """Note that a worker has started."""
         self._failed_starts = 0
         self._refused_since = None
-        self._requeue_unplaced()
+        self._requeue_unplaced(now)
 
     def retire(self, worker: WorkerHandle, now: float) -> None:
         """Give the worker no new calls. It stays while it keeps graphs."""
@@ -244,7 +244,7 @@ class WorkerSupervisor:
     def _send_off(self, worker: WorkerHandle, why: str, now: float) -> None:
         self._deliveries.transmit(worker, [Stop()], now)
         self._remove_at_once(worker, PoolClosedError(f"worker {worker.number} {why}"), now)
-        self.requeue(worker)
+        self.requeue(worker, now)
         self._driver.tell_waiters()
 
     def _is_unneeded(self, worker: WorkerHandle) -> bool:
@@ -365,7 +365,7 @@ class WorkerSupervisor:
                 self._note_refusal(worker.link.exit.refusal, now)
             else:
                 self._look_into(worker, chunks, begun[0], offset, blames, now)
-            self.requeue(worker)
+            self.requeue(worker, now)
             # Other workers have work now, and the scheduling thread may be about to sleep.
             self._driver.wake()
 
@@ -396,7 +396,7 @@ class WorkerSupervisor:
         # The death of a worker that had started was counted before.
         self.deaths += not worker.ready
         is_blamed = (
-            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset, now)
         )
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
@@ -423,7 +423,7 @@ class WorkerSupervisor:
             self._started_before_failure = self._newest
         return self._failed_starts == FAILED_STARTS
 
-    def requeue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
         """Give the backlog of a worker that is gone to other workers.
 
         If the worker died, this happens as soon as it is known how.
@@ -437,7 +437,7 @@ class WorkerSupervisor:
             # After the pool's end several threads may do this.
             except IndexError:
                 break
-            if not self._recovery.revive(item, worker):
+            if not self._recovery.revive(item, worker, now):
                 waiting.append(item)
         if waiting:
             worker.backlog.extendleft(reversed(waiting))
@@ -445,10 +445,10 @@ class WorkerSupervisor:
                 self.unplaced.append(worker)
         self._driver.tell_waiters()
 
-    def _requeue_unplaced(self) -> None:
+    def _requeue_unplaced(self, now: float) -> None:
         unplaced, self.unplaced = self.unplaced, []
         for gone in unplaced:
-            self.requeue(gone)
+            self.requeue(gone, now)
 
     def end_all(self, reason: BaseException, gently: bool, now: float) -> None:
         """End all workers.

@@ -27,6 +27,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
+from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
 from mpgrad.system import OwnedDescriptor
@@ -231,6 +232,12 @@ class WorkerHandle:
     def backward(self, number: int, now: float) -> tuple[list[Message], Payload]:
         """Write a chunk of the backlog, which is under way from now on."""
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
+        sent = (now, BACKWARD_SENT, self.number)
+        for each in chunk.backwards:
+            if (graph := each.held) is not None:
+                story, item = graph.owner.story.calls, graph.index
+                item = item.start if isinstance(item, range) else item
+                story[item] = (*story.get(item, ()), sent)
         self._add(number, chunk, now)
         return messages, payload
 

@@ -26,6 +26,7 @@ from mpgrad.calls.packing import (
     requested,
 )
 from mpgrad.errors import ONE_CALL, CallNames
+from mpgrad.machine.story import Story
 from mpgrad.pickling.state import ItemStreams
 from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.gradients import OperationLink
@@ -114,11 +115,12 @@ class Starter:
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
+            story = Story()
             link = OperationLink(
                 scheduler.gradients, shared, modes, environment, eager, pool.predicts
             )
             owner = OperationGradients(
-                link, shared.number, shared.names, pool.deterministic, seconds
+                link, shared.number, shared.names, pool.deterministic, seconds, story
             )
             with without_subclasses():
                 needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
@@ -129,6 +131,7 @@ class Starter:
             shared,
             modes,
             seed,
+            story,
             environment=environment,
             chunksize=options.chunksize,
             timeout=seconds,

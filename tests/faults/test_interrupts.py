@@ -830,7 +830,7 @@ def test_an_iterator_adds_a_call_after_all_were_cancelled(
         yield 0
         cancelled = threading.Event()
         scheduler.cancel_all_with_grace()
-        scheduler.post(cancelled.set)
+        scheduler.post(lambda now: cancelled.set())
         assert cancelled.wait(PATIENCE)
         yield 1
 

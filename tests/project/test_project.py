@@ -337,8 +337,8 @@ ORDINARY = """
     phase pickle pickler pipe place plan prediction predictor process product program promise queue
     receiver recovery reduction ref reference referent refusal region registry report reporter
     request result root run runner scatter scheduler search second seed sender setting settlement
-    setup share side slice snapshot socket source span spec stage starter stat state submitter sum
-    table termination text timeline timer timing trace traceback tracer tracker traffic trait
+    setup share side slice snapshot socket source span spec stage starter stat state story submitter
+    sum table termination text timeline timer timing trace traceback tracer tracker traffic trait
     transfer transport trial unpickler use value waiter warning writer
 """
 # messages that tell the receiver to do something

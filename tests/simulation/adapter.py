@@ -35,6 +35,7 @@ from mpgrad.calls.operations import (
 )
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
+from mpgrad.machine.story import Story
 from mpgrad.memory import arena
 from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
 from mpgrad.scheduling.dispatcher import Dispatcher
@@ -213,11 +214,12 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = SubmittedOperation if is_submitted else Operation
+    story = Story()
     link = OperationLink(scheduler.gradients, function, MODES, None, None, False)
-    owner = OperationGradients(link, function.number, function.names, False, options.get("timeout"))
-    return kind(
-        OperationOptions(function, MODES, None, environment, **options), owner, listener=listener
-    )
+    timeout = options.get("timeout")
+    owner = OperationGradients(link, function.number, function.names, False, timeout, story)
+    how = OperationOptions(function, MODES, None, story, environment, **options)
+    return kind(how, owner, listener=listener)
 
 
 def add_call(
