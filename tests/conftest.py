@@ -31,7 +31,8 @@ import tqdm
 
 import mpgrad
 from mpgrad.engines.launch import ForkServerLauncher
-from mpgrad.scheduling.function_cache import FunctionCache, Prediction
+from mpgrad.machine.timing import Prediction
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 
 # has a process of its own

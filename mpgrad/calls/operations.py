@@ -360,8 +360,8 @@ class Operation:
         """Other calls are to be given what it gives."""
         return False
 
-    def starts(self) -> bool:
-        """A call begins; False where it was cancelled before."""
+    def starts(self, index: int) -> bool:
+        """A call begins; False where it was cancelled before, and has got that as its outcome."""
         return True
 
     def tell_if_finished(self) -> None:
@@ -585,9 +585,12 @@ class SubmittedOperation(Operation):
                 dependency.settle(outcome, tensors)
         self._dependencies = []
 
-    def starts(self) -> bool:
+    def starts(self, index: int) -> bool:
         listener = self._listener()
-        return listener is None or listener._starts()
+        if listener is None or listener._starts():
+            return True
+        self.deliver(index, CancelledError())
+        return False
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +66,6 @@ __all__ = [
     "device_code_named",
     "device_count",
     "missing_device",
-    "next_for",
     "pack_bundle",
     "pack_call",
     "pickled_function",
@@ -615,16 +614,6 @@ def no_worker(device: str, codes: Sequence[int]) -> str:
         f"no worker of this pool is on device {device} (workers: {there}); make the pool with "
         "devices=[...]"
     )
-
-
-def next_for(queue: deque[Any], device: int) -> Any:
-    """Take the first call out of `queue` that may run on `device`; None where there is none."""
-    for place in range(len(queue)):  # by number: the caller may be adding more
-        call = queue[place]
-        if call.route is None or device in call.route:
-            del queue[place]
-            return call
-    return None
 
 
 def missing_device(codes: Sequence[int], there: Iterable[int]) -> int:

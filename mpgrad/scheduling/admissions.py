@@ -22,10 +22,11 @@ from mpgrad.autograd.remote_graph import (
 from mpgrad.callbacks import taken
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, UncollectedFailures
 from mpgrad.calls.packing import PackedCall
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import WAITS
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.tensor_refs import (
     LEAF,

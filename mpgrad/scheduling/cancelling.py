@@ -21,12 +21,14 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 from mpgrad.calls.operations import Operation
+from mpgrad.machine.policy import SEEN
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.admissions import Admissions
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.lifecycle import Driver
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.supervisor import WorkerSupervisor
-from mpgrad.scheduling.worker_handle import SEEN, Settings, Termination, WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, Termination, WorkerHandle
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
 __all__ = [

@@ -29,7 +29,8 @@ from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.backwards import ReceivedGradients
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.scheduling.function_cache import FunctionCache, Predictor
+from mpgrad.machine.timing import Predictor
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import ModeCheck, Modes, current_modes

@@ -21,15 +21,17 @@ from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, MISS, RUN
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
 from mpgrad.memory.arena import BorrowedMemory, ForeignSlabs, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import OwnedDescriptor
@@ -349,7 +351,7 @@ class Answers:
                 graph = self._graph_kept(worker, operation.owner, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
-                    worker.graphs.note_lost(number)
+                    worker.graphs.handle(number, MISS)
                 if not operation.options.eager.apart and operation.owner.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
@@ -390,7 +392,8 @@ class Answers:
         if not message.more:
             # These backwards were cancelled before they began.
             for backward in chunk.backwards[len(message.outcomes) :]:
-                worker.graphs.note_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, FAIL)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if (graph := backward.held) is not None:
                 story, item = graph.owner.story.calls, graph.index
@@ -399,19 +402,21 @@ class Answers:
                 words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
                 story[item] = (*story.get(item, ()), (now, words, worker.number))
             if isinstance(found, MissingGraph):
-                worker.graphs.note_lost(backward.call)
+                worker.graphs.handle(backward.call, MISS)
                 # The sum may have been collected already.
                 backward.apart = backward.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
-                worker.graphs.note_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, FAIL)
                 if not backward.arrived:
                     name = backward.names.words(backward.items)
                     backward.settle(functools.partial(raised_from, found, name, worker.name))
             else:
-                worker.graphs.note_no_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, RUN)
                 self._gradients_of(backward, worker, found, payload)
         chunk.note_answered(len(message.outcomes))
 
@@ -434,7 +439,7 @@ class Answers:
         with contextlib.suppress(SharedMemoryError):
             self._borrow(found)
         if number is not None:
-            worker.graphs.keep(number)
+            worker.graphs.handle(number, KEEP)
             worker.releases.append(number)
 
     def collected(
@@ -457,11 +462,13 @@ class Answers:
         index: int | range,
         lineage: PackedCall | Backward,
     ) -> RemoteGraph:
-        worker.graphs.keep(number)
+        worker.graphs.handle(number, KEEP)
         return RemoteGraph(owner, worker, number, index, lineage if self._recoverable else None)
 
     def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
-        self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
+        for call in message.dropped:
+            self.graphs_dropped += worker.graphs.states.get(call) == ALIVE
+            worker.graphs.handle(call, DROP)
         worker.graphs.nbytes = message.graph_bytes
 
     def _arrive(

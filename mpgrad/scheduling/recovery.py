@@ -27,12 +27,12 @@ from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
+from mpgrad.machine.deaths import failing, judged, successor
+from mpgrad.machine.ledger import CANCEL
 from mpgrad.machine.story import (
     BACKWARD_MOVED,
     DIED_AT,
-    DIED_BEFORE,
     LOST,
-    OVERDUE,
     Story,
     Transition,
 )
@@ -44,8 +44,6 @@ from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
 
-# So many workers may die when a call is next, without the call being to blame.
-IDLE_DEATHS = 2
 GRAPH_LOST = (
     "the graph that backward needs was lost with it, and is only made again with retries (retries: "
     "0)"
@@ -112,19 +110,10 @@ class Recovery:
             return False
         accused = parts[place]
         is_overdue = position >= 0 and worker.overdue is not None
-        if position < 0:
-            accused.idle_deaths += 1
-            words = DIED_BEFORE
-            fails = accused.idle_deaths > max(self._retries, IDLE_DEATHS)
-        elif is_overdue:
-            accused.timeouts += 1
-            words = OVERDUE
-            is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
-            fails = accused.timeouts > self._timeout_retries or is_lost
-        else:
-            accused.deaths += 1
-            words = DIED_AT
-            fails = accused.deaths > self._retries
+        is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
+        words, fails = judged(
+            accused, position >= 0, is_overdue, is_lost, self._retries, self._timeout_retries
+        )
         note(accused, (now, words, worker.number))
         # A worker that loads a function has no time limit.
         is_known = position >= 0 or worker.link.lost or worker.overdue is not None
@@ -141,12 +130,10 @@ class Recovery:
             died = self._death(worker, code, item, phase, accused, is_overdue)
             return told(died, accused)
 
-        # Without retries what had run in the chunk may not run again.
-        first = 0 if self._retries == 0 and position >= 0 else place
         # The caller asked for a timeout, so it is no warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
-        fail(chunk, slice(first, place + fails), error)
+        fail(chunk, failing(place, fails, position >= 0, self._retries), error)
         return True
 
     def _fail_all(
@@ -243,7 +230,7 @@ class Recovery:
         # An item that has arrived was cancelled.
         if item.arrived:
             if isinstance(item, Backward):
-                gone.graphs.note_unknown(item.call)
+                gone.graphs.handle(item.call, CANCEL)
         elif reason is not None:
             item.settle(error_maker(reason))
         elif isinstance(item, SumRequest):
@@ -289,10 +276,7 @@ class Recovery:
         else:
             assert isinstance(lineage, PackedCall)
             self._function_cache.number(lineage.options.function)
-            placed = [each for each in self._workers.values() if each.link.has_place]
-            there = [each for each in placed if each.device == gone.device]
-            active = [each for each in there if not each.retiring] or there
-            worker = min(active or placed, key=lambda each: each.load, default=None)
+            worker = successor(self._workers.values(), gone.device)
         if worker is None:
             return None
         gone.note_consumed()

@@ -38,17 +38,19 @@ from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation, UncollectedFailures
 from mpgrad.engines.kinds import Engine
 from mpgrad.errors import CallNames
+from mpgrad.machine.policy import FAR, NEAR
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import Story
+from mpgrad.machine.timing import Prediction
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.cancelling import Canceller
-from mpgrad.scheduling.chunk_writer import FAR, NEAR
-from mpgrad.scheduling.function_cache import FunctionCache, Prediction
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.supervisor import WorkerSupervisor

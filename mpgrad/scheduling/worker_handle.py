@@ -27,20 +27,29 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
+from mpgrad.machine.ledger import TAKE, GraphLedger, SumLedger
+from mpgrad.machine.policy import SEEN
 from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory.accelerator import INSTALLED
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
+from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, LentSlots
 from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import DroppedSlabs, Forget, Message, MissingSlabs, Release, ReturnedSlots
+from mpgrad.wire.messages import (
+    MOST_SUMS,
+    DroppedSlabs,
+    Forget,
+    Message,
+    MissingSlabs,
+    Release,
+    ReturnedSlots,
+)
 from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = [
     "GRACE_PERIOD",
-    "SEEN",
     "SentChunks",
     "Settings",
     "Termination",
@@ -94,7 +103,7 @@ class WorkerHandle:
         self.unreadable = ""
 
         self.graphs = GraphLedger()
-        self.sums = SumLedger()
+        self.sums = SumLedger(MOST_SUMS)
         self.lent_slots = LentSlots(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
         self.backlog: deque[Backward | SumRequest] = deque()
@@ -304,7 +313,8 @@ class WorkerHandle:
         """Note the graphs of eager backwards that other threads have reported; they can go."""
         if self.consumed:
             calls = drained(self.consumed)
-            self.graphs.note_consumed(calls)
+            for call in calls:
+                self.graphs.handle(call, TAKE)
             self._to_release += calls
 
     # --- its end
@@ -325,9 +335,6 @@ class WorkerHandle:
 # --- chunks under way
 
 
-# seconds after which another process has seen what this one wrote, and this one has seen what the
-# other wrote before; this is ample time for two CPUs
-SEEN = 1e-3
 # seconds; most interrupted calls end by themselves in this time, so that the worker's graphs need
 # not be rebuilt
 GRACE_PERIOD = 0.2

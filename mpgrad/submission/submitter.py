@@ -55,8 +55,8 @@ from mpgrad.calls.packing import (
     pack_call,
 )
 from mpgrad.errors import ONE_CALL
+from mpgrad.machine.policy import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.progress import Progress, ProgressState, Reporter, reported, reporter_of
-from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator

@@ -15,7 +15,7 @@ import torch
 from conftest import first_are_quick, passes_with
 
 import mpgrad
-from mpgrad.scheduling.function_cache import CONFIRMED, LEAST
+from mpgrad.machine.timing import CONFIRMED, LEAST
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.workers import memory
 

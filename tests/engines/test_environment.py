@@ -22,7 +22,7 @@ from conftest import linux_only
 
 import mpgrad
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.scheduling.function_cache import CONFIRMED, LEAST
+from mpgrad.machine.timing import CONFIRMED, LEAST
 
 NAME = "MPGRAD_TEST_VARIABLE"
 Change = Callable[[pytest.MonkeyPatch, Path], None]

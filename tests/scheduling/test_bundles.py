@@ -27,7 +27,7 @@ from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.chunk_writer import (
+from mpgrad.machine.policy import (
     FAR,
     NEAR,
     bundle_size,

@@ -19,7 +19,7 @@ from conftest import every_loss_gets
 import mpgrad
 from mpgrad import PoolStats
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.function_cache import LEAST
+from mpgrad.machine.timing import LEAST
 
 pytestmark = pytest.mark.quick
 

@@ -20,9 +20,10 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkSeconds
-from mpgrad.scheduling.queue import LONG_CALL, CallQueue
-from mpgrad.scheduling.worker_handle import SEEN, SentChunks
+from mpgrad.machine.policy import SEEN, ChunkSeconds
+from mpgrad.machine.queue import LONG_CALL, CallQueue
+from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.agent_messages import ProgressRecord
 
 ENOUGH = 30.0  # seconds, where a fault takes for ever

@@ -27,8 +27,8 @@ import torch
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
 from mpgrad.calls import operations
-from mpgrad.scheduling.chunk_writer import NEAR
-from mpgrad.scheduling.queue import CallQueue
+from mpgrad.machine.policy import NEAR
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.workers.run import ProgressWriter

@@ -395,7 +395,7 @@ def kept_of_worker(worker: Any) -> dict[str, int]:
         "chunks in grace": len(worker.under_way.in_grace) if worker.gone is None else 0,
         "lent slots": len(worker.lent_slots),
         "graphs": len(worker.graphs) if worker.gone is None else 0,
-        "sums": len(worker.sums._sums) if worker.gone is None else 0,
+        "sums": len(worker.sums) if worker.gone is None else 0,
         "functions": len(worker.writer.functions) if worker.gone is None else 0,
         "releases": len(worker.releases) if worker.gone is None else 0,
     }

@@ -50,8 +50,8 @@ from mpgrad.errors import (
 WAIT = 1.0
 # Nobody knows which call of a chunk runs there, so the time of all of them counts.
 REMOTE_WAIT = 5.0
-SEEN = 1e-3  # as in `worker_handle`
-IDLE_DEATHS = 2  # as in `recovery`
+SEEN = 1e-3  # as in `mpgrad.machine.policy`
+IDLE_DEATHS = 2  # as in `mpgrad.machine.deaths`
 START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
 # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
