@@ -20,7 +20,7 @@ from mpgrad.callbacks import given_again, later
 from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
-from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.errors import InternalError, SharedMemoryError, write
 from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, MISS, RUN
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
@@ -142,7 +142,12 @@ class Receiver:
         error: UnreadableFrame,
         cause: BaseException | None = None,
     ) -> None:
-        worker.garbled, error.__cause__ = error, cause or error.__cause__
+        error.__cause__ = cause or error.__cause__
+        # Graphs refer to the worker for long, and the frames of a traceback keep what they were at.
+        for each in (error, error.__cause__):
+            if each is not None:
+                write(each.with_traceback(None), "__context__", None)
+        worker.garbled = error
         worker.link.kill()
         self._supervisor.lose(worker, now)
 

@@ -75,6 +75,7 @@ STEPS = {  # how often each is taken
     "cancel_all_with_grace": 1,
     "lose_worker": 3,
     "hang": 4,
+    "lie": 2,
     "lose_node": 1,
     "refuse_starts": 3,
     "resize": 2,
@@ -610,6 +611,11 @@ class History:
         worker = self.choose([each for each in self.world.workers if each.alive])
         if worker is not None:
             worker.die(-9)
+
+    def lie(self) -> None:
+        worker = self.choose([each for each in self.world.workers if each.alive and each.is_ready])
+        if worker is not None:
+            worker.link.lie()
 
     def hang(self) -> None:
         # starts have no time-out
