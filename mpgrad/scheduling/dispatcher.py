@@ -237,7 +237,7 @@ class Dispatcher(Scheduler):
         now = self.clock()
         if now >= self._updates_due:
             self._send_updates(now)
-        self.work(now)
+        self.work()
         self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()
@@ -337,7 +337,7 @@ class InlineScheduler(Scheduler):
 
         Return whether there may be more to do.
         """
-        self.work(self.clock())
+        self.work()
         links = self.engine.wait(0)
         for link in links:
             self.receiver.serve(self.workers[link.number], self.clock())

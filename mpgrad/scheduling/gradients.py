@@ -29,7 +29,6 @@ from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.backwards import ReceivedGradients
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.machine.timing import Predictor
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -140,7 +139,7 @@ class OperationLink:
 
     def _learn(self, gradients: set[float]) -> None:
         self._to_see -= 1
-        predictor = self.sender.predictor_of(self._function)
+        predictor = self.sender.functions.predictor_of(self._function)
         if predictor is None:
             return
         if len(gradients) != 1 or self._seen not in (None, *gradients):
@@ -154,10 +153,10 @@ class OperationLink:
 
     def _note_wrong(self) -> None:
         """Note that an eager backward was run in vain."""
-        self.sender.note_wrong_prediction()
+        self.sender.functions.wrong_predictions += 1
         if not self._was_wrong:
             self._was_wrong = True
-            if (predictor := self.sender.predictor_of(self._function)) is not None:
+            if (predictor := self.sender.functions.predictor_of(self._function)) is not None:
                 predictor.note_wrong(self._eager is not None and self._seen == self._eager.gradient)
 
     def release(self, graph: RemoteGraph) -> None:
@@ -166,7 +165,7 @@ class OperationLink:
             self._note_wrong()
         if self._to_see == EXAMINED:  # none has come at all
             self._to_see = 0
-            if (predictor := self.sender.predictor_of(self._function)) is not None:
+            if (predictor := self.sender.functions.predictor_of(self._function)) is not None:
                 predictor.note_other()
         self.sender.release(graph)
 
@@ -219,7 +218,7 @@ class GradientSender:
         self._mode_check = mode_check
         self._driver = driver
         self._life = life
-        self._function_cache = function_cache
+        self.functions = function_cache
         self._packer = packer
         self._numbers = numbers
         self._since = since
@@ -320,9 +319,3 @@ class GradientSender:
         assert isinstance(worker, WorkerHandle)
         worker.consumed.append(graph.call)
         self._driver.nudge()
-
-    def predictor_of(self, function: SharedFunction) -> Predictor | None:
-        return self._function_cache.predictor_of(function)
-
-    def note_wrong_prediction(self) -> None:
-        self._function_cache.wrong_predictions += 1

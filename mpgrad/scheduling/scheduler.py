@@ -477,10 +477,12 @@ class Scheduler(ABC):
 
     # --- the scheduling thread
 
-    def work(self, now: float) -> None:
+    def work(self) -> None:
         """Do all work that needs no waiting."""
         while self.inbox:
-            self.inbox.popleft()(now)
+            self.inbox.popleft()(self.clock())
+        # Orders may have taken long, and time limits count from when calls are sent.
+        now = self.clock()
         self.memory.tidy()
         if not self.life.is_stopping:
             self.feed(now)

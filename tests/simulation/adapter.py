@@ -167,8 +167,8 @@ class SimulatedScheduler(Dispatcher):
         patience = self.fall_asleep()
         self.next_look = None if patience is None else self.world.now + patience
 
-    def work(self, now: float) -> None:
-        super().work(now)
+    def work(self) -> None:
+        super().work()
         self.handles += [each for each in self.workers.values() if each not in self.handles]
         self.after_work()
 
