@@ -110,7 +110,9 @@ class Recovery:
             return False
         accused = parts[place]
         is_overdue = position >= 0 and worker.overdue is not None
-        is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
+        # One that was cancelled may have lost its graph, and nobody asks for it any more.
+        graph = accused.held if isinstance(accused, Backward) else None
+        is_lost = graph is not None and not can_be_made(graph)
         words, fails = judged(
             accused, position >= 0, is_overdue, is_lost, self._retries, self._timeout_retries
         )

@@ -871,7 +871,7 @@ class SimulatedLink:
             StartFailure(failure("start")),
             Stop(),
             # what is at a real chunk, and is no outcome
-            Results(next(iter(self._unanswered), never), [None], 0.0, 0.0, 0.0, False, [], [], 0),
+            Results(next(iter(self._unanswered), never), None, 0.0, 0.0, 0.0, False, [], [], 0),
         ]
         self.world.note(f"worker {self.number} lies")
         self._answers.append(Frame([self.world.random.choice(lies)], memoryview(b"")))
