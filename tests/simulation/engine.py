@@ -883,6 +883,7 @@ class SimulatedLink:
             frame = self._answers.popleft()
             if 0 in self._lies:
                 self._tell_truth()
+                self._had_traceback = None  # the truth is told once
                 return frame
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
