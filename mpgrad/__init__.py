@@ -18,7 +18,6 @@ if _typing.TYPE_CHECKING:
 
     from mpgrad import functions, nn, testing
     from mpgrad.advice import Advice, advise
-    from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.ray import Ray
     from mpgrad.derivatives import hessian, hvp, jacobian, jvp, per_item_grad, vjp
     from mpgrad.errors import (
@@ -36,6 +35,7 @@ if _typing.TYPE_CHECKING:
     from mpgrad.executor import Executor
     from mpgrad.pool import Pool
     from mpgrad.stats import PoolStats, WorkerStats
+    from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.timeline import Timeline
 
 __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
@@ -43,9 +43,9 @@ __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is 
 _HOMES = {
     "Advice": "mpgrad.advice",
     "AncestorFailedError": "mpgrad.errors",
-    "AsyncResult": "mpgrad.calls.results",
+    "AsyncResult": "mpgrad.submission.results",
     "CallTimeoutError": "mpgrad.errors",
-    "DifferentiableFuture": "mpgrad.calls.results",
+    "DifferentiableFuture": "mpgrad.submission.results",
     "Executor": "mpgrad.executor",
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
@@ -54,7 +54,7 @@ _HOMES = {
     "Ray": "mpgrad.cluster.ray",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
-    "ResultIterator": "mpgrad.calls.results",
+    "ResultIterator": "mpgrad.submission.results",
     "SharedMemoryError": "mpgrad.errors",
     "Timeline": "mpgrad.timeline",
     "UnsupportedTorchError": "mpgrad.errors",

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from mpgrad.calls.packing import pickled_function
-from mpgrad.calls.results import seconds_given
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
+from mpgrad.submission.results import seconds_given
 from mpgrad.submission.starting import callable_of, iterator
 from mpgrad.system import OthersClock, usable_cpus
 from mpgrad.testing import differentiable, tensors_of

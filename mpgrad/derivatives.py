@@ -38,7 +38,8 @@ from mpgrad.autograd.call_node import (
     item_of,
 )
 from mpgrad.autograd.gates import gate
-from mpgrad.autograd.remote_graph import Backward, backward_without_engine
+from mpgrad.autograd.remote_graph import Backward
+from mpgrad.autograd.running import backward_without_engine
 from mpgrad.errors import add_note, contextmanager
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive

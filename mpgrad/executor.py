@@ -26,13 +26,18 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import DifferentiableFuture, LateError, ResultIterator, seconds_or_none
 from mpgrad.errors import RemoteTraceback, suggests, traceback_of, write
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
+from mpgrad.submission.results import (
+    DifferentiableFuture,
+    LateError,
+    ResultIterator,
+    seconds_or_none,
+)
 from mpgrad.submission.starting import Source, callable_of, iterator
 from mpgrad.tasks.wrappers import Initializer
 from mpgrad.timeline import Timeline

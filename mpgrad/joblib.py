@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import AsyncResult
 from mpgrad.engines.kinds import traits_of
 from mpgrad.environment import PLACE
 from mpgrad.pickling.state import ItemStreams
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
+from mpgrad.submission.results import AsyncResult
 from mpgrad.submission.starting import Source
 from mpgrad.system import THREAD_VARIABLES, usable_cpus
 from mpgrad.tasks.wrappers import IndexedFunctions

@@ -26,7 +26,6 @@ from torch.autograd import Function
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest, traits_of
 from mpgrad.environment import PLACE
@@ -44,6 +43,7 @@ from mpgrad.submission.options import (
     PoolOptions,
     positive,
 )
+from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.submission.starting import Source, iterator, options_behind, refuse_options
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
 from mpgrad.timeline import Timeline
@@ -923,6 +923,29 @@ class Pool:
             [(10, 0)]
         """
         return self._scheduler.stats()
+
+    def story(self, item: int = 0) -> str:
+        """Return what happened to an item of the last operation, a line for each step.
+
+        The notes of `WorkerDiedError` and `CallTimeoutError` contain the same.
+
+        Args:
+            item: the index of the item within its map; 0 for the call of a `submit` or `apply`.
+
+        Raises:
+            LookupError: the last operation had no such item, or more than 10,000 calls were sent
+                after it.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     _ = pool.map(abs, range(3), chunksize=1)
+            ...     print(pool.story(2))  # doctest: +ELLIPSIS
+            item 2 of abs
+                0.000 s  sent to worker 1
+                0.0... s  worker 1 has answered
+        """
+        return self._scheduler.story_of(item)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record, in a `with` block, which worker runs which item's forward and backward, and when.

@@ -30,8 +30,8 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.calls.backwards import Prediction
 from mpgrad.engines.launch import ForkServerLauncher
+from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.system import PORTABLE
 

@@ -72,7 +72,7 @@ from mpgrad.torch_state.private import (
     outputs_leading_to,
     plus,
 )
-from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
+from mpgrad.wire.messages import MOST_SUMS, Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.captured import CapturedContainers
 from mpgrad.workers.console import failure
@@ -329,9 +329,6 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 # --- sums of captures' gradients
 
 
-MOST_BACKWARDS = 256  # sums of one function that are kept at the same time
-
-
 class CaptureSums:
     """Capture gradients of one function in one backward, added up over a number of calls."""
 
@@ -372,7 +369,7 @@ class FunctionSums:
         sums = self._sums.get(key)
         if sums is None:
             sums = self._sums[key] = CaptureSums(count)
-            if len(self._sums) > MOST_BACKWARDS:  # a failed backward leaves its sum behind
+            if len(self._sums) > MOST_SUMS:  # a failed backward leaves its sum behind
                 del self._sums[next(key for key in self._sums if key[0] is not None)]
         return sums
 

@@ -20,12 +20,14 @@ tensors and the captures. Nothing is special about it, so there are derivatives 
 
 Guarantees: every item has gates of its own, so a backward for one item leaves the history of the
     others alone; gradients are the worker's, whatever placeholders travelled between the nodes.
-Assumes: an owner that delivers (`GraphOwner`, in `mpgrad.calls.backwards`).
+Assumes: a link that delivers (`remote_graph.GraphLink`).
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 
     remote_graph   the handle of a kept graph; `Backward`: one backward of it, from its node to the
-                   gates; the engine's backwards that run, and what they leave behind
+                   gates; what the graphs of an operation share: the way to the workers, and the
+                   sums of the captures' gradients
+    running        the engine's backwards that run, and what they leave behind
     call_node      the node that sends
     gates          those that wait
 """

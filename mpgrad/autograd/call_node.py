@@ -2,7 +2,7 @@
 Caller only.
 
     attach: outputs ──► Call ──► gates of inputs, token of captures
-    Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.send
+    Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.link.send
                   └─► placeholders ──► gates
     gradients that are to be differentiated again ──► HigherOrderCall: a `Call` of their own
 The results of a bundle share a node. `OwnHooks` keeps their hooks apart.
@@ -36,8 +36,8 @@ from mpgrad.autograd.remote_graph import (
     BundleItem,
     Promise,
     RemoteGraph,
-    forget_at_end_of_backward,
 )
+from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.errors import LostGradientError, add_note
 from mpgrad.torch_state.private import (
     Level,
@@ -126,7 +126,7 @@ class Call(torch.autograd.Function):
             try:
                 for _, promise in promises:
                     # nobody else would hear what it raises
-                    promise.backward.owner.wait(promise.backward)
+                    promise.backward.owner.link.wait(promise.backward)
             except BaseException as error:
                 hide_own_frames(error)
                 raise
@@ -392,7 +392,7 @@ def send_to_worker(
         parts[output].append(promise)
     graph.check_inputs()
     backward.give(parts, levels, bool(promises))
-    graph.owner.send(backward)
+    graph.owner.link.send(backward)
 
 
 def attach(

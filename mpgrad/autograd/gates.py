@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad.autograd.remote_graph import WAIT_LAST, CaptureReach, RemoteGraph
+from mpgrad.autograd.remote_graph import WAIT_LAST, CaptureReach, OperationGradients, RemoteGraph
 from mpgrad.torch_state.private import (
     apply,
     current_graph_task,
@@ -26,9 +26,6 @@ from mpgrad.torch_state.private import (
     when_backward_ends,
 )
 from mpgrad.tracebacks import hide_own_frames
-
-if TYPE_CHECKING:
-    from mpgrad.calls.backwards import GraphOwner
 
 __all__ = [
     "ALONE_NODE",
@@ -173,7 +170,7 @@ class CaptureGate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: GraphOwner,
+        owner: OperationGradients,
         led_to: Set[int],
         before: torch.Tensor | None,
         *captures: torch.Tensor,
@@ -236,7 +233,7 @@ def added(
 
 
 def higher_order_token(
-    owner: GraphOwner, token: torch.Tensor | None, reached: Sequence[int]
+    owner: OperationGradients, token: torch.Tensor | None, reached: Sequence[int]
 ) -> torch.Tensor | None:
     """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the
     result did not depend on.
@@ -277,7 +274,7 @@ class Captures:
 
     def __init__(
         self,
-        owner: GraphOwner,
+        owner: OperationGradients,
         captures: Sequence[torch.Tensor],
         more_behind: Set[int] = frozenset(),
     ) -> None:

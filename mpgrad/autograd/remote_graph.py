@@ -1,12 +1,12 @@
 """The caller's handle of a graph that a worker keeps, and the backwards of this graph, from the
 node that makes one to the gates. Caller only.
 
-    Call.backward ──► Backward ──► owner.send ──► a worker ──► settle ─┬─► gates of inputs: take
+    Call.backward ──► Backward ──► link.send ──► a worker ──► settle ─┬─► gates of inputs: take
                                                                       └─► of captures: take_captures
 Each part that handles a backward notes on it what the next part needs. Nothing here makes autograd
 nodes.
-Assumes: an owner delivers. Each backward that is sent is settled once, in any thread, also if it
-    is dropped.
+Assumes: a link delivers (`GraphLink`, which is all that nodes know of what sends). Each backward
+    that is sent is settled once, in any thread, also if it is dropped.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.errors import contextmanager
+from mpgrad.errors import CallNames, WorkerDiedError
 from mpgrad.torch_state.private import (
     Level,
-    current_graph_task,
     outside_transforms,
     set_priority,
     transforms_are_active,
-    when_backward_ends,
     within,
 )
-
-if TYPE_CHECKING:
-    from mpgrad.calls.backwards import GraphOwner
 
 __all__ = [
     "SEND",
@@ -44,15 +39,14 @@ __all__ = [
     "BundleItems",
     "CaptureReach",
     "Grads",
+    "GraphLink",
+    "OperationGradients",
     "PendingOutcome",
     "Promise",
     "RemoteGraph",
-    "backward_without_engine",
-    "cancel_if_interrupted",
-    "forget_at_end_of_backward",
+    "SumRequest",
     "forget_oldest",
     "modified_in_place",
-    "note_failure",
 ]
 
 # Priorities, with the number of the graph added. Other nodes are numbered as they are made, and
@@ -202,7 +196,7 @@ class RemoteGraph:
 
     def __init__(
         self,
-        owner: GraphOwner,
+        owner: OperationGradients,
         worker: object,
         call: int,
         index: int | range,
@@ -319,7 +313,7 @@ class RemoteGraph:
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
-            self.owner.release(self)
+            self.owner.link.release(self)
 
 
 # gives gradients (`outputs`), which are to be differentiated again, their history: a graph that
@@ -337,7 +331,6 @@ class Backward(PendingOutcome):
 
     __slots__ = (
         "_found",
-        "_graph",
         "_index",
         "_left",
         "_of_captures",
@@ -356,6 +349,7 @@ class Backward(PendingOutcome):
         "further",
         "grads",
         "graph_task",
+        "held",
         "idle_deaths",
         "is_last",
         "keep",
@@ -402,7 +396,8 @@ class Backward(PendingOutcome):
         self.names = graph.owner.names
         self._index = graph.index
         self.number = graph.number
-        self._graph: RemoteGraph | None = graph
+        # until it is settled
+        self.held: RemoteGraph | None = graph
         self._ref = weakref.ref(graph)
         self.keep = keep
         self.whole = whole
@@ -452,26 +447,26 @@ class Backward(PendingOutcome):
     @property
     def graph(self) -> RemoteGraph:
         """Assumes: it is not settled, or the engine holds its nodes."""
-        graph = self._graph or self._ref()
+        graph = self.held or self._ref()
         assert graph is not None, "a graph ended before its backward"
         return graph
 
     @property
-    def owner(self) -> GraphOwner:
+    def owner(self) -> OperationGradients:
         """Not kept: it may have this in its sums."""
         return self.graph.owner
 
     @property
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
-        graph = self._graph or self._ref()  # it may have been cancelled, and dropped
+        graph = self.held or self._ref()  # it may have been cancelled, and dropped
         return (
             self._index if graph is None else graph.given([count or None for count in self.parts])
         )
 
     def settle(self, outcome: Any) -> None:
         if self.derived is None:
-            self._graph = None
+            self.held = None
             # else it may have to be sent once more: see `once_more`
             if self.apart or not self.captures:
                 self.grads = ()
@@ -545,7 +540,7 @@ class Backward(PendingOutcome):
             if transforms_are_active():  # they would wrap all that is made here
                 with outside_transforms():
                     return self._results()
-            arrived = self.owner.wait(self)
+            arrived = self.owner.link.wait(self)
             found = arrived.tensors()
             derived, self.derived = self.derived, None
             if derived is not None and self.further is not None:
@@ -564,6 +559,173 @@ class Backward(PendingOutcome):
         return self._found
 
 
+# --- what the graphs of one operation share
+
+
+class SumRequest(PendingOutcome):
+    """A request for the captures' gradients that a worker has added up."""
+
+    __slots__ = ("calls", "function", "graph_task", "levels", "timeout", "worker")
+
+    def __init__(
+        self,
+        function: int,
+        graph_task: int | None,
+        levels: tuple[Level, ...],
+        timeout: float | None,
+        worker: object,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.graph_task = graph_task  # None: of the eager backwards
+        self.levels = levels
+        self.timeout = timeout
+        self.worker = worker  # that has added them up
+        self.calls = 0  # of which it is the sum
+
+
+class GraphLink(Protocol):
+    """The way from the nodes of one operation to the workers that keep its graphs."""
+
+    @property
+    def sender(self) -> object:
+        """The same for all operations of a pool."""
+
+    def send(self, item: Backward | SumRequest) -> None:
+        """Start it, and return at once."""
+
+    def wait(self, item: PendingOutcome) -> Any:
+        """Wait for it. Return its gradients, or raise its error."""
+
+    def release(self, graph: RemoteGraph) -> None:
+        """Note that the graph can get no further backward."""
+
+    def note_eager_sum(self, backwards: Sequence[Backward], is_theirs: bool) -> None:
+        """Note that the sum of these eager backwards was asked for, and whether it was theirs."""
+
+
+class OperationGradients:
+    """What the graphs of one operation have in common: the way to the workers, and the gradients of
+    the captures.
+
+    A worker adds up the captures' gradients of all calls that it ran in a backward. Which calls
+    these are is in one book, `_sums`. Gradients that a worker could not add up come apart.
+    """
+
+    def __init__(
+        self,
+        link: GraphLink,
+        function: int,
+        names: CallNames,
+        deterministic: bool,
+        timeout: float | None,
+        story: Any = None,
+    ) -> None:
+        """`story` is for the scheduler, which notes there what happens to the calls."""
+        self.story = story
+        self.link = link
+        # the number of the function with its captures
+        self.function = function
+        self.names = names
+        # captures' gradients are added in the order of the items
+        self.deterministic = deterministic
+        self.timeout = timeout  # seconds for each call
+        self.reach: CaptureReach | None = None  # of its captures that need gradients
+        # what is to be added up for captures, by graph task: backwards, and gradients that a node
+        # has put aside
+        self._sums: dict[int, list[Backward | list[torch.Tensor | None]]] = {}
+
+    def add_to_sum(self, backward: Backward) -> None:
+        """Note a backward that gives gradients to captures."""
+        self._sums.setdefault(backward.graph_task, []).append(backward)
+        forget_oldest(self._sums)
+
+    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
+        """Parts of captures' gradients that another node may ask for before this backward ends."""
+        self._sums[graph_task] = [grads]
+        forget_oldest(self._sums)
+
+    def forget_sum(self, graph_task: int) -> None:
+        """Forget the sums of a backward in which captures' gradients are no longer needed."""
+        for each in self._sums.pop(graph_task, ()):
+            if isinstance(each, Backward):
+                each.forget()
+
+    def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
+        """Wait for the captures' gradients from all calls in this backward, and yield the parts
+        that the caller adds up."""
+        parts = self._sums.pop(graph_task, [])
+        backwards = [each for each in parts if isinstance(each, Backward)]
+        for each in backwards:
+            if each.waits:
+                # only now it has gone to its worker; the others go there before a request does
+                self.link.wait(each)
+        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets
+        # gradients of its own (`apart`).
+        apart, added_up = list[Backward](), list[Backward]()
+        for each in backwards:
+            (apart if each.apart else added_up).append(each)
+        # The last call comes first, because the engine adds up the gradients of the serial loop's
+        # items in this order.
+        for each in sorted(apart, key=lambda each: -each.number):
+            yield each.take_captures()
+        eager = [each for each in added_up if each.was_eager]
+        sent = [each for each in added_up if not each.was_eager]
+        for own, request in self._request_sums(eager, None):
+            found = self._sum_of(own, request)
+            # else there are other calls in the sum than these
+            self.link.note_eager_sum(own, is_theirs=found is not None)
+            if found is not None:
+                yield found
+            else:
+                sent += [self._sent_again(each, apart=False) for each in own]
+        for own, request in self._request_sums(sent, graph_task):
+            for each in own:
+                self.link.wait(each)
+            alone = [each for each in own if each.apart]  # it was done by another worker
+            # all have come: nothing changes any more
+            together = [each for each in own if not each.apart]
+            found = self._sum_of(together, request)
+            if found is not None:
+                yield found
+            else:
+                alone += [self._sent_again(each, apart=True) for each in together]
+            for each in alone:
+                yield each.take_captures()
+        yield from (each for each in parts if isinstance(each, list))
+
+    def _request_sums(
+        self, backwards: Sequence[Backward], graph_task: int | None
+    ) -> list[tuple[list[Backward], SumRequest]]:
+        """Ask all workers for their sums at once."""
+        groups: dict[tuple[object, tuple[Level, ...]], list[Backward]] = {}
+        for each in backwards:
+            groups.setdefault((each.worker, each.levels), []).append(each)
+        asked = []
+        for (worker, levels), own in groups.items():
+            request = SumRequest(self.function, graph_task, levels, self.timeout, worker)
+            self.link.send(request)
+            asked.append((own, request))
+        return asked
+
+    def _sum_of(
+        self, backwards: Sequence[Backward], request: SumRequest
+    ) -> list[torch.Tensor | None] | None:
+        """Return the sum of a worker, or None if the sum is lost or belongs to other calls."""
+        try:
+            found = self.link.wait(request).tensors()
+        except WorkerDiedError:
+            return None
+        if not backwards or request.calls != len(backwards):
+            return None
+        return [None if each is None else within(each, request.levels) for each in found]
+
+    def _sent_again(self, backward: Backward, apart: bool) -> Backward:
+        more = backward.once_more(apart)
+        self.link.send(more)
+        return more
+
+
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
     """PyTorch's own words for it."""
     return (
@@ -579,85 +741,3 @@ def forget_oldest(by_task: dict[Any, Any]) -> None:
     while len(by_task) > MOST_TASKS:
         oldest, *_ = list(by_task)  # several threads may be here, and forget the same one
         by_task.pop(oldest, None)
-
-
-# --- the backwards of the engine that run
-
-
-# cancels what was sent for the backward with this number; called from finalizers
-CancelBackward = Callable[[int], None]
-
-
-class RunningBackward:
-    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it
-    fails or is interrupted.
-
-    What it leaves behind then is work that nobody waits for; and, of one that is differentiable,
-    gradients with a history that leads back to the graph which keeps them: Python's collector does
-    not see a cycle through the engine's nodes.
-    """
-
-    def __init__(self, graph_task: int) -> None:
-        self.graph_task = graph_task
-        self.graphs: list[weakref.ref[RemoteGraph]] = []
-        self.cancels: list[CancelBackward] = []
-        # unless it comes to its end, or to what the backward of a call raised
-        self.was_interrupted = True
-
-    def __call__(self) -> None:
-        """The engine calls it where the backward has not failed; then all has been taken."""
-        self.was_interrupted = False
-
-    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if python_ends():
-            return
-        for ref in self.graphs:
-            if (graph := ref()) is not None:
-                graph.forget(self.graph_task)
-        if self.was_interrupted:
-            for cancel in self.cancels:
-                cancel(self.graph_task)
-
-
-RUNNING: weakref.WeakValueDictionary[int, RunningBackward] = weakref.WeakValueDictionary()
-
-
-def running(graph_task: int) -> RunningBackward:
-    """The backward with this number, which runs in this thread."""
-    backward = RUNNING.get(graph_task)
-    if backward is None:
-        backward = RUNNING[graph_task] = RunningBackward(graph_task)
-        when_backward_ends(backward)
-    return backward
-
-
-def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
-    """What its gates have not taken by then nobody will take."""
-    running(graph_task).graphs.append(weakref.ref(graph))
-
-
-def cancel_if_interrupted(graph_task: int, cancel: CancelBackward) -> None:
-    """Gradients are about to be sent for this backward."""
-    if graph_task in RUNNING or graph_task == current_graph_task():
-        backward = running(graph_task)
-        if cancel not in backward.cancels:
-            backward.cancels.append(cancel)
-
-
-@contextmanager
-def backward_without_engine(graph_task: int) -> Iterator[None]:
-    """What is sent within it, with this number, is cancelled if it is interrupted."""
-    backward = RUNNING[graph_task] = RunningBackward(graph_task)
-    try:
-        yield
-        backward()
-    finally:
-        del backward  # the traceback may live on
-
-
-def note_failure(graph_task: int) -> None:
-    """The backward of a call has raised, which ends the one with this number: nobody has
-    interrupted that."""
-    backward = RUNNING.get(graph_task)
-    if backward is not None:
-        backward.was_interrupted = False

@@ -5,7 +5,6 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
     packing      a call, or a bundle of calls, as bytes and slots; on which device it runs
     operations   one map, submit or reduce, from packed calls to results; dependencies to results;
                  what came of a call: a result, or an exception
-    backwards    where autograd nodes send backwards; captures' sums; predicted gradients
+    backwards    what comes of backwards: gradients, or an exception
     futures      a future whose state no lock guards
-    results      what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
 """

@@ -27,16 +27,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.gates import Captures, gate, gate_behind, leaf_gate
-from mpgrad.autograd.remote_graph import BundleItems, RemoteGraph, modified_in_place
+from mpgrad.autograd.remote_graph import (
+    BundleItems,
+    OperationGradients,
+    RemoteGraph,
+    modified_in_place,
+)
 from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
-from mpgrad.errors import ancestor_failed, contextmanager
+from mpgrad.errors import add_note, ancestor_failed, contextmanager
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import one_more
@@ -55,9 +60,6 @@ from mpgrad.wire.tensor_refs import (
     views,
 )
 
-if TYPE_CHECKING:
-    from mpgrad.calls.backwards import GraphOwner
-
 __all__ = [
     "NOBODY",
     "DeliveredResult",
@@ -67,6 +69,7 @@ __all__ = [
     "Operation",
     "Outcome",
     "SubmittedOperation",
+    "UncollectedFailures",
     "gates_to",
     "let_go",
 ]
@@ -106,7 +109,7 @@ class Operation:
     def __init__(
         self,
         options: OperationOptions,
-        owner: GraphOwner,
+        owner: OperationGradients,
         captures: Captures | None = None,
         streams: ItemStreams | None = None,
         listener: Listener = NOBODY,
@@ -151,7 +154,7 @@ class Operation:
         another pool."""
         call.options = self.options
         if call.dependencies and any(
-            dependency.source.owner.sender is not self.owner.sender
+            dependency.source.owner.link.sender is not self.owner.link.sender
             for dependency in call.dependencies
         ):
             raise ValueError(
@@ -161,6 +164,7 @@ class Operation:
         call.item = self.items
         if call.items > 1:
             self.bundled[self.added] = call.items
+            self.options.story.bundles[call.item] = call.items
         self.added += 1
         self.items += call.items
         self.packed.append(call)
@@ -366,8 +370,8 @@ class Operation:
         """Other calls are to be given what it gives."""
         return False
 
-    def starts(self) -> bool:
-        """A call begins; False where it was cancelled before."""
+    def starts(self, index: int) -> bool:
+        """A call begins; False where it was cancelled before, and has got that as its outcome."""
         return True
 
     def tell_if_finished(self) -> None:
@@ -591,9 +595,12 @@ class SubmittedOperation(Operation):
                 dependency.settle(outcome, tensors)
         self._dependencies = []
 
-    def starts(self) -> bool:
+    def starts(self, index: int) -> bool:
         listener = self._listener()
-        return listener is None or listener._starts()
+        if listener is None or listener._starts():
+            return True
+        self.deliver(index, CancelledError())
+        return False
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)
@@ -705,6 +712,38 @@ class FailedResult:
             self._error = self._make()
         # without the lines that asked before; its class may have a method of that name
         return BaseException.with_traceback(self._error, None)
+
+
+class UncollectedFailures:
+    """Failures of asynchronous calls that nobody has asked for."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        # The scheduling thread notes while any other may look. Each step is one of the
+        # dictionary's, so it needs no lock.
+        self._numbers_of: dict[FailedResult, int] = {}
+        self.numbers = itertools.count()  # for results that may become failures
+
+    def note(self, number: int, error: FailedResult) -> None:
+        if len(self._numbers_of) < self.MOST:
+            self._numbers_of[error] = number
+
+    def collected(self, error: FailedResult) -> None:
+        self._numbers_of.pop(error, None)
+
+    def surface(self) -> None:
+        """Raise the failure of what was submitted first, and forget them all."""
+        noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
+        # else another thread has it
+        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]
+        if failures:
+            first = failures[0].error()
+            if len(failures) > 1:
+                add_note(
+                    first, f"failures that nobody asked for, besides this one: {len(failures) - 1}"
+                )
+            raise first
 
 
 Outcome = DeliveredResult | FailedResult

@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 import types
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 
 from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.errors import CallNames
+from mpgrad.machine.story import Story
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import BorrowedMemory
 from mpgrad.pickling import state, structure
@@ -67,7 +68,6 @@ __all__ = [
     "device_code_named",
     "device_count",
     "missing_device",
-    "next_for",
     "pack_bundle",
     "pack_call",
     "pickled_function",
@@ -89,7 +89,7 @@ class PickledFunction(NamedTuple):
     captures_share_memory: bool
     state: ModuleSnapshot | None  # of the user's modules, where it uses these
     shared: Sequence[int]  # see `state.SharingPickle`
-    seconds: float  # that were taken to find out what it holds, and to pickle it
+    seconds: float = 0.0  # that were taken to find out what it holds, and to pickle it
 
 
 def pickled_function(
@@ -170,6 +170,7 @@ class OperationOptions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
+    story: Story  # what happens to the calls
     environment: bytes | None = (
         None  # see `mpgrad.environment.EnvironmentChanges`; None: workers follow none
     )
@@ -636,16 +637,6 @@ def no_worker(device: str, codes: Sequence[int]) -> str:
         f"no worker of this pool is on device {device} (workers: {there}); make the pool with "
         "devices=[...]"
     )
-
-
-def next_for(queue: deque[Any], device: int) -> Any:
-    """Take the first call out of `queue` that may run on `device`; None where there is none."""
-    for place in range(len(queue)):  # by number: the caller may be adding more
-        call = queue[place]
-        if call.route is None or device in call.route:
-            del queue[place]
-            return call
-    return None
 
 
 def missing_device(codes: Sequence[int], there: Iterable[int]) -> int:

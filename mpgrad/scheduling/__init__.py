@@ -1,20 +1,21 @@
-"""The scheduler decides which worker does what and when, and handles deaths and limits. It runs in
-the caller only, and most of it in the pool's own thread.
+"""The scheduler carries out which worker does what and when (`mpgrad.machine` decides), and handles
+deaths and limits. It runs in the caller only, and most of it in the pool's own thread.
 
-The package imports `calls`, `engines` and the packages below them. Nothing here waits for a worker,
-except `dispatcher`, which waits between two turns.
+The package imports `machine`, `calls`, `engines` and the packages below them. Nothing here waits
+for a worker, except `dispatcher`, which waits between two turns.
 
     scheduler        puts the parts together
     dispatcher       runs a scheduler in its own thread or in the caller's
     lifecycle        phases of a pool; orders after its end; what parts ask of their driver
-    admissions       takes operations in, sends backwards, and holds calls that wait for others
-    queue            holds the calls that wait, and gives them to workers
-    function_cache   numbers the functions, and measures how long their calls take
-    chunk_writer     decides how much goes together, writes messages, and notes what a worker has
+    admissions       takes operations in, and holds calls and backwards that wait for others
+    gradients        sends backwards from autograd's threads
+    deliveries       sends workers chunks and updates
+    function_cache   numbers the functions, and keeps what was measured of them
+    chunk_writer     writes messages, and notes what a worker has then
     worker_handle    describes a worker: its settings, its backlog, its chunks and its progress
     receiving        turns the workers' messages into outcomes
     supervisor       starts, retires and replaces workers
-    recovery         gives what a dead worker had to other workers
+    recovery         blames a call for a death, and gives what the worker had to other workers
     cancelling       ends calls that nobody wants any more, or that take too long
     caller_memory    holds the memory shared with workers, and the channels to devices
     tracer           notes what a timeline shows of the scheduler

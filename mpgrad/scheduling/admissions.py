@@ -6,11 +6,6 @@ wait for others. Caller's side.
 Guarantees: a call or backward that waits goes on, or fails with the error of what it waited for.
     Nothing recurses, however long a chain is.
 Assumes: called by the scheduling thread.
-
-`GradientSender` sends backwards from autograd's threads to the workers that keep the graphs. Any
-thread sends. The scheduling thread calls only `leave`, for backwards that have waited for others.
-
-    a node's backward ──► send ──► the worker's backlog ──► [scheduling thread] ──► settled
 """
 
 from __future__ import annotations
@@ -19,28 +14,20 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
 
 from mpgrad.autograd.remote_graph import (
     Backward,
-    PendingOutcome,
     Promise,
-    RemoteGraph,
-    cancel_if_interrupted,
 )
 from mpgrad.callbacks import taken
-from mpgrad.calls.backwards import Predictor, SumRequest
-from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation
-from mpgrad.calls.packing import PackedCall, SharedFunction
-from mpgrad.calls.results import UncollectedFailures
-from mpgrad.environment import EnvironmentChanges
-from mpgrad.scheduling.function_cache import FunctionCache
-from mpgrad.scheduling.lifecycle import Driver, Lifecycle
-from mpgrad.scheduling.queue import CallQueue, Deliveries
+from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, UncollectedFailures
+from mpgrad.calls.packing import PackedCall
+from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.story import WAITS
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.gradients import GradientSender
+from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.torch_state.modes import ModeCheck, Modes, current_modes
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
@@ -51,7 +38,7 @@ from mpgrad.wire.tensor_refs import (
     staged_again,
 )
 
-__all__ = ["Admissions", "GradientSender"]
+__all__ = ["Admissions"]
 
 
 class Admissions:
@@ -75,7 +62,7 @@ class Admissions:
         self._packer = packer
         self._uncollected = uncollected
 
-    def admit(self, operation: Operation) -> None:
+    def admit(self, operation: Operation, now: float) -> None:
         """Take the calls of an operation, which may have been admitted before."""
         if operation.finished:
             self.unfinished.pop(operation, None)
@@ -86,7 +73,7 @@ class Admissions:
         while operation.packed:
             call = operation.packed.popleft()
             if call.dependencies:
-                self._look_at_call(operation, call)
+                self._look_at_call(operation, call, now)
             else:
                 operation.queue.append(call)
         if operation.queue:
@@ -104,13 +91,14 @@ class Admissions:
 
     # --- calls and backwards that wait
 
-    def _look_at_call(self, operation: Operation, call: PackedCall) -> None:
+    def _look_at_call(self, operation: Operation, call: PackedCall, now: float) -> None:
         """Put the results of other calls into a call. If one is missing, look again when it
         arrives."""
         if call.index in operation.outcomes or call.index >= operation.limit:
             return
         for dependency in call.dependencies:
             if dependency.outcome is None:
+                operation.options.story.note(call.item, (now, WAITS, 0))
                 again = functools.partial(self._look_at_call, operation, call)
                 dependency.source.dependents.append(
                     functools.partial(self._driver.inbox.append, again)
@@ -144,9 +132,9 @@ class Admissions:
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
             # The worker that has a part of the input goes on with the call.
-            self._deliveries.give(giver)
+            self._deliveries.give(giver, now)
 
-    def look_at_backward(self, backward: Backward) -> None:
+    def look_at_backward(self, backward: Backward, now: float) -> None:
         """Put the gradients of other backwards into a backward. If one is missing, look again when
         it arrives."""
         promises = [part.backward for part in backward.grads if isinstance(part, Promise)]
@@ -209,148 +197,3 @@ def kept_promises(
         for part in parts
     )
     return [part for part in there if part is not None]
-
-
-# --- backwards from autograd's threads
-
-
-# So many backwards are sent to the workers together, unless a thread waits for one of them.
-HELD_GRADIENTS = 256
-
-
-class BackwardContext(NamedTuple):
-    """The modes and the environment that a backward of autograd's engine runs in."""
-
-    graph_task: int
-    modes: Modes
-    # the process's environment; None if workers do not follow it
-    environment: bytes | None
-
-
-class GradientSender:
-    """Does what graph owners ask of the scheduler."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        life: Lifecycle,
-        function_cache: FunctionCache,
-        packer: Packer,
-        numbers: itertools.count[int],
-        since: EnvironmentChanges | None,
-        mode_check: ModeCheck,
-    ) -> None:
-        """Take `numbers` for graphs of gradients, from the counter that calls use, too.
-
-        `since` records changes of the environment that workers follow.
-        """
-        self._mode_check = mode_check
-        self._driver = driver
-        self._life = life
-        self._function_cache = function_cache
-        self._packer = packer
-        self._numbers = numbers
-        self._since = since
-        self._held = 0
-        # the context that was asked for last
-        self._last: BackwardContext | None = None
-        # the number of the last backward of the engine that sent something
-        self.last_backward = -1
-
-    def send(self, backward: Backward) -> None:
-        """Copy the backward's gradients, leave it for its worker, and return at once."""
-        self._life.check_alive()
-        # This is read once. If the worker dies now, another may get the graph, but not the sum.
-        worker = backward.graph.worker
-        assert isinstance(worker, WorkerHandle)
-        # A backward with modes was sent before.
-        if backward.modes is None:
-            self._prepare(backward, worker)
-        backward.worker = worker
-        if backward.waits:
-            self._driver.put(lambda: self._driver.wait_for_gradients(backward))
-        else:
-            self.leave(worker, backward)
-        self._held += 1
-        if self._held >= HELD_GRADIENTS:
-            self._held = 0
-            self._driver.hand_over()
-
-    def _prepare(self, backward: Backward, worker: WorkerHandle) -> None:
-        """Note the modes and environment of a backward, and pack its gradients."""
-        backward.grads = self._pack([part for parts in backward.grads for part in parts], worker)
-        if backward.create:
-            backward.derived_number = next(self._numbers)
-        _, backward.modes, backward.environment = self.surroundings(backward.graph_task)
-        if backward.graph_task != self.last_backward:
-            cancel_if_interrupted(backward.graph_task, self._driver.cancel_backward)
-            self.last_backward = backward.graph_task
-
-    def wait_for(self, settled: PendingOutcome) -> None:
-        self._driver.wait_until(lambda: settled.arrived)
-
-    def surroundings(self, graph_task: int) -> BackwardContext:
-        """Return the context of the backward with this number, which runs in this thread.
-
-        The context is the one at the backward's first request.
-
-        Raises:
-            NotImplementedError: the thread is in a mode that workers cannot be in.
-        """
-        # This is read once, because another thread's backward may replace it.
-        last = self._last
-        if last is None or last.graph_task != graph_task:
-            self._mode_check.look()
-            environment = None if self._since is None else self._since.changes()
-            last = self._last = BackwardContext(graph_task, current_modes(), environment)
-        return last
-
-    def _pack(
-        self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle
-    ) -> Sequence[PackedTensor | Promise] | PackedTensors:
-        """Copy the tensors, in their order, and leave promises as they are."""
-        packer, staged = self._packer, worker.device == 0
-        tensors = [part for part in parts if not isinstance(part, Promise)]
-        flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
-        together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
-        if together is not None:
-            return together
-        packed = (
-            packer.pack(tensor, own, None, staged)
-            for tensor, own in zip(tensors, flags, strict=True)
-        )
-        return [part if isinstance(part, Promise) else next(packed) for part in parts]
-
-    def request_sum(self, worker: Any, request: SumRequest) -> None:
-        self._life.check_alive()
-        self.leave(worker, request)
-        self._driver.wake()
-
-    def leave(self, worker: Any, item: Backward | SumRequest) -> None:
-        """Leave the item in the worker's backlog.
-
-        If the worker is gone, or goes in this moment, other workers get the item.
-        """
-        worker.backlog.append(item)
-        self._driver.has_unheard = True
-        if worker.gone is not None:
-            self._driver.put(lambda: self._driver.requeue(worker))
-
-    def release(self, graph: RemoteGraph) -> None:
-        worker = graph.worker
-        assert isinstance(worker, WorkerHandle)
-        worker.releases.append(graph.call)
-        self._driver.nudge()
-
-    def consume(self, graph: RemoteGraph) -> None:
-        """Note that the graph's last backward was an eager one, and has arrived."""
-        worker = graph.worker
-        assert isinstance(worker, WorkerHandle)
-        worker.consumed.append(graph.call)
-        self._driver.nudge()
-
-    def predictor_of(self, function: SharedFunction) -> Predictor | None:
-        return self._function_cache.predictor_of(function)
-
-    def note_wrong_prediction(self) -> None:
-        self._function_cache.wrong_predictions += 1

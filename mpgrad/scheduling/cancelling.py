@@ -16,18 +16,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 from mpgrad.calls.operations import Operation
+from mpgrad.machine.policy import SEEN
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.admissions import Admissions
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.lifecycle import Driver
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.supervisor import WorkerSupervisor
-from mpgrad.scheduling.worker_handle import SEEN, Settings, Termination, WorkerHandle
+from mpgrad.scheduling.worker_handle import Settings, Termination, WorkerHandle
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
 __all__ = [
@@ -82,7 +83,7 @@ class Canceller:
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
-    def kill(self, operation: Operation) -> None:
+    def kill(self, operation: Operation, now: float) -> None:
         """Give calls without an outcome a `CancelledError`, and kill the workers that run one."""
         if operation.finished:
             return
@@ -91,18 +92,18 @@ class Canceller:
         for worker in list(self._workers.values()):
             if self._can_kill and worker.under_way.is_at(operation):
                 # The worker may have gone on since.
-                self._drain(worker)
+                self._drain(worker, now)
                 if worker.gone is None and worker.under_way.is_at(operation):
-                    self._supervisor.kill(worker)
+                    self._supervisor.kill(worker, now)
 
-    def cancel_with_grace(self, operation: Operation) -> None:
+    def cancel_with_grace(self, operation: Operation, now: float) -> None:
         if operation.has_dependents:
             return
         self.cancel(operation)
         for worker in self._workers.values():
-            worker.under_way.cancel_with_grace(operation)
+            worker.under_way.cancel_with_grace(operation, now)
 
-    def cancel_all_with_grace(self) -> None:
+    def cancel_all_with_grace(self, now: float) -> None:
         """Cancel all admitted operations; calls without an outcome get a `CancelledError`."""
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
@@ -110,13 +111,13 @@ class Canceller:
             operation.limit = 0  # also of one that goes on after a failure
             self._admissions.cancel_rest(operation)
         for worker in self._workers.values():
-            worker.under_way.cancel_with_grace(None)
+            worker.under_way.cancel_with_grace(None, now)
 
-    def cancel_backward(self, graph_task: int) -> None:
+    def cancel_backward(self, graph_task: int, now: float) -> None:
         """Settle all parts of a backward, so that no worker runs them, or runs them again."""
         interrupted = CancelledError("the backward was interrupted")
         for worker in [*self._workers.values(), *self._supervisor.gone]:
-            worker.cancel_backward(graph_task, interrupted)
+            worker.cancel_backward(graph_task, interrupted, now)
         self._driver.tell_waiters()
 
     # --- by the clock
@@ -126,71 +127,73 @@ class Canceller:
         moments = []
         if self.deadlines:
             for operation in self.deadlines.due(now):
-                self.kill(operation)
+                self.kill(operation, now)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
             first = worker.under_way.first
             has_limit = first is not None and first.timeout is not None
             if not (has_limit or worker.termination or worker.under_way.grace_ends < math.inf):
                 continue
-            if overdue_at(worker) <= now:
+            if worker.under_way.just_skipped:
+                worker.under_way.note_skips(now)
+            if overdue_at(worker, now) <= now:
                 self._end_overdue(worker, now)
             if worker.gone is None and worker.under_way.grace_ends <= now:
-                self._end_grace(worker)
+                self._end_grace(worker, now)
             if worker.gone is None:
-                moments += overdue_at(worker), worker.under_way.grace_ends
+                moments += overdue_at(worker, now), worker.under_way.grace_ends
         return min(moments, default=math.inf)
 
     def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
         """Ask the worker to write its stack and end, or kill it if it was asked before."""
         if worker.termination is not None:
             worker.link.kill()
-            self._supervisor.lose(worker)
+            self._supervisor.lose(worker, now)
             return
         # This thread may have been late, and the worker in time.
-        self._drain(worker)
-        if worker.gone is None and overdue_at(worker) <= now:
+        self._drain(worker, now)
+        if worker.gone is None and overdue_at(worker, now) <= now:
             first = worker.under_way.first
             worker.overdue = None if first is None else first.timeout
             worker.termination = Termination(now + TRACEBACK_PATIENCE, worker.under_way.begun())
             # The end of its pipe is read next, as for any worker that dies.
             worker.link.kill(TRACEBACK_SIGNAL)
 
-    def _end_grace(self, worker: WorkerHandle) -> None:
+    def _end_grace(self, worker: WorkerHandle, now: float) -> None:
         """Act on a worker whose running call has used up its grace period."""
         under_way = worker.under_way
         # Calls that it has not begun can be taken back safely once it has seen that they are
         # skipped.
-        if under_way.skip_unbegun():
-            under_way.grace_ends = time.monotonic() + SEEN
+        if under_way.skip_unbegun(now):
+            under_way.grace_ends = now + SEEN
             return
         # This thread may have been late, and the worker in time.
-        self._drain(worker)
-        if worker.gone is not None or under_way.grace_ends > time.monotonic():
+        self._drain(worker, now)
+        if worker.gone is not None or under_way.grace_ends > now:
             return
         # Nobody knows when it would come to these calls.
-        for operation, calls in under_way.take_back():
-            self._queue.put_back(operation, calls)
+        for operation, calls in under_way.take_back(now):
+            self._queue.put_back(operation, calls, now)
         if not self._can_kill:
             under_way.grace_ends = math.inf
         elif under_way.is_at_wanted:
             # Another caller waits for this part, and perhaps not for the next.
-            under_way.give_grace()
+            under_way.give_grace(now)
         elif self._recoverable or not worker.has_others:
-            self._supervisor.kill(worker)
+            self._supervisor.kill(worker, now)
         else:
             # Other callers want something of this worker that no worker could make again.
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
                 # Its node agent may not have reported yet that these calls are skipped.
-                under_way.give_grace()
+                under_way.give_grace(now)
             worker.begin_retiring()
-            self._supervisor.fill()
+            self._supervisor.fill(now)
 
-    def _drain(self, worker: WorkerHandle) -> None:
+    def _drain(self, worker: WorkerHandle, now: float) -> None:
         """Receive what the worker has sent up to now."""
         while worker.gone is None and worker.link.has_more():
-            self._receiver.serve(worker)
+            self._receiver.serve(worker, now)
             self._driver.tell_waiters()
         # More work may follow from these answers, so the thread looks again before it sleeps.
         self._driver.wake()
@@ -237,7 +240,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
 
-def overdue_at(worker: WorkerHandle) -> float:
+def overdue_at(worker: WorkerHandle, now: float) -> float:
     """Return when the worker's running call becomes overdue.
 
     If the call is overdue already, return when the worker must have ended.
@@ -249,4 +252,4 @@ def overdue_at(worker: WorkerHandle) -> float:
         return math.inf
     if worker.link.keeps_time:
         return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
-    return worker.under_way.limited_since + chunk.timeout
+    return worker.under_way.limited_since(now) + chunk.timeout

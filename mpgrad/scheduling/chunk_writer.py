@@ -7,43 +7,25 @@ A message leaves out what the worker knows. What the worker lacks goes before it
     calls ──► [Define,] Forward
     backwards ──► [Define,] Backwards([Recompute, [RecomputeBackward ...,]] BackwardCall ...)
 
-The states of a graph:
-
-    forward, or a differentiable backward ──► ALIVE ──► a backward not to keep it ──► FREED ──┐
-                                                │                                             │
-                 dropped there for want of room ▼         the last backward, of which         │
-                                              LOST     nothing is left ──► CONSUMED ──────────┤
-                                                                      released: forgotten ◄───┘
-    the next backward rebuilds a graph that is LOST, CONSUMED, or FREED by mistake: ALIVE
 Assumes: called by the scheduling thread; any thread may look into `functions`, and ask how many
     graphs there are. The messages that were written are sent, in this order, or the worker is gone.
-
-Unless the caller says so, this module also decides how many items form a window or a bundle, and
-how many calls form a chunk.
-
-    items ── window: packed before workers are told
-        ──► calls, each an item or a bundle of cheap items ── chunk ──► a worker
-The time that calls take is measured (`function_cache.FunctionTiming`), never guessed. So calls go
-one by one before the first answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
-from mpgrad.calls.backwards import SumRequest
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
+from mpgrad.machine.ledger import CONSUMED, FREE, LAST, GraphLedger, SumLedger
+from mpgrad.machine.policy import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.state import ModuleSnapshot, RecentValues
-from mpgrad.torch_state.private import Level
 from mpgrad.wire.frames import Link
 from mpgrad.wire.messages import (
     BackwardCall,
@@ -60,28 +42,7 @@ from mpgrad.wire.messages import (
 )
 from mpgrad.wire.tensor_refs import PackedTensor, PackedTensors, Payload, TensorRef
 
-__all__ = [
-    "CHUNKS_UNDER_WAY",
-    "FAR",
-    "LARGEST_WINDOW",
-    "MOST_CALLS",
-    "MOST_PAYLOAD",
-    "NEAR",
-    "WINDOW_BYTES",
-    "Chunk",
-    "ChunkSeconds",
-    "ChunkWriter",
-    "GraphLedger",
-    "GraphState",
-    "LentSlots",
-    "SumLedger",
-    "Written",
-    "bundle_size",
-    "chunk_size",
-    "first_window",
-    "guided_size",
-    "workers_worth_feeding",
-]
+__all__ = ["Chunk", "ChunkWriter", "LentSlots", "Written"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -193,11 +154,22 @@ class ChunkWriter:
             # The backward may be lost with the worker, and sent again.
             item.again = True
             call = self._backward_call(item, payload, before)
-            self._graphs.note_backward(item)
+            self._note_sent(item)
             calls.append(call)
         self._follow(environment, messages)
         messages.append(Backwards(number, modes, calls))
         return messages, payload, Chunk(None, [], sent, None, timeout)
+
+    def _note_sent(self, backward: Backward) -> None:
+        """Note what a backward leaves of its graph, and of all that this derives from: they share
+        nodes."""
+        if backward.is_last:
+            self._graphs.handle(backward.call, LAST)
+            return
+        lineage: object = None if backward.keep else backward
+        while isinstance(lineage, Backward):
+            self._graphs.handle(lineage.call, FREE)
+            lineage = lineage.graph.lineage
 
     def _follow(self, environment: bytes | None, messages: list[Message]) -> None:
         """Add a `Follow` if the next message's environment differs from the last one's."""
@@ -283,7 +255,7 @@ class ChunkWriter:
         `environment` is that of the chunk.
         """
         lineage = graph.lineage
-        state = None if lineage is None else self._graphs.begin_again(graph.call, again)
+        state = None if lineage is None else self._graphs.rebuild(graph.call, again)
         if state is None:
             return []
         if isinstance(lineage, Backward):
@@ -300,7 +272,7 @@ class ChunkWriter:
             self._follow(own, messages)
         self._define(function, messages)
         other = None if own == environment else own
-        is_consumed = state is GraphState.CONSUMED and not again
+        is_consumed = state == CONSUMED and not again
         return [
             Recompute(
                 function.number,
@@ -329,178 +301,6 @@ class ChunkWriter:
         self.functions.difference_update(functions)
         for function in functions:
             self._sums.forget_function(function)
-
-
-# --- what a worker has
-
-
-class GraphState(enum.Enum):
-    """The state of a graph in a worker, as drawn above."""
-
-    ALIVE = enum.auto()
-    # A backward that was not to keep the graph freed it. Another backward is the user's mistake.
-    FREED = enum.auto()
-    # The graph is rebuilt when it is needed.
-    LOST = enum.auto()
-    # The last backward left nothing of the graph. It is rebuilt when it is needed.
-    CONSUMED = enum.auto()
-
-
-ALIVE, FREED, LOST, CONSUMED = GraphState
-TO_BE_MADE = {LOST, CONSUMED}
-
-
-class GraphLedger:
-    """The states of one worker's graphs, by call. A state changes when the worker is told, not when
-    it has acted."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, GraphState] = {}
-        # bytes that the graphs take in the worker, if this is measured
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    @property
-    def there(self) -> int:
-        """The number of graphs that take memory in the worker."""
-        # Another thread may ask while the states change.
-        return sum(state not in TO_BE_MADE for state in list(self.states.values()))
-
-    def needs_worker(self, is_last: bool) -> bool:
-        """Whether the worker has to stay for the sake of a graph.
-
-        `is_last` says that no other worker could rebuild a lost graph.
-        """
-        done_with = {CONSUMED} if is_last else TO_BE_MADE
-        return any(state not in done_with for state in self.states.values())
-
-    def keep(self, call: int) -> None:
-        self.states[call] = ALIVE
-
-    def move_here(self, call: int, before: GraphLedger) -> None:
-        """Take over the graph of a worker that is gone, whose ledger is `before`.
-
-        This worker rebuilds the graph when it is needed.
-        """
-        self.states[call] = CONSUMED if before.states.get(call) is CONSUMED else LOST
-
-    def note_backward(self, backward: Backward) -> None:
-        """Note that a backward is on its way to the worker."""
-        if backward.is_last:
-            self.states[backward.call] = CONSUMED
-        elif not backward.keep:
-            self._note_freed(backward.graph)
-
-    def note_consumed(self, calls: Iterable[int]) -> None:
-        """Note that the last backward of these graphs was an eager one, and has arrived."""
-        for call in calls:
-            # Graphs without a state were released meanwhile.
-            if call in self.states:
-                self.states[call] = CONSUMED
-
-    def _note_freed(self, graph: RemoteGraph) -> None:
-        """Note that a backward freed the graph.
-
-        A graph of gradients is freed together with the graph that it derives from, because they
-        share nodes.
-        """
-        if self.states.get(graph.call) is ALIVE:
-            self.states[graph.call] = FREED
-        if isinstance(graph.lineage, Backward):
-            self._note_freed(graph.lineage.graph)
-
-    def note_rest(self, backward: Backward) -> None:
-        """Note that a backward failed or did not begin.
-
-        If it was to leave nothing of its graph, the rest of the graph is still there.
-        """
-        if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
-            self.states[backward.call] = FREED
-
-    def note_no_rest(self, backward: Backward) -> None:
-        """Note that a backward has run. If it was the graph's last one, nothing is left of it.
-
-        An earlier backward of the graph may have failed.
-        """
-        if backward.is_last and self.states.get(backward.call) is FREED:
-            self.states[backward.call] = CONSUMED
-
-    def note_lost(self, call: int) -> None:
-        if self.states.get(call) is not CONSUMED:
-            self.states[call] = LOST
-
-    def note_dropped(self, calls: Iterable[int]) -> int:
-        """Note that the worker dropped these graphs, and return how many of them were alive."""
-        there = 0
-        for call in calls:
-            # Graphs without a state were released meanwhile.
-            if call in self.states:
-                there += self.states[call] is ALIVE
-                self.note_lost(call)
-        return there
-
-    def note_unknown(self, call: int) -> None:
-        """Note that the last backward of a graph was cancelled.
-
-        Nobody knows how far it came, so another backward starts anew.
-        """
-        if self.states.get(call) is CONSUMED:
-            self.states[call] = LOST
-
-    def begin_again(self, call: int, again: bool) -> GraphState | None:
-        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
-
-        Return None if the graph need not be rebuilt. `again` says that the backward was sent
-        before, so it may have freed the graph itself.
-        """
-        state = self.states.get(call)
-        if state is ALIVE or (state is FREED and not again):
-            return None
-        self.states[call] = ALIVE
-        return LOST if state is None else state
-
-    def forget(self, calls: Iterable[int]) -> None:
-        for call in calls:
-            self.states.pop(call, None)
-
-
-class SumLedger:
-    """The sums of captures' gradients that a worker holds.
-
-    They are found by function, then by backward and levels. For eager backwards, the backward is
-    None.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
-    def are_before(self, graph_task: int) -> bool:
-        """Whether all sums come from earlier backwards than this one."""
-        return all(
-            each is not None and each < graph_task
-            for sums in self._sums.values()
-            for each, _ in sums
-        )
-
-    def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
-        sums = self._sums.setdefault(function, {})
-        sums[graph_task, levels] = None
-        # The worker does the same, except that it keeps the sum of eager backwards separately.
-        forget_oldest(sums)
-
-    def forget(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
-        sums = self._sums.get(function, {})
-        sums.pop((graph_task, levels), None)
-        if not sums:
-            self._sums.pop(function, None)
-
-    def forget_function(self, function: int) -> None:
-        self._sums.pop(function, None)
 
 
 # --- slots that the worker has been lent
@@ -568,125 +368,3 @@ class LentSlots:
             for holder, times in self._lent.values():
                 self._link.drop(holder, times)
         self._lent.clear()
-
-
-# --- how much goes together
-
-
-# seconds of work that are packed before any of it is sent; each later window has twice as much
-LEAD = 4e-3
-# The first window has at least so many items. A few expensive items are all packed first, so that
-# the largest can begin first.
-FIRST_WINDOW = 16
-LARGEST_WINDOW = 512  # items
-# Once so many bytes of tensors are copied, the packed items are sent in any case.
-WINDOW_BYTES = 1 << 20
-
-# seconds of work in a bundle of cheap items; bundles are longer far from the end of a map
-SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
-# Each worker gets at least so many bundles, if there are enough items.
-BUNDLES_PER_WORKER = 4
-# items; a larger bundle gains little, and a backward for one item passes by all the others
-MOST_BUNDLED = 48
-
-# One chunk runs and one waits, so that a worker never waits for the parent.
-CHUNKS_UNDER_WAY = 2
-# The calls that are left make at least so many chunks for each worker.
-CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY
-# seconds that the parent takes to send a chunk and read its answer, with cold caches
-CHUNK_CARE = 300e-6
-MOST_CALLS = 256  # in one chunk
-MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
-
-
-class ChunkSeconds(NamedTuple):
-    """Limits for the seconds of work in a chunk. They depend on the cost of a message."""
-
-    shortest: float
-    longest: float
-    # the longest if all results of the operation are wanted together; what a worker has not begun
-    # can be taken back
-    together: float
-    # seconds that a chunk takes the parent, which has to keep up with all workers
-    care: float = 0.0
-
-    def least(self, workers: int) -> float:
-        """Return the seconds of the shortest chunk for so many workers."""
-        return min(self.longest, max(self.shortest, workers * self.care))
-
-    @property
-    def one_by_one(self) -> float:
-        """Calls that take so many seconds or more are sent alone, if they differ in size or their
-        results are wanted one by one."""
-        return self.longest / 2
-
-
-NEAR = ChunkSeconds(1e-3, 20e-3, 200e-3)
-# A message to another machine takes a few ms on its way, and up to 1 ms of CPU time at each end.
-FAR = ChunkSeconds(10e-3, 100e-3, 100e-3, 0.7e-3)
-
-
-def first_window(seconds: float) -> int:
-    """Return how many items are packed before the workers are told of any.
-
-    Each item takes so many seconds; unknown seconds are infinite. Each later window is twice as
-    large.
-
-    Once workers have work, they compete with the caller for CPUs. When the caller gets a CPU again,
-    its caches are cold, and the workers have run dry. So the caller packs many cheap items first,
-    which takes almost no time. The number does not depend on the number of workers. With many
-    workers, the first few leave the caller its CPU, and the others would wait too long.
-    """
-    return min(LARGEST_WINDOW, max(FIRST_WINDOW, math.ceil(LEAD / max(seconds, 1e-9))))
-
-
-def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """Return how many items form a bundle: `left` of the `total` items are left.
-
-    Each item takes so many seconds. Each worker that is worth feeding gets several bundles.
-    """
-    most = min(
-        MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers_worth_feeding(workers, total, seconds))
-    )
-    return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
-
-
-def chunk_size(
-    seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds, together: bool = False
-) -> int:
-    """Return how many of the `left` calls, of so many seconds each, a worker is sent at once.
-
-    `together` says that nobody wants one of the results before the others.
-    """
-    longest = chunk_seconds.together if together else chunk_seconds.longest
-    return min(
-        MOST_CALLS, guided_size(seconds, left, workers, chunk_seconds.least(workers), longest)
-    )
-
-
-def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
-    """Return how many of the `left` calls, of so many seconds each, go together.
-
-    The number is a share of the calls that are left, so it falls towards the end. Together they
-    take at least `shortest` and at most `longest` seconds.
-
-    Source: guided self-scheduling, C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers,
-    1987.
-    """
-    share = left // (CHUNKS_PER_WORKER * workers_worth_feeding(workers, left, seconds))
-    seconds = max(seconds, 1e-9)
-    return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
-
-
-def workers_worth_feeding(workers: int, calls: int, seconds: float) -> int:
-    """Return to how many workers it is worth giving the calls, of so many seconds each.
-
-    With fewer workers their part takes longer, and with more workers the parent's part does. k
-    workers take calls * seconds / k, and the parent takes CHUNK_CARE * CHUNKS_PER_WORKER * k. The
-    sum is least if both are equal. Unknown seconds are infinite.
-    """
-    if not calls or seconds == math.inf:
-        return workers
-    return min(
-        workers, max(1, math.ceil(math.sqrt(calls * seconds / (CHUNK_CARE * CHUNKS_PER_WORKER))))
-    )

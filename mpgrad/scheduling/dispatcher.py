@@ -8,6 +8,12 @@ raises KeyboardInterrupt in the main thread, so an interrupt never cuts a messag
 that could block the thread (callbacks, log handlers and streams) runs in another thread
 (`CallbackThread`).
 
+    a turn: fall_asleep: work ──► feed ──► keep_time ──► [engine.wait] ──► wake_up: serve each link
+
+The clock is read here, and by the tracer. Parts are told what time it is. Whoever
+waits for the engine between the two halves of a turn drives the scheduler: its thread, or a
+simulation.
+
 With engines whose calls run in the caller there is no other thread.
 Guarantees: with `InlineScheduler`, a thread that waits first does all that can be done.
 """
@@ -22,12 +28,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from mpgrad.callbacks import LOOK_EVERY, OF_THREAD, report
-from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest
-from mpgrad.errors import InternalError
+from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest, WorkerLink
+from mpgrad.errors import InternalError, add_note
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.worker_handle import Settings
@@ -39,8 +45,12 @@ __all__ = [
     "scheduler_for",
 ]
 
+# seconds until the clock is looked at again; the system allows at most 2**31 ms
+LONGEST_SLEEP = 86_400.0
 # seconds for which updates are collected before they are sent without another message
 UPDATE_PATIENCE = 0.05
+# so many transitions of the last operation are in the note of an internal error
+LATEST = 20
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -52,8 +62,10 @@ class Waiter(NamedTuple):
 class Dispatcher(Scheduler):
     """A scheduler in a thread of its own."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
-        super().__init__(settings, engine)
+    def __init__(
+        self, settings: Settings, engine: Engine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(settings, engine, clock)
         self._waiters: list[Waiter] = []
         # whether the thread has done its last work
         self._is_over = False
@@ -128,15 +140,15 @@ class Dispatcher(Scheduler):
         """Wait, and show the progress that this thread attends."""
         if not self.callbacks.watched:
             return self._wait(satisfied, timeout)
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else self.clock() + timeout
         while any(item.is_here for item in self.callbacks.watched):
-            left = end - time.monotonic()
+            left = end - self.clock()
             if self._wait(satisfied, min(left, LOOK_EVERY)):
                 return True
             if left <= LOOK_EVERY:
                 return False
             self.callbacks.tick()
-        return self._wait(satisfied, None if end == math.inf else end - time.monotonic())
+        return self._wait(satisfied, None if end == math.inf else end - self.clock())
 
     def _wait(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
         if OF_THREAD.callbacks is self.callbacks:
@@ -153,12 +165,7 @@ class Dispatcher(Scheduler):
             if satisfied():
                 return True
             if not self._is_over:
-                with self.tracer.span("waits"):
-                    waiter.lock.acquire(
-                        timeout=-1
-                        if timeout is None
-                        else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-                    )
+                self._sleep_until(waiter.lock, timeout)
             # The thread that could have satisfied the caller has ended.
             if self._is_over and not satisfied():
                 raise one_more(
@@ -170,6 +177,12 @@ class Dispatcher(Scheduler):
             if waiter in self._waiters:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)
+
+    def _sleep_until(self, told: threading.Lock, timeout: float | None) -> None:
+        with self.tracer.span("waits"):
+            told.acquire(
+                timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+            )
 
     def join(self) -> None:
         self.life.check_process()
@@ -188,16 +201,18 @@ class Dispatcher(Scheduler):
             return
         OF_THREAD.callbacks = self.callbacks
         try:
-            self.supervisor.fill()
+            self.supervisor.fill(self.clock())
             self._staffed.set()
             while not self.life.is_stopping:
-                self._turn()
+                self.wake_up(self.engine.wait(self.fall_asleep()))
         except BaseException as error:
             report(logging.ERROR, "the dispatcher failed", with_traceback=True)
             broken = InternalError(
                 f"the dispatcher failed ({type(error).__name__}: {error}); please report it"
             )
             broken.__cause__ = error
+            if latest := self.story.latest(LATEST):
+                add_note(broken, f"what happened last:\n{latest}")
             self.life.break_off(broken)
         finally:
             self._end_all()
@@ -216,48 +231,52 @@ class Dispatcher(Scheduler):
             self.callbacks.end()
             self.tell_waiters()
 
-    def _turn(self) -> None:
-        """Do all work that there is, then sleep until something happens."""
+    def fall_asleep(self) -> float | None:
+        """Do all work that there is, and return for how many seconds the thread may sleep.
+
+        Return None if it may sleep until it is woken.
+        """
         self._woken = False
-        if time.monotonic() >= self._updates_due:
-            self._send_updates()
+        now = self.clock()
+        if now >= self._updates_due:
+            self._send_updates(now)
         self.work()
         self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()
-        patience = self.keep_time()
+        soonest = self.keep_time(self.clock())
         if not self._sleeping_soundly:
-            until_news = max(0.0, self._updates_due - time.monotonic())
-            patience = until_news if patience is None else min(patience, until_news)
-        links = self.engine.wait(
-            0 if self._woken or self.life.is_stopping or self.inbox else patience
-        )
+            soonest = min(soonest, self._updates_due)
+        if self._woken or self.life.is_stopping or self.inbox:
+            return 0.0
+        return None if soonest == math.inf else min(max(0.0, soonest - self.clock()), LONGEST_SLEEP)
+
+    def wake_up(self, links: Iterable[WorkerLink]) -> None:
+        """Read the links that have something to read."""
         # The work of the next turn may make updates.
         if self._sleeping_soundly:
-            self._updates_due = time.monotonic() + UPDATE_PATIENCE
+            self._updates_due = self.clock() + UPDATE_PATIENCE
         self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
         for link in links:
             if (worker := self.workers.get(link.number)) is not None:
-                self.receiver.serve(worker)
+                self.receiver.serve(worker, self.clock())
                 self.tell_waiters()
             # A link without an exit was lost in this moment.
             elif link.exit is not None:
-                self.supervisor.remove(link.number)
+                self.supervisor.remove(link.number, self.clock())
 
-    def _send_updates(self) -> None:
+    def _send_updates(self, now: float) -> None:
         """Send updates to workers that were sent nothing for a while.
 
         If no updates are left, the thread sleeps without a timer until another thread wakes it.
         """
         if self.deliveries.has_updates():
-            self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE)
+            self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE, now=now)
         # This is set before the look, so that an update that comes after it wakes this thread.
         self._sleeping_soundly = True
         self._sleeping_soundly = not self.deliveries.has_updates()
-        self._updates_due = (
-            math.inf if self._sleeping_soundly else time.monotonic() + UPDATE_PATIENCE
-        )
+        self._updates_due = math.inf if self._sleeping_soundly else now + UPDATE_PATIENCE
 
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):
@@ -277,11 +296,11 @@ class InlineScheduler(Scheduler):
     """A scheduler that runs in the thread that asks it for something."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
-        super().__init__(settings._replace(workers=1, calls=None), engine)
+        super().__init__(settings._replace(workers=1, calls=None), engine, time.monotonic)
         self._turn = threading.RLock()
 
     def start(self) -> None:
-        self.supervisor.start_worker()
+        self.supervisor.start_worker(self.clock())
         self.wake()
 
     def wake(self) -> None:
@@ -327,16 +346,16 @@ class InlineScheduler(Scheduler):
         self.work()
         links = self.engine.wait(0)
         for link in links:
-            self.receiver.serve(self.workers[link.number])
+            self.receiver.serve(self.workers[link.number], self.clock())
         if not links and not self.inbox:
             return False
         return not self.life.is_stopping
 
-    def feed(self) -> None:
+    def feed(self, now: float) -> None:
         (worker,) = self.workers.values()
         # A task may use the pool again, so chunks under way have no limit.
         if worker.ready:
-            self.deliveries.give(worker)
+            self.deliveries.give(worker, now)
 
     def nudge(self) -> None:
         """Do nothing: updates go with the next message."""

@@ -1,4 +1,4 @@
-"""Numbers of the pickled functions that workers keep, and the time that their calls take. Each
+"""Numbers of the pickled functions that workers keep, and what was measured of their calls. Each
 function is sent to each worker once, however often it is mapped. Caller's side.
 
 Assumes: called by the scheduling thread; any thread may call `own_seconds`, `predicted` and
@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from mpgrad.calls.backwards import Prediction, Predictor
 from mpgrad.calls.packing import SharedFunction
+from mpgrad.machine.timing import FunctionTiming, Prediction, Predictor
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
@@ -21,32 +21,6 @@ __all__ = ["FunctionCache"]
 # Workers keep so many functions for the next operation that uses one.
 MOST_CODES = 128
 MOST_BYTES = 64 << 20
-
-
-class FunctionTiming:
-    """The time that calls of one function took, as measured by the workers."""
-
-    __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
-
-    def __init__(self) -> None:
-        # seconds of an item by itself, including a backward that runs right after it
-        self.own_seconds = 0.0
-        # seconds of an item, including mpgrad's own work for it
-        self.seconds = 0.0
-        self.predictor = Predictor()
-        self._answers = 0
-
-    def note_results(self, message: Results, items: int, workers: int, share: float) -> None:
-        """Add an answer's times to the means.
-
-        The first answer of each worker soon loses its weight, because it includes cold caches and
-        imports of modules.
-        """
-        self._answers += 1
-        weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
-        own_seconds = message.own_seconds + message.eager_seconds
-        self.own_seconds = mixed(self.own_seconds, own_seconds / items, weight)
-        self.seconds = mixed(self.seconds, message.seconds / items, weight)
 
 
 class FunctionCache:
@@ -119,11 +93,7 @@ class FunctionCache:
         if self._numbers.get(function.pickled) != function.code:
             return
         measured = self._measured.get(function.code) or FunctionTiming()
-        measured.note_results(message, items, len(self._workers), share)
+        own = message.own_seconds + message.eager_seconds
+        measured.note(own / items, message.seconds / items, len(self._workers), share)
         # Only now may other threads look at the measurement.
         self._measured[function.code] = measured
-
-
-def mixed(old: float, new: float, weight: float) -> float:
-    """Return the weighted mean of both; `weight` is the weight of the new number."""
-    return (1 - weight) * old + weight * new

@@ -30,9 +30,13 @@ __all__ = [
     "INSIDE",
     "Driver",
     "Lifecycle",
+    "Order",
     "Phase",
     "Settlement",
 ]
+
+# what the scheduling thread is to do in its next turn; it is called with the present moment
+Order = Callable[[float], None]
 
 INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
@@ -163,7 +167,7 @@ class Settlement:
     """Carries out late orders, and fails operations with the reason of the pool's end."""
 
     def __init__(
-        self, inbox: deque[Callable[[], None]], unfinished: dict[Operation, None], life: Lifecycle
+        self, inbox: deque[Order], unfinished: dict[Operation, None], life: Lifecycle
     ) -> None:
         self._inbox = inbox
         self._unfinished = unfinished
@@ -171,14 +175,14 @@ class Settlement:
         # A callback that runs meanwhile may put an order, too.
         self._turn = threading.RLock()
 
-    def settle(self) -> None:
+    def settle(self, now: float) -> None:
         while self._inbox or self._unfinished:
             if not self._turn.acquire(blocking=False):
                 # The thread that has the lock looks once more after it has given it back.
                 return
             try:
                 while self._inbox:
-                    carry_out(self._inbox.popleft())
+                    carry_out(self._inbox.popleft(), now)
                 while self._unfinished:
                     operation = next(iter(self._unfinished))
                     # This comes first, because the operation's callbacks may lead here again.
@@ -188,9 +192,9 @@ class Settlement:
                 self._turn.release()
 
 
-def carry_out(order: Callable[[], None]) -> None:
+def carry_out(order: Order, now: float) -> None:
     try:
-        order()
+        order(now)
     except BaseException:
         # This is a bug of mpgrad, perhaps the one that broke the pool. Other threads still wait for
         # an answer.
@@ -207,15 +211,15 @@ class Driver(Protocol):
 
     tracer: Tracer
     # orders for the scheduling thread's next turn
-    inbox: deque[Callable[[], None]]
+    inbox: deque[Order]
     # whether the scheduling thread has work that it was not woken for; a thread that waits wakes it
     has_unheard: bool
 
-    def put(self, order: Callable[[], None]) -> None:
+    def put(self, order: Order) -> None:
         """Put the order into the inbox; after the pool's end, carry it out at once."""
         ...
 
-    def post(self, order: Callable[[], None]) -> None:
+    def post(self, order: Order) -> None:
         """Put the order into the inbox, and wake the scheduling thread."""
         ...
 
@@ -244,14 +248,14 @@ class Driver(Protocol):
         """
         ...
 
-    def wait_for_gradients(self, backward: Backward) -> None:
+    def wait_for_gradients(self, backward: Backward, now: float) -> None:
         """Send a backward as soon as the gradients that it needs of other backwards have arrived.
 
         The scheduling thread calls this.
         """
         ...
 
-    def requeue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
         """Give the backlog of a worker that is gone to other workers.
 
         The scheduling thread calls this.

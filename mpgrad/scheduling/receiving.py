@@ -12,24 +12,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from mpgrad.autograd.remote_graph import Backward, PendingOutcome, RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, OperationGradients, PendingOutcome, RemoteGraph
 from mpgrad.callbacks import given_again, later
-from mpgrad.calls.backwards import GraphOwner, ReceivedGradients, error_maker, raised_from
+from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
-from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.errors import InternalError, SharedMemoryError, write
+from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, MISS, RUN
+from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
 from mpgrad.memory.arena import BorrowedMemory, ForeignSlabs, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import OwnedDescriptor
@@ -103,66 +105,75 @@ class Receiver:
         """The number of forwards and backwards done so far. Any thread may ask."""
         return self.items_done + self.backwards_done
 
-    def serve(self, worker: WorkerHandle) -> None:
+    def serve(self, worker: WorkerHandle, now: float) -> None:
         """Read the messages of `worker`, or find out that it has died."""
         try:
             while worker.gone is None:
                 self._reading, self._taken = True, None
                 if (frame := worker.link.receive()) is None:
                     return
-                self._receive(worker, frame)
+                self._receive(worker, frame, now)
         except UnreadableFrame as error:
-            self._lose_garbled(worker, error)
+            self._lose_garbled(worker, now, error)
         except (EOFError, ConnectionError):
-            self._supervisor.lose(worker)
+            self._supervisor.lose(worker, now)
         # The answer cannot be read, and neither can any that follow it.
         except MemoryError as error:
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
             worker.link.kill()
-            self._supervisor.lose(worker)
+            self._supervisor.lose(worker, now)
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
             # The chunk is not answered after all.
             if self._taken is not None:
                 worker.under_way.put_back(*self._taken)
-            self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
+            self._lose_garbled(worker, now, UnreadableFrame(repr(error)), error)
         finally:
             # It would keep an operation and its results alive until the next answer.
             self._taken = None
 
     def _lose_garbled(
-        self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None
+        self,
+        worker: WorkerHandle,
+        now: float,
+        error: UnreadableFrame,
+        cause: BaseException | None = None,
     ) -> None:
-        worker.garbled, error.__cause__ = error, cause or error.__cause__
+        error.__cause__ = cause or error.__cause__
+        # Graphs refer to the worker for long, and the frames of a traceback keep what they were at.
+        for each in (error, error.__cause__):
+            if each is not None:
+                write(each.with_traceback(None), "__context__", None)
+        worker.garbled = error
         worker.link.kill()
-        self._supervisor.lose(worker)
+        self._supervisor.lose(worker, now)
 
-    def _take(self, worker: WorkerHandle, number: int, more: bool = False) -> Chunk:
+    def _take(self, worker: WorkerHandle, number: int, now: float, more: bool = False) -> Chunk:
         """Take the chunk that a message answers. If more of it follows, the chunk stays."""
         if more:
             return worker.under_way.chunks[number]
-        chunk = worker.take(number)
+        chunk = worker.take(number, now)
         self._taken = number, chunk
         return chunk
 
-    def _receive(self, worker: WorkerHandle, frame: Frame) -> None:
+    def _receive(self, worker: WorkerHandle, frame: Frame, now: float) -> None:
         for message in frame.messages:
             self._reading, self._taken = True, None
             match message:
                 case Results():
-                    self._results(worker, message, frame.payload)
+                    self._results(worker, message, frame.payload, now)
                 case Gradients():
-                    chunk = self._take(worker, message.chunk, message.more)
+                    chunk = self._take(worker, message.chunk, now, message.more)
                     self.backwards_done += sum(
                         not isinstance(each, MissingGraph) for each in message.outcomes
                     )
-                    self._answers.gradients(worker, chunk, message, frame.payload)
+                    self._answers.gradients(worker, chunk, message, frame.payload, now)
                 case CollectedSums():
                     self._answers.collected(
-                        worker, self._take(worker, message.chunk), message, frame.payload
+                        worker, self._take(worker, message.chunk, now), message, frame.payload
                     )
                 case NewSlab() if (
                     message.handle is not None and self._memory.device_transfer is not None
@@ -184,7 +195,7 @@ class Receiver:
                     pipe = worker.link.take_descriptor()
                     worker.crash_traceback = None if pipe is None else OwnedDescriptor(pipe)
                 case ReadyReport():
-                    self._ready(worker, message)
+                    self._ready(worker, message, now)
                 case ChunkTrace():
                     self._tracer.answered(worker, message)
                 case PrintedText() | LoggedRecord():
@@ -196,7 +207,7 @@ class Receiver:
                     if told := self._memory.device_transfer.tried(
                         worker, message, self._memory.foreign_slabs, others
                     ):
-                        self._deliveries.transmit(worker, told)
+                        self._deliveries.transmit(worker, told, now)
                 case StartFailure() if not worker.ready:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
@@ -205,7 +216,7 @@ class Receiver:
                     )
         self._reading = False
 
-    def _ready(self, worker: WorkerHandle, message: ReadyReport) -> None:
+    def _ready(self, worker: WorkerHandle, message: ReadyReport, now: float) -> None:
         if worker.link.shares_memory:
             # Without the slab nothing is known of the worker's progress.
             with contextlib.suppress(SharedMemoryError):
@@ -218,15 +229,15 @@ class Receiver:
             worker.under_way.progress_record = worker.link.progress_record
             worker.under_way.link = worker.link
         worker.pid = message.pid
-        worker.ready_at = time.monotonic()
+        worker.ready_at = now
         worker.ready = True
         # Calls may wait behind long ones of other workers.
         self._queue.look_at = 0.0
-        self._supervisor.note_ready()
+        self._supervisor.note_ready(now)
         trace = self._tracer.trace
         # If the workers do not know of the timeline yet, this one is told with the others.
         if trace is not None and trace.is_known:
-            self._deliveries.record(worker)
+            self._deliveries.record(worker, now)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.lent_slots.take_back(address, times)
@@ -240,9 +251,11 @@ class Receiver:
             # The slab's owner is gone, so nobody else would say that the slab is gone.
             worker.lent_slots.unmap(slab)
 
-    def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
+    def _results(
+        self, worker: WorkerHandle, message: Results, payload: memoryview, now: float
+    ) -> None:
         """Measure and deliver the results, and put skipped calls back into the queue."""
-        chunk = self._take(worker, message.chunk, message.more)
+        chunk = self._take(worker, message.chunk, now, message.more)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
@@ -265,20 +278,20 @@ class Receiver:
                     operation.options.function, message, measured, share
                 )
         limit = operation.limit
-        outcomes = self._answers.results(worker, chunk, message, payload)
+        outcomes = self._answers.results(worker, chunk, message, payload, now)
         self._reading = False
         chunk.note_answered(done)
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
         if chunk.calls and not message.more:
             # These calls were skipped, so they have not begun.
-            self._queue.put_back(operation, [call for _, call in chunk.calls])
+            self._queue.put_back(operation, [call for _, call in chunk.calls], now)
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
             self._admissions.unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
-            self._supervisor.retire(worker)
+            self._supervisor.retire(worker, now)
 
 
 # --- outcomes from the workers' answers
@@ -295,7 +308,12 @@ class Answers:
         self.graphs_dropped = 0
 
     def results(
-        self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
+        self,
+        worker: WorkerHandle,
+        chunk: Chunk,
+        message: Results,
+        payload: memoryview,
+        now: float,
     ) -> list[tuple[int, Outcome | BaseException]]:
         """Return the outcome of each call that ran, with its index.
 
@@ -314,7 +332,7 @@ class Answers:
                 f"worker {worker.number} ran a call that it was told in time to skip; please "
                 "report it"
             )
-        outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
+        outcomes = list(self._outcomes(worker, chunk, operation, message, payload, now))
         self._note_graphs(worker, message)
         return outcomes
 
@@ -325,10 +343,13 @@ class Answers:
         operation: Operation,
         message: Results,
         payload: memoryview,
+        now: float,
     ) -> Iterator[tuple[int, Outcome | BaseException]]:
         """Make the outcomes, each with the index of its call."""
+        answered, story = (now, ANSWERED, worker.number), operation.options.story.calls
         # After a failure there are fewer outcomes than calls.
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):
+            story[call.item] = (*story.get(call.item, ()), answered)
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
                 yield call.index, failed_again(outcome, name, worker)
@@ -342,7 +363,7 @@ class Answers:
                 graph = self._graph_kept(worker, operation.owner, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
-                    worker.graphs.note_lost(number)
+                    worker.graphs.handle(number, MISS)
                 if not operation.options.eager.apart and operation.owner.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
@@ -363,7 +384,12 @@ class Answers:
             yield call.index, DeliveredResult(outcome, payload, memories, graph, call, worker)
 
     def gradients(
-        self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview
+        self,
+        worker: WorkerHandle,
+        chunk: Chunk,
+        message: Gradients,
+        payload: memoryview,
+        now: float,
     ) -> None:
         """Settle each backward that ran. A backward whose graph was missing returns to the
         backlog."""
@@ -378,22 +404,31 @@ class Answers:
         if not message.more:
             # These backwards were cancelled before they began.
             for backward in chunk.backwards[len(message.outcomes) :]:
-                worker.graphs.note_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, FAIL)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
+            if (graph := backward.held) is not None:
+                story, item = graph.owner.story.calls, graph.index
+                item = item.start if isinstance(item, range) else item
+                missing = type(found) is MissingGraph
+                words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
+                story[item] = (*story.get(item, ()), (now, words, worker.number))
             if isinstance(found, MissingGraph):
-                worker.graphs.note_lost(backward.call)
+                worker.graphs.handle(backward.call, MISS)
                 # The sum may have been collected already.
                 backward.apart = backward.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
-                worker.graphs.note_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, FAIL)
                 if not backward.arrived:
                     name = backward.names.words(backward.items)
                     backward.settle(functools.partial(raised_from, found, name, worker.name))
             else:
-                worker.graphs.note_no_rest(backward)
+                if backward.is_last:
+                    worker.graphs.handle(backward.call, RUN)
                 self._gradients_of(backward, worker, found, payload)
         chunk.note_answered(len(message.outcomes))
 
@@ -416,7 +451,7 @@ class Answers:
         with contextlib.suppress(SharedMemoryError):
             self._borrow(found)
         if number is not None:
-            worker.graphs.keep(number)
+            worker.graphs.handle(number, KEEP)
             worker.releases.append(number)
 
     def collected(
@@ -434,16 +469,18 @@ class Answers:
     def _graph_kept(
         self,
         worker: WorkerHandle,
-        owner: GraphOwner,
+        owner: OperationGradients,
         number: int,
         index: int | range,
         lineage: PackedCall | Backward,
     ) -> RemoteGraph:
-        worker.graphs.keep(number)
+        worker.graphs.handle(number, KEEP)
         return RemoteGraph(owner, worker, number, index, lineage if self._recoverable else None)
 
     def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
-        self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
+        for call in message.dropped:
+            self.graphs_dropped += worker.graphs.states.get(call) == ALIVE
+            worker.graphs.handle(call, DROP)
         worker.graphs.nbytes = message.graph_bytes
 
     def _arrive(

@@ -7,7 +7,7 @@ next backward rebuilds the graph right before it.
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker, where the graph is missing:
         [Recompute, [RecomputeBackward ...,]] BackwardCall
-    a sum of captures' gradients ──► an error for its graph owner, which asks for each part
+    a sum of captures' gradients ──► an error for its operation, which asks for each part
 Guarantees: an item fails only if more than `retries` workers died while they ran it, if it took too
     long more than `timeout_retries` times, or if more than `retries` and more than `IDLE_DEATHS`
     workers died when it was next. Without retries the items before it in the chunk fail, too, as do
@@ -22,12 +22,21 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
-from mpgrad.autograd.remote_graph import Backward, RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest
 from mpgrad.callbacks import report
-from mpgrad.calls.backwards import SumRequest, error_maker
+from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import FailedResult, Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
+from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
+from mpgrad.machine.deaths import failing, judged, successor
+from mpgrad.machine.ledger import CANCEL
+from mpgrad.machine.story import (
+    BACKWARD_MOVED,
+    DIED_AT,
+    LOST,
+    Story,
+    Transition,
+)
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.lifecycle import Lifecycle
@@ -36,8 +45,6 @@ from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
 
-# So many workers may die when a call is next, without the call being to blame.
-IDLE_DEATHS = 2
 GRAPH_LOST = (
     "the graph that backward needs was lost with it, and is only made again with retries (retries: "
     "0)"
@@ -63,7 +70,7 @@ class Recovery:
         function_cache: FunctionCache,
         settings: Settings,
         life: Lifecycle,
-        readmit: Callable[[Operation], None],
+        readmit: Callable[[Operation, float], None],
     ) -> None:
         """Take `readmit`, which is called if an operation has calls for workers again."""
         self._workers = workers
@@ -83,6 +90,7 @@ class Recovery:
         chunks: Sequence[Chunk],
         position: int,
         offset: int,
+        now: float,
     ) -> bool:
         """Blame the call that was running, or else was next, because it may have killed the worker.
 
@@ -96,23 +104,20 @@ class Recovery:
         been written to. If the node agent was lost, all calls that it had been given fail.
         """
         if self._retries == 0 and worker.link.lost:
-            return self._fail_all(worker, code, chunks)
+            return self._fail_all(worker, code, chunks, now)
         chunk, place = chunks[0], max(position, 0)
         parts = parts_of(chunk)
         if place >= len(parts):
             return False
         accused = parts[place]
         is_overdue = position >= 0 and worker.overdue is not None
-        if position < 0:
-            accused.idle_deaths += 1
-            fails = accused.idle_deaths > max(self._retries, IDLE_DEATHS)
-        elif is_overdue:
-            accused.timeouts += 1
-            is_lost = isinstance(accused, Backward) and not can_be_made(accused.graph)
-            fails = accused.timeouts > self._timeout_retries or is_lost
-        else:
-            accused.deaths += 1
-            fails = accused.deaths > self._retries
+        # One that was cancelled may have lost its graph, and nobody asks for it any more.
+        graph = accused.held if isinstance(accused, Backward) else None
+        is_lost = graph is not None and not can_be_made(graph)
+        words, fails = judged(
+            accused, position >= 0, is_overdue, is_lost, self._retries, self._timeout_retries
+        )
+        note(accused, (now, words, worker.number))
         # A worker that loads a function has no time limit.
         is_known = position >= 0 or worker.link.lost or worker.overdue is not None
         phase = (
@@ -125,10 +130,9 @@ class Recovery:
 
         def error(_: Part = accused) -> BaseException:
             item = item_of(accused, position, offset)
-            return self._death(worker, code, item, phase, accused, is_overdue)
+            died = self._death(worker, code, item, phase, accused, is_overdue)
+            return told(died, accused)
 
-        # Without retries what had run in the chunk may not run again.
-        first = 0 if self._retries == 0 and position >= 0 else place
         # The caller asked for a timeout, so it is no warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
@@ -137,10 +141,12 @@ class Recovery:
             for each in begun:
                 accused.note_failed(each, FailedResult.with_error(error()))
             accused.deaths, fails = 0, False
-        fail(chunk, slice(first, place + fails), error)
+        fail(chunk, failing(place, fails, position >= 0, self._retries), error)
         return True
 
-    def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
+    def _fail_all(
+        self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], now: float
+    ) -> bool:
         """Fail all calls and backwards, because results may have been on their way.
 
         Return whether there were any.
@@ -149,10 +155,12 @@ class Recovery:
 
         def error(part: Part) -> BaseException:
             phase = "forward" if isinstance(part, PackedCall) else "backward"
-            return self._death(worker, code, item_of(part), phase, part)
+            died = self._death(worker, code, item_of(part), phase, part)
+            return told(died, part)
 
         for part in parts:
             part.deaths += 1
+            note(part, (now, DIED_AT, worker.number))
         if parts:
             report(logging.WARNING, "%s", error(parts[0]))
         for chunk in chunks:
@@ -202,7 +210,7 @@ class Recovery:
         died.__cause__ = worker.garbled
         return died
 
-    def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
+    def take_apart(self, worker: WorkerHandle, chunks: list[Chunk], now: float) -> None:
         """Take apart the chunks of a worker that is gone.
 
         Calls return to their queues. Backwards and requests wait in the backlog until `revive`.
@@ -212,13 +220,15 @@ class Recovery:
             if chunk.operation is not None:
                 wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
                 self.reruns += len(wanted)
+                for call in wanted:
+                    note(call, (now, LOST, worker.number))
                 chunk.operation.queue.extendleft(reversed(wanted))
-                self._readmit(chunk.operation)
+                self._readmit(chunk.operation, now)
             worker.backlog.extendleft(reversed(chunk.backwards))
             if chunk.request is not None:
                 worker.backlog.appendleft(chunk.request)
 
-    def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
+    def revive(self, item: Backward | SumRequest, gone: WorkerHandle, now: float) -> bool:
         """Give a backward of a worker that is gone to another worker, which rebuilds the graph.
 
         A sum is lost. Return False if no other worker has a place.
@@ -228,7 +238,7 @@ class Recovery:
         # An item that has arrived was cancelled.
         if item.arrived:
             if isinstance(item, Backward):
-                gone.graphs.note_unknown(item.call)
+                gone.graphs.handle(item.call, CANCEL)
         elif reason is not None:
             item.settle(error_maker(reason))
         elif isinstance(item, SumRequest):
@@ -252,6 +262,7 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
+            note(item, (now, BACKWARD_MOVED, worker.number))
             # The sum that the gradients were to be part of was in the worker that is gone.
             item.apart = item.captures
             worker.backlog.append(item)
@@ -273,16 +284,37 @@ class Recovery:
         else:
             assert isinstance(lineage, PackedCall)
             self._function_cache.number(lineage.options.function)
-            placed = [each for each in self._workers.values() if each.link.has_place]
-            there = [each for each in placed if each.device == gone.device]
-            active = [each for each in there if not each.retiring] or there
-            worker = min(active or placed, key=lambda each: each.load, default=None)
+            worker = successor(self._workers.values(), gone.device)
         if worker is None:
             return None
         gone.note_consumed()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker
+
+
+def place_in_story(part: Part) -> tuple[Story, int] | None:
+    """Return where the part's transitions are noted; None for a backward that was cancelled."""
+    if isinstance(part, PackedCall):
+        return part.options.story, part.item
+    if part.held is None:
+        return None
+    index = part.held.index
+    return part.held.owner.story, index if isinstance(index, int) else index.start
+
+
+def note(part: Part, transition: Transition) -> None:
+    if (place := place_in_story(part)) is not None:
+        story, item = place
+        story.note(item, transition)
+
+
+def told(error: BaseException, part: Part) -> BaseException:
+    """Return the error with a note of what happened to the call or backward."""
+    if (place := place_in_story(part)) is not None:
+        story, item = place
+        add_note(error, f"what happened to it:\n{story.in_words(item)}")
+    return error
 
 
 def parts_of(chunk: Chunk) -> Sequence[Part]:

@@ -26,29 +26,31 @@ Guarantees: each call added to an operation gets one outcome. Each backward is s
 from __future__ import annotations
 
 import itertools
-import math
 import signal
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
-from mpgrad.calls.backwards import Prediction, error_maker
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import UncollectedFailures
+from mpgrad.calls.backwards import error_maker
+from mpgrad.calls.operations import Operation, UncollectedFailures
 from mpgrad.engines.kinds import Engine
+from mpgrad.errors import CallNames
+from mpgrad.machine.policy import FAR, NEAR
+from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.story import Story
+from mpgrad.machine.timing import Prediction
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
-from mpgrad.scheduling.admissions import Admissions, GradientSender
+from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.cancelling import Canceller
-from mpgrad.scheduling.chunk_writer import FAR, NEAR
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import FunctionCache
-from mpgrad.scheduling.lifecycle import Lifecycle, Phase, Settlement
-from mpgrad.scheduling.queue import CallQueue, Deliveries
+from mpgrad.scheduling.gradients import GradientSender
+from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.supervisor import WorkerSupervisor
@@ -61,8 +63,6 @@ from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
-# seconds until the clock is looked at again; the system allows at most 2**31 ms
-LONGEST_SLEEP = 86_400.0
 # seconds between two checks whether the forked children for which memory is kept have ended
 CHILDREN_PATIENCE = 0.5
 
@@ -71,9 +71,11 @@ CHILDREN_PATIENCE = 0.5
 class Scheduler(ABC):
     """Puts the parts together, and has a method for each request of the caller's threads."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: Engine, clock: Callable[[], float]) -> None:
         self.settings = settings
         self.engine = engine
+        # read between events only; the parts are told what time it is
+        self.clock = clock
         self.life = Lifecycle()
         self.callbacks = CallbackThread()  # not started if the scheduling thread is the caller's
         self.tracer = Tracer()
@@ -81,7 +83,9 @@ class Scheduler(ABC):
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
-        self.inbox: deque[Callable[[], None]] = deque()
+        # of the operation that was admitted last, with the names of its calls
+        self.story, self._names = Story(), CallNames("", "")
+        self.inbox: deque[Order] = deque()
         # whether the scheduling thread has work that it has not been woken for
         self.has_unheard = False
         self.workers: dict[int, WorkerHandle] = {}
@@ -165,18 +169,18 @@ class Scheduler(ABC):
     def join(self) -> None:
         """Wait for the end that `drain` or `terminate` has requested."""
 
-    def feed(self) -> None:
-        for worker in self.deliveries.feed():
-            self.supervisor.retire(worker)
+    def feed(self, now: float) -> None:
+        for worker in self.deliveries.feed(now):
+            self.supervisor.retire(worker, now)
 
     # --- any thread: operations
 
-    def put(self, order: Callable[[], None]) -> None:
+    def put(self, order: Order) -> None:
         self.inbox.append(order)
         self.has_unheard = True
         self._settle_if_ended()
 
-    def post(self, order: Callable[[], None]) -> None:
+    def post(self, order: Order) -> None:
         self.inbox.append(order)
         self.wake()
         self._settle_if_ended()
@@ -187,7 +191,8 @@ class Scheduler(ABC):
         Admit the operation again after more calls were added. `waits` says that the caller needs
         the results.
         """
-        self.inbox.append(lambda: self.admissions.admit(operation))
+        self.story, self._names = operation.options.story, operation.names
+        self.inbox.append(lambda now: self.admissions.admit(operation, now))
         if waits:
             self.hand_over()
         else:
@@ -218,18 +223,18 @@ class Scheduler(ABC):
 
         Calls that have not begun do not begin, and results that arrive are dropped.
         """
-        self.post(lambda: self.cancelling.cancel(operation))
+        self.post(lambda now: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
         """Give the calls that no worker has been given a `CancelledError`."""
-        self.post(lambda: self.cancelling.cancel_queued(operation))
+        self.post(lambda now: self.cancelling.cancel_queued(operation))
 
     def cancel_with_grace(self, operation: Operation) -> None:
         """Cancel the operation, because the caller that waited for it was interrupted.
 
         A call that does not end soon is killed with its worker.
         """
-        self.post(lambda: self.cancelling.cancel_with_grace(operation))
+        self.post(lambda now: self.cancelling.cancel_with_grace(operation, now))
 
     def cancel_all_with_grace(self) -> None:
         """Cancel with grace all operations that were admitted up to now.
@@ -240,19 +245,19 @@ class Scheduler(ABC):
 
     def cancel_backward(self, graph_task: int) -> None:
         """Cancel with grace all that was sent for the backward with this number."""
-        self.post(lambda: self.cancelling.cancel_backward(graph_task))
+        self.post(lambda now: self.cancelling.cancel_backward(graph_task, now))
 
     def kill(self, operation: Operation) -> None:
         """Cancel the operation, and kill the workers that run one of its calls.
 
         The other calls of these workers go to other workers.
         """
-        self.post(lambda: self.cancelling.kill(operation))
+        self.post(lambda now: self.cancelling.kill(operation, now))
 
     def kill_at(self, moment: float, operation: Operation) -> None:
         """Kill the operation at the `moment`, on the clock of time.monotonic, unless it has
         ended."""
-        self.post(lambda: self.cancelling.deadlines.put(moment, operation))
+        self.post(lambda now: self.cancelling.deadlines.put(moment, operation))
 
     def await_all(self) -> None:
         """Wait until all operations that were admitted up to now have ended."""
@@ -261,7 +266,7 @@ class Scheduler(ABC):
         # there.
         looked, ended, told = False, 0, False
 
-        def look() -> None:
+        def look(now: float) -> None:
             nonlocal looked
             pending.extend(self.admissions.unfinished)
             looked = True
@@ -276,7 +281,7 @@ class Scheduler(ABC):
             ended = at
             return looked and at == len(pending)
 
-        def all_told() -> None:
+        def all_told(now: float) -> None:
             nonlocal told
             told = True
             self.tell_waiters()
@@ -301,10 +306,10 @@ class Scheduler(ABC):
         self.life.check_open()
         self.tracer.begin(trace)
 
-        def tell_all() -> None:
+        def tell_all(now: float) -> None:
             for worker in list(self.workers.values()):
                 if worker.ready:
-                    self.deliveries.record(worker)
+                    self.deliveries.record(worker, now)
             trace.is_known = True
 
         self.post(tell_all)
@@ -316,10 +321,10 @@ class Scheduler(ABC):
         self.tracer.trace.end()
         self.tracer.trace = None
 
-        def tell_all() -> None:
+        def tell_all(now: float) -> None:
             for worker in list(self.workers.values()):
                 if worker.ready:
-                    self.deliveries.transmit(worker, [Record(False)])
+                    self.deliveries.transmit(worker, [Record(False)], now)
 
         self.post(tell_all)
 
@@ -339,7 +344,7 @@ class Scheduler(ABC):
     def resize(self, workers: int) -> None:
         self.life.check_open()
         self._have(workers)
-        self.post(lambda: self._keep(workers))
+        self.post(lambda now: self._keep(workers))
 
     def _keep(self, workers: int) -> None:
         """Have so many workers from now on, because the user says so, and not the engine."""
@@ -353,7 +358,10 @@ class Scheduler(ABC):
 
     def stats(self) -> PoolStats:
         self.life.check_process()
-        workers = [statistics(worker) for worker in list(self.workers.values()) if worker.ready]
+        now = self.clock()
+        workers = [
+            statistics(worker, now) for worker in list(self.workers.values()) if worker.ready
+        ]
         traffic = self.engine.traffic
         return PoolStats(
             workers,
@@ -378,6 +386,13 @@ class Scheduler(ABC):
             self.memory.bytes_copied,
             self.memory.arena.slots_made,
         )
+
+    def story_of(self, item: int) -> str:
+        """Return what happened to this item of the last operation; raises LookupError."""
+        told, call = self.story.in_words(item), self._names.words(item)
+        if not told:
+            raise LookupError(f"nothing has happened to item {item} of the last operation")
+        return f"{call}\n{told}"
 
     def tally(self) -> tuple[int, int]:
         """Return how many forwards and backwards have been done so far, and how many are left."""
@@ -443,7 +458,7 @@ class Scheduler(ABC):
         """End the workers now, with this signal. Work that is under way fails with `error`, as do
         backwards."""
 
-        def end() -> None:
+        def end(now: float) -> None:
             if not self.life.has_ended:
                 self.life.ends_by = by
                 self.life.break_off(error)
@@ -468,19 +483,21 @@ class Scheduler(ABC):
     def work(self) -> None:
         """Do all work that needs no waiting."""
         while self.inbox:
-            self.inbox.popleft()()
+            self.inbox.popleft()(self.clock())
+        # Orders may have taken long, and time limits count from when calls are sent.
+        now = self.clock()
         self.memory.tidy()
         if not self.life.is_stopping:
-            self.feed()
+            self.feed(now)
         if self.life.is_ending and not self.life.is_stopping:
-            self._look_at_end()
+            self._look_at_end(now)
 
-    def _look_at_end(self) -> None:
+    def _look_at_end(self, now: float) -> None:
         """End the workers, or the pool, if the phase says so and nothing runs."""
         phase = self.life.phase
         if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:
-                self.supervisor.retire_all()
+                self.supervisor.retire_all(now)
             else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
@@ -497,11 +514,11 @@ class Scheduler(ABC):
         )
         return not (busy or self._queue.has_calls)
 
-    def wait_for_gradients(self, backward: Backward) -> None:
-        self.admissions.look_at_backward(backward)
+    def wait_for_gradients(self, backward: Backward, now: float) -> None:
+        self.admissions.look_at_backward(backward, now)
 
-    def requeue(self, worker: WorkerHandle) -> None:
-        self.supervisor.requeue(worker)
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
+        self.supervisor.requeue(worker, now)
 
     def look_at_room(self) -> None:
         """Change the number of workers if the engine, which follows a cluster's nodes, has room for
@@ -510,22 +527,14 @@ class Scheduler(ABC):
         if room is not None and room != self.supervisor.wanted and self.life.phase is Phase.OPEN:
             self._have(room)
 
-    def keep_time(self) -> float | None:
-        """Do what is due, and return the seconds until it is time to look again.
-
-        Return None if nothing is to come.
-        """
-        now = time.monotonic()
+    def keep_time(self, now: float) -> float:
+        """Do what is due, and return the moment at which to look again; infinite for never."""
         soonest = min(
             self.cancelling.keep_time(now), self.supervisor.keep_time(now), self._queue.look_at
         )
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
-        return (
-            None
-            if soonest == math.inf
-            else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
-        )
+        return soonest
 
     def end(self) -> None:
         """End the pool. This happens last, and leaves no thread waiting."""
@@ -540,28 +549,30 @@ class Scheduler(ABC):
         chunks = [chunk for worker in gone for chunk in worker.under_way.chunks.values()]
         try:
             self.supervisor.end_all(
-                reason, gently=self.life.ends_gently and self.life.broken is None
+                reason,
+                gently=self.life.ends_gently and self.life.broken is None,
+                now=self.clock(),
             )
         finally:
             try:
                 for chunk in chunks:
                     chunk.fail_backwards(error_maker(reason))
                 for worker in gone:
-                    self.supervisor.requeue(worker)
+                    self.supervisor.requeue(worker, self.clock())
             finally:
                 try:
                     self._settle()
-                    self.supervisor.await_exits()
+                    self.supervisor.await_exits(self.clock)
                 finally:
                     self.memory.close()
 
     def _settle(self) -> None:
-        self._settling.settle()
+        self._settling.settle(self.clock())
         self._queue.tidy()
         self.tell_waiters()
 
 
-def statistics(worker: WorkerHandle) -> WorkerStats:
+def statistics(worker: WorkerHandle, now: float) -> WorkerStats:
     return WorkerStats(
         worker.number,
         worker.pid,
@@ -570,7 +581,7 @@ def statistics(worker: WorkerHandle) -> WorkerStats:
         worker.graphs.nbytes,
         worker.calls_done,
         "retiring" if worker.retiring else "busy" if worker.under_way else "idle",
-        worker.busy,
+        worker.busy(now),
         name_of(worker.device),
         worker.link.node,
     )

@@ -18,7 +18,6 @@ import errno
 import logging
 import math
 import resource
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,11 +26,12 @@ from mpgrad.calls.packing import missing_device
 from mpgrad.engines.kinds import Engine
 from mpgrad.environment import current_environment, preparation
 from mpgrad.errors import PoolClosedError, WorkerDiedError
-from mpgrad.scheduling.admissions import GradientSender
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
-from mpgrad.scheduling.queue import CallQueue, Deliveries
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.wire.messages import Start, Stop
@@ -54,7 +54,7 @@ class EndingWorker(NamedTuple):
     # how long the pool waits for it, on the clock of time.monotonic
     until: float
     # called when it is known how the worker died; None if it was told to stop
-    death: Callable[[], None] | None
+    death: Callable[[float], None] | None
 
 
 class WorkerSupervisor:
@@ -108,7 +108,7 @@ class WorkerSupervisor:
         # since when no worker takes calls, and none can be started
         self._refused_since: float | None = None
 
-    def fill(self) -> None:
+    def fill(self, now: float) -> None:
         """Start or retire workers until as many are active as wanted. At the pool's end, start
         none.
 
@@ -125,9 +125,9 @@ class WorkerSupervisor:
         active.sort(key=lambda each: not each.link.has_place)
         try:
             for _ in range(self.wanted - len(active)):
-                self.start_worker()
+                self.start_worker(now)
         except OSError as error:
-            self._note_refusal(error)
+            self._note_refusal(error, now)
         # No worker can be started any more, or a new one would not be what it should be.
         except RuntimeError as error:
             self._life.break_off(error)
@@ -137,16 +137,15 @@ class WorkerSupervisor:
         for worker in too_many:
             # A worker that has a place is told when it has finished its work.
             if not worker.link.has_place:
-                self.retire(worker)
-        self._requeue_unplaced()
+                self.retire(worker, now)
+        self._requeue_unplaced(now)
 
-    def _note_refusal(self, error: OSError) -> None:
+    def _note_refusal(self, error: OSError, now: float) -> None:
         """Note that no further worker can be started, and try again soon.
 
         If no worker is left that takes calls, a worker that only keeps graphs makes room. If there
         is none, the pool breaks after a while.
         """
-        now = time.monotonic()
         self.again_at = now + START_GAP
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
@@ -168,22 +167,23 @@ class WorkerSupervisor:
             # A place will be free, or a worker is starting.
             pass
         elif keepers and self._settings.recoverable:
-            self._drop_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
+            worker = min(keepers, key=lambda each: (bool(each.sums), each.graphs.there))
+            self._drop_graphs(worker, now)
         elif now - self._refused_since > START_PATIENCE:
             self._life.break_off(with_limit(error))
 
-    def _drop_graphs(self, worker: WorkerHandle) -> None:
+    def _drop_graphs(self, worker: WorkerHandle, now: float) -> None:
         """End the worker. Other workers rebuild those of its graphs that are still wanted."""
         log.info(
             "worker %d ends, as no other can be started; %d graphs are made again",
             worker.number,
             worker.graphs.there,
         )
-        self._send_off(worker, "has ended, to make room for another")
+        self._send_off(worker, "has ended, to make room for another", now)
         # Its descriptors are free at once, and the rest when it has ended.
-        self.again_at = time.monotonic()
+        self.again_at = now
 
-    def start_worker(self) -> None:
+    def start_worker(self, now: float) -> None:
         """Start a worker, and send it its settings.
 
         Raises:
@@ -212,7 +212,7 @@ class WorkerSupervisor:
             b"" if device_transfer is None else device_transfer.setup(device),
             settings.remote,
         )
-        self._deliveries.transmit(worker, [start])
+        self._deliveries.transmit(worker, [start], now)
         if (
             device_transfer is not None
             and device
@@ -220,15 +220,15 @@ class WorkerSupervisor:
         ):
             slot, trial = offered
             worker.lent_slots.lend(slot.address, slot)
-            self._deliveries.transmit(worker, [trial])
+            self._deliveries.transmit(worker, [trial], now)
 
-    def note_ready(self) -> None:
+    def note_ready(self, now: float) -> None:
         """Note that a worker has started."""
         self._failed_starts = 0
         self._refused_since = None
-        self._requeue_unplaced()
+        self._requeue_unplaced(now)
 
-    def retire(self, worker: WorkerHandle) -> None:
+    def retire(self, worker: WorkerHandle, now: float) -> None:
         """Give the worker no new calls. It stays while it keeps graphs."""
         # `fill` has sent it off already.
         if worker.gone is not None:
@@ -236,16 +236,16 @@ class WorkerSupervisor:
         if not worker.retiring:
             worker.begin_retiring()
             # This may send the worker off at once, if no other can be started beside it.
-            self.fill()
+            self.fill(now)
         if worker.gone is None and (worker.is_done or self._is_unneeded(worker)):
-            self._send_off(worker, f"has ended after {worker.calls_done} calls")
+            self._send_off(worker, f"has ended after {worker.calls_done} calls", now)
             # A start may have failed before, because this worker took the resources.
-            self.fill()
+            self.fill(now)
 
-    def _send_off(self, worker: WorkerHandle, why: str) -> None:
-        self._deliveries.transmit(worker, [Stop()])
-        self._remove_at_once(worker, PoolClosedError(f"worker {worker.number} {why}"))
-        self.requeue(worker)
+    def _send_off(self, worker: WorkerHandle, why: str, now: float) -> None:
+        self._deliveries.transmit(worker, [Stop()], now)
+        self._remove_at_once(worker, PoolClosedError(f"worker {worker.number} {why}"), now)
+        self.requeue(worker, now)
         self._driver.tell_waiters()
 
     def _is_unneeded(self, worker: WorkerHandle) -> bool:
@@ -260,17 +260,21 @@ class WorkerSupervisor:
             is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
         )
 
-    def retire_all(self) -> None:
+    def retire_all(self, now: float) -> None:
         """Retire all workers. Each ends as soon as nobody needs it."""
         self.wanted = 0
         for worker in list(self._workers.values()):
             worker.is_last = True
-            self.retire(worker)
+            self.retire(worker, now)
         # Whoever waits for workers that are not needed may not have to wait for these.
         self._driver.tell_waiters()
 
     def _remove_at_once(
-        self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None
+        self,
+        worker: WorkerHandle,
+        reason: BaseException,
+        now: float,
+        death: Callable[[float], None] | None = None,
     ) -> None:
         """Remove the worker from the pool.
 
@@ -278,12 +282,12 @@ class WorkerSupervisor:
         """
         worker.link.end()
         worker.gone = reason
-        self._ending[worker.number] = EndingWorker(worker, time.monotonic() + EXIT_PATIENCE, death)
+        self._ending[worker.number] = EndingWorker(worker, now + EXIT_PATIENCE, death)
         del self._workers[worker.number]
         if worker.link.exit is not None:
-            self.remove(worker.number)
+            self.remove(worker.number, now)
 
-    def remove(self, number: int) -> None:
+    def remove(self, number: int, now: float) -> None:
         """Clean up after a worker that has ended, or has had enough time to end.
 
         Its memory stays while results view it.
@@ -301,10 +305,10 @@ class WorkerSupervisor:
         worker.note_end()
         self._driver.tell_waiters()
         if ending.death is not None:
-            ending.death()
+            ending.death(now)
         # A start may have failed because this worker took the resources.
         elif self.again_at < math.inf:
-            self.fill()
+            self.fill(now)
 
     @property
     def gone(self) -> list[WorkerHandle]:
@@ -329,20 +333,20 @@ class WorkerSupervisor:
             return math.inf
         for number, ending in list(self._ending.items()):
             if ending.until <= now:
-                self.remove(number)
+                self.remove(number, now)
         if now >= self.again_at:
-            self.fill()
+            self.fill(now)
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
-    def kill(self, worker: WorkerHandle) -> None:
+    def kill(self, worker: WorkerHandle, now: float) -> None:
         """Kill the worker for its running call, which nobody wants any more.
 
         The call is not blamed.
         """
         worker.link.kill()
-        self.lose(worker, blames=False)
+        self.lose(worker, now, blames=False)
 
-    def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
+    def lose(self, worker: WorkerHandle, now: float, blames: bool = True) -> None:
         """Remove a worker that died. Its work goes to other workers, except for a call that has
         killed too many."""
         is_ours = not blames or worker.termination is not None
@@ -358,50 +362,56 @@ class WorkerSupervisor:
             self._driver.tracer.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
 
-        def has_exited() -> None:
+        def has_exited(now: float) -> None:
             died.exit_code = worker.exit_code
             if worker.link.exit is not None and worker.link.exit.refusal is not None:
-                self._note_refusal(worker.link.exit.refusal)
+                self._note_refusal(worker.link.exit.refusal, now)
             else:
-                self._look_into(worker, chunks, begun[0], offset, blames)
-            self.requeue(worker)
+                self._look_into(worker, chunks, begun[0], offset, blames, now)
+            self.requeue(worker, now)
             # Other workers have work now, and the scheduling thread may be about to sleep.
             self._driver.wake()
 
         self.deaths += worker.ready
         self.kills += is_ours
-        self._remove_at_once(worker, died, has_exited)
+        self._remove_at_once(worker, died, now, has_exited)
         # Chunks behind the first one cannot have caused the death.
         if worker.number in self._ending:
             behind = chunks[1:]
             del chunks[1:]
             worker.under_way.drop_behind()
-            self._recovery.take_apart(worker, behind)
+            self._recovery.take_apart(worker, behind, now)
         # If the worker had not started, `_look_into` decides whether workers can start at all.
         if worker.ready:
-            self.fill()
+            self.fill(now)
 
     def _look_into(
-        self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool
+        self,
+        worker: WorkerHandle,
+        chunks: list[Chunk],
+        position: int,
+        offset: int,
+        blames: bool,
+        now: float,
     ) -> None:
         """Find out who is to blame for a death, now that the exit is known or awaited in vain."""
         code = worker.exit_code
         # The death of a worker that had started was counted before.
         self.deaths += not worker.ready
         is_blamed = (
-            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
+            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset, now)
         )
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
-        self._recovery.take_apart(worker, chunks)
+        self._recovery.take_apart(worker, chunks, now)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
             self._life.break_off(
                 WorkerDiedError(None, "start", worker.number, code, words, worker.stack)
             )
         else:
-            self.fill()
+            self.fill(now)
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started.
@@ -416,7 +426,7 @@ class WorkerSupervisor:
             self._started_before_failure = self._newest
         return self._failed_starts == FAILED_STARTS
 
-    def requeue(self, worker: WorkerHandle) -> None:
+    def requeue(self, worker: WorkerHandle, now: float) -> None:
         """Give the backlog of a worker that is gone to other workers.
 
         If the worker died, this happens as soon as it is known how.
@@ -430,7 +440,7 @@ class WorkerSupervisor:
             # After the pool's end several threads may do this.
             except IndexError:
                 break
-            if not self._recovery.revive(item, worker):
+            if not self._recovery.revive(item, worker, now):
                 waiting.append(item)
         if waiting:
             worker.backlog.extendleft(reversed(waiting))
@@ -438,36 +448,36 @@ class WorkerSupervisor:
                 self.unplaced.append(worker)
         self._driver.tell_waiters()
 
-    def _requeue_unplaced(self) -> None:
+    def _requeue_unplaced(self, now: float) -> None:
         unplaced, self.unplaced = self.unplaced, []
         for gone in unplaced:
-            self.requeue(gone)
+            self.requeue(gone, now)
 
-    def end_all(self, reason: BaseException, gently: bool) -> None:
+    def end_all(self, reason: BaseException, gently: bool, now: float) -> None:
         """End all workers.
 
         Idle workers end in peace. With `gently` all workers do.
         """
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
-                self._deliveries.transmit(worker, [Stop(waits=gently)])
+                self._deliveries.transmit(worker, [Stop(waits=gently)], now)
             else:
                 worker.link.kill(self._life.ends_by)
         for worker in list(self._workers.values()):
-            self._remove_at_once(worker, reason)
+            self._remove_at_once(worker, reason, now)
         # Their backlogs are answered now, however they died.
         for number, ending in self._ending.items():
             self._ending[number] = ending._replace(death=None)
 
-    def await_exits(self) -> None:
+    def await_exits(self, clock: Callable[[], float]) -> None:
         """Wait for all exits in this thread, because nobody waits for anything else any more."""
         until = max((ending.until for ending in self._ending.values()), default=0.0)
-        while self._ending and (left := until - time.monotonic()) > 0:
+        while self._ending and (left := until - clock()) > 0:
             for link in self._engine.wait(left):
                 if link.exit is not None:
-                    self.remove(link.number)
+                    self.remove(link.number, clock())
         for number in list(self._ending):
-            self.remove(number)
+            self.remove(number, clock())
 
 
 # the limit that has been reached, for each error number

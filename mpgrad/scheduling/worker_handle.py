@@ -15,32 +15,41 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward
-from mpgrad.calls.backwards import SumRequest, error_maker
+from mpgrad.autograd.remote_graph import Backward, SumRequest
+from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
+from mpgrad.machine.ledger import TAKE, GraphLedger, SumLedger
+from mpgrad.machine.policy import SEEN
+from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory.accelerator import INSTALLED
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, GraphLedger, LentSlots, SumLedger
+from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, LentSlots
 from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import DroppedSlabs, Forget, Message, MissingSlabs, Release, ReturnedSlots
+from mpgrad.wire.messages import (
+    MOST_SUMS,
+    DroppedSlabs,
+    Forget,
+    Message,
+    MissingSlabs,
+    Release,
+    ReturnedSlots,
+)
 from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = [
     "GRACE_PERIOD",
-    "SEEN",
     "SentChunks",
     "Settings",
     "Termination",
@@ -94,7 +103,7 @@ class WorkerHandle:
         self.unreadable = ""
 
         self.graphs = GraphLedger()
-        self.sums = SumLedger()
+        self.sums = SumLedger(MOST_SUMS)
         self.lent_slots = LentSlots(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
         self.backlog: deque[Backward | SumRequest] = deque()
@@ -136,10 +145,9 @@ class WorkerHandle:
             if each
         ]
 
-    @property
-    def busy(self) -> float:
+    def busy(self, now: float) -> float:
         """The share of the time since the worker was ready in which it had work under way."""
-        now, since = time.monotonic(), self.under_way.since
+        since = self.under_way.since
         seconds = self.under_way.seconds + (max(0.0, now - since) if self.under_way else 0.0)
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
 
@@ -197,7 +205,7 @@ class WorkerHandle:
             any(chunk.wanted()) for chunk in self.under_way.chunks.values()
         )
 
-    def cancel_backward(self, graph_task: int, error: BaseException) -> None:
+    def cancel_backward(self, graph_task: int, error: BaseException, now: float) -> None:
         """Cancel all that was sent for the backward with this number.
 
         Threads that wait for it get the error.
@@ -208,7 +216,7 @@ class WorkerHandle:
                 with contextlib.suppress(ValueError):
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
-        self.under_way.cancel_backward(graph_task, error)
+        self.under_way.cancel_backward(graph_task, error, now)
 
     # --- messages to the worker
 
@@ -223,32 +231,38 @@ class WorkerHandle:
         return bool(self.releases or self.consumed or self._to_release)
 
     def forward(
-        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]
+        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]], now: float
     ) -> tuple[list[Message], Payload]:
         """Write a chunk of an operation, which is under way from now on."""
         messages, payload, chunk = self.writer.forward(number, operation, calls)
-        self._add(number, chunk)
+        self._add(number, chunk, now)
         return messages, payload
 
-    def backward(self, number: int) -> tuple[list[Message], Payload]:
+    def backward(self, number: int, now: float) -> tuple[list[Message], Payload]:
         """Write a chunk of the backlog, which is under way from now on."""
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
-        self._add(number, chunk)
+        sent = (now, BACKWARD_SENT, self.number)
+        for each in chunk.backwards:
+            if (graph := each.held) is not None:
+                story, item = graph.owner.story.calls, graph.index
+                item = item.start if isinstance(item, range) else item
+                story[item] = (*story.get(item, ()), sent)
+        self._add(number, chunk, now)
         return messages, payload
 
-    def _add(self, number: int, chunk: Chunk) -> None:
-        self.under_way.add(number, chunk)
+    def _add(self, number: int, chunk: Chunk, now: float) -> None:
+        self.under_way.add(number, chunk, now)
         if chunk.timeout is not None:
             self.link.limit(number, chunk.timeout)
 
-    def take(self, number: int) -> Chunk:
+    def take(self, number: int, now: float) -> Chunk:
         """Take a chunk that is answered."""
-        chunk = self.under_way.take(number)
+        chunk = self.under_way.take(number, now)
         if chunk.timeout is not None:
             self.link.limit(number, None)
         return chunk
 
-    def transmit(self, messages: list[Message], payload: Payload) -> None:
+    def transmit(self, messages: list[Message], payload: Payload, now: float) -> None:
         """Send `messages` and all updates.
 
         Raises:
@@ -264,8 +278,8 @@ class WorkerHandle:
         updates = self._take_updates()
         if updates and self.under_way.in_grace:
             # The worker may have been spared for the sake of work that nobody wants any more.
-            self.under_way.look_at_grace()
-        self.sent_at = time.monotonic()
+            self.under_way.look_at_grace(now)
+        self.sent_at = now
         self.link.send(updates + messages, payload.parts)
 
     def _take_updates(self) -> list[Message]:
@@ -299,7 +313,8 @@ class WorkerHandle:
         """Note the graphs of eager backwards that other threads have reported; they can go."""
         if self.consumed:
             calls = drained(self.consumed)
-            self.graphs.note_consumed(calls)
+            for call in calls:
+                self.graphs.handle(call, TAKE)
             self._to_release += calls
 
     # --- its end
@@ -320,9 +335,6 @@ class WorkerHandle:
 # --- chunks under way
 
 
-# seconds after which another process has seen what this one wrote, and this one has seen what the
-# other wrote before; this is ample time for two CPUs
-SEEN = 1e-3
 # seconds; most interrupted calls end by themselves in this time, so that the worker's graphs need
 # not be rebuilt
 GRACE_PERIOD = 0.2
@@ -348,6 +360,8 @@ class SentChunks:
         self.since = 0.0
         # skipped chunks, and since when, on the same clock
         self._skipped: dict[int, float] = {}
+        # skipped chunks of which nobody has noted yet since when
+        self.just_skipped: list[int] = []
         # chunks of which a part was cancelled with grace
         self.in_grace: set[int] = set()
         # when the worker is killed if it still runs such a part, on the same clock
@@ -356,21 +370,20 @@ class SentChunks:
     def __bool__(self) -> bool:
         return bool(self.chunks)
 
-    def add(self, number: int, chunk: Chunk) -> None:
+    def add(self, number: int, chunk: Chunk, now: float) -> None:
         if not self.chunks:
-            self.since = time.monotonic()
+            self.since = now
         self.chunks[number] = chunk
 
-    def take(self, number: int) -> Chunk:
+    def take(self, number: int, now: float) -> Chunk:
         """Take a chunk that is answered."""
-        now = time.monotonic()
         self.seconds += now - self.since
         self.since = now
         chunk = self.chunks.pop(number)
         self._skipped.pop(number, None)
         if self.in_grace:
             self.grace_ends = math.inf
-            self.look_at_grace()
+            self.look_at_grace(now)
         return chunk
 
     def put_back(self, number: int, chunk: Chunk) -> None:
@@ -415,8 +428,7 @@ class SentChunks:
             self.since, progress_record[ProgressRecord.STARTED] / 1e9
         )
 
-    @property
-    def limited_since(self) -> float:
+    def limited_since(self, now: float) -> float:
         """Since when the time limit of the running call counts, or of the call that is next.
 
         No limit includes the loading of a function.
@@ -425,7 +437,7 @@ class SentChunks:
         if progress_record is None:
             return since
         started = progress_record[ProgressRecord.STARTED]
-        return time.monotonic() if started == ProgressRecord.LOADING else max(since, started / 1e9)
+        return now if started == ProgressRecord.LOADING else max(since, started / 1e9)
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
         """Whether the worker runs the call at this position of this message; -1 means any call."""
@@ -471,17 +483,25 @@ class SentChunks:
         if not free or any(progress_record[place] == number for place in places):
             return False
         progress_record[free[0]] = number
-        self._skipped[number] = time.monotonic()
+        self._skipped[number] = math.inf
+        self.just_skipped.append(number)
         if self.link is not None:
             self.link.skip(free[0], number)
         return True
 
-    def skip_unbegun(self) -> bool:
+    def note_skips(self, now: float) -> None:
+        """Note since when chunks are skipped: a moment after the worker could see it."""
+        for number in self.just_skipped:
+            if number in self._skipped:
+                self._skipped[number] = now
+        self.just_skipped.clear()
+
+    def skip_unbegun(self, now: float) -> bool:
         """Have the worker skip calls that others may run, and return whether any are new to it."""
         are_news = [self._skip(number) for number in self._for_others()]
-        return any(are_news)
+        return any(are_news) or any(now - since < SEEN for since in self._skipped.values())
 
-    def unbegun(self) -> list[tuple[int, int]]:
+    def unbegun(self, now: float) -> list[tuple[int, int]]:
         """Return chunks, and how many calls at the end of each the worker will surely not begin.
 
         The worker notes each call in the record, then looks whether the chunk is skipped. Some time
@@ -494,7 +514,6 @@ class SentChunks:
         if self.link is not None:
             return self._skipped_by_agent(self.link)
         for_others = self._for_others()
-        now = time.monotonic()
         at = progress_record[ProgressRecord.CHUNK]
         in_order()
         position = progress_record[ProgressRecord.POSITION]
@@ -533,15 +552,15 @@ class SentChunks:
             if number in skipped
         ]
 
-    def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
+    def take_back(self, now: float) -> list[tuple[Operation, list[PackedCall]]]:
         """Take back the calls that `unbegun` counts.
 
         Another request, after `SEEN` seconds or a node agent's report, may take back more.
         """
-        self.skip_unbegun()
+        self.skip_unbegun(now)
         taken = []
         # The calls are counted after the worker can see that they are skipped.
-        for number, count in self.unbegun():
+        for number, count in self.unbegun(now):
             if number in self._skipped:
                 chunk = self.chunks[number]
                 assert chunk.operation is not None
@@ -578,7 +597,7 @@ class SentChunks:
 
     # --- calls that are cancelled with grace
 
-    def cancel_with_grace(self, operation: Operation | None) -> None:
+    def cancel_with_grace(self, operation: Operation | None, now: float) -> None:
         """Cancel all chunks of the operation, or of all operations if it is None."""
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
         self._put_in_grace(
@@ -586,10 +605,11 @@ class SentChunks:
                 each
                 for each in wanted
                 if operation is None or self.chunks[each].operation is operation
-            ]
+            ],
+            now,
         )
 
-    def cancel_backward(self, graph_task: int, error: BaseException) -> None:
+    def cancel_backward(self, graph_task: int, error: BaseException, now: float) -> None:
         """Cancel the parts of the backward with this number.
 
         Threads that wait for them get the error.
@@ -605,9 +625,9 @@ class SentChunks:
                 each.settle(error_maker(error))
             if parts:
                 numbers.append(number)
-        self._put_in_grace(numbers)
+        self._put_in_grace(numbers, now)
 
-    def _put_in_grace(self, numbers: Sequence[int]) -> None:
+    def _put_in_grace(self, numbers: Sequence[int], now: float) -> None:
         """Skip calls that have not begun, and give the running ones a grace period.
 
         The chunks are not wanted any more, or not as a whole.
@@ -616,9 +636,9 @@ class SentChunks:
             self.in_grace.add(number)
             if not any(self.chunks[number].wanted()):
                 self._skip(number)
-        self.look_at_grace()
+        self.look_at_grace(now)
 
-    def look_at_grace(self) -> None:
+    def look_at_grace(self, now: float) -> None:
         """Begin or end the grace period, because the first chunk has changed.
 
         It may have been cancelled with grace, or answered, or nobody else wants the worker's work
@@ -628,11 +648,11 @@ class SentChunks:
         if next(iter(self.chunks), None) not in self.in_grace:
             self.grace_ends = math.inf
         elif self.grace_ends == math.inf:
-            self.give_grace()
+            self.give_grace(now)
 
-    def give_grace(self) -> None:
+    def give_grace(self, now: float) -> None:
         """Begin a grace period for the worker's running call."""
-        self.grace_ends = time.monotonic() + GRACE_PERIOD
+        self.grace_ends = now + GRACE_PERIOD
         if self.link is not None:
             self.link.follow(2 * GRACE_PERIOD)
 

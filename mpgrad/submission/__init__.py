@@ -7,4 +7,5 @@ Imports `scheduling`, `engines` for what they can do, and what is below them; kn
                 reduce; calls, packed alone or in bundles, sent in windows
     starting    an operation as it begins: what is called with what, captures, modes, seed
     options     what the pool was made with, and what is asked of the calls of one operation
+    results     what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
 """

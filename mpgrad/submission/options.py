@@ -13,7 +13,6 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.packing import Device
-from mpgrad.calls.results import seconds_or_none
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import EnvironmentChanges
@@ -22,6 +21,7 @@ from mpgrad.pickling.exceptions import not_carried
 from mpgrad.pickling.initializer import dumps_initializer
 from mpgrad.progress import Progress
 from mpgrad.scheduling.worker_handle import Settings, worker_devices
+from mpgrad.submission.results import seconds_or_none
 from mpgrad.system import bytes_of, usable_cpus
 
 __all__ = [

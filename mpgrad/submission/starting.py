@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from mpgrad.autograd.gates import Captures
-from mpgrad.calls.backwards import GraphOwner
+from mpgrad.autograd.remote_graph import OperationGradients
 from mpgrad.calls.operations import NOBODY, Listener, Operation, SubmittedOperation
 from mpgrad.calls.packing import (
     Arguments,
@@ -29,8 +29,10 @@ from mpgrad.calls.packing import (
     requested,
 )
 from mpgrad.errors import ONE_CALL, CallNames
+from mpgrad.machine.story import Story
 from mpgrad.pickling.state import ItemStreams, RecentFunctions
 from mpgrad.pickling.streams import drawn
+from mpgrad.scheduling.gradients import OperationLink
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.torch_state.modes import (
@@ -122,15 +124,12 @@ class Starter:
             eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
             since = scheduler.settings.since
             environment = None if since is None else since.changes()
-            owner = GraphOwner(
-                scheduler.gradients,
-                shared,
-                modes,
-                environment,
-                pool.deterministic,
-                seconds,
-                eager,
-                pool.predicts,
+            story = Story()
+            link = OperationLink(
+                scheduler.gradients, shared, modes, environment, eager, pool.predicts
+            )
+            owner = OperationGradients(
+                link, shared.number, shared.names, pool.deterministic, seconds, story
             )
             with without_subclasses():
                 needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
@@ -141,6 +140,7 @@ class Starter:
             shared,
             modes,
             seed,
+            story,
             environment=environment,
             chunksize=options.chunksize,
             timeout=seconds,

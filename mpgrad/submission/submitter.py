@@ -45,14 +45,14 @@ from mpgrad.calls.packing import (
     pack_bundle,
     pack_call,
 )
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.errors import ONE_CALL
+from mpgrad.machine.policy import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.pickling.state import largest_part
 from mpgrad.progress import Progress, ProgressState, Reporter, reported, reporter_of
-from mpgrad.scheduling.chunk_writer import LARGEST_WINDOW, WINDOW_BYTES, bundle_size, first_window
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
+from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
 from mpgrad.tasks.wrappers import (
     FinalMerge,

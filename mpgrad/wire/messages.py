@@ -35,6 +35,7 @@ from mpgrad.wire.agent_messages import CrashTraceback, LackingMemory, ProgressRe
 from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
+    "MOST_SUMS",
     "SCALARS",
     "TRACEBACK_SIGNAL",
     "BackwardCall",
@@ -89,6 +90,8 @@ __all__ = [
 # The one message that is a signal. It tells a worker that is stuck in a call to write its stack and
 # end.
 TRACEBACK_SIGNAL = signal.SIGUSR2
+# A worker keeps so many sums of captures' gradients of one function, and the caller counts on it.
+MOST_SUMS = 256
 
 # How the tensors of arguments, or of a result, are put together:
 # - None: one bare tensor.

@@ -305,7 +305,7 @@ def test_synchronize_waits_until_a_failure_is_noted(
         while not scheduler._waiters:
             time.sleep(0)
         # behind the order by which `synchronize` looks for what is under way
-        scheduler.post(looked.set)
+        scheduler.post(lambda now: looked.set())
         assert looked.wait(30)
         monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
         gate.touch()
@@ -330,7 +330,7 @@ def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
                 assert self.outcomes.keys() >= set(range(min(self.added, self.limit)))
                 assert self.first_failure() is self.outcomes[self.limit]
 
-    operation = Watched(OperationOptions(SimpleNamespace(names=None), None, None), None)  # type: ignore[arg-type]
+    operation = Watched(OperationOptions(SimpleNamespace(names=None), None, None, None), None)  # type: ignore[arg-type]
     operation.added, operation.sealed = 8, True
     for index, outcome in (
         (5, LookupError()),
@@ -512,7 +512,7 @@ class Odd(Exception):
 
 
 def breaks(pool: mpgrad.Pool) -> None:
-    pool._scheduler.post(lambda: pool._scheduler.life.break_off(Odd(1, 2)))
+    pool._scheduler.post(lambda now: pool._scheduler.life.break_off(Odd(1, 2)))
 
 
 ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {

@@ -15,8 +15,8 @@ import torch
 from conftest import first_are_quick, passes_with
 
 import mpgrad
-from mpgrad.calls.backwards import CONFIRMED, LEAST
-from mpgrad.scheduling.admissions import GradientSender
+from mpgrad.machine.timing import CONFIRMED, LEAST
+from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.workers import memory
 
 Tensor = torch.Tensor

@@ -172,11 +172,11 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
     scheduler = pool2._scheduler
     receive = scheduler.receiver._receive
 
-    def count(worker: object, frame: object) -> None:
+    def count(worker: object, frame: object, now: float) -> None:
         returned.extend(
             1 for message in frame.messages if type(message).__name__ == "CollectedSums"
         )
-        receive(worker, frame)
+        receive(worker, frame, now)
 
     scheduler.receiver._receive = count
     backwards = pool2.stats().backwards

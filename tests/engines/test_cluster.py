@@ -1018,7 +1018,7 @@ def test_a_busy_caller_is_no_silence(fork_server: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
         weight = torch.ones(3, requires_grad=True)
         (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
-        pool._scheduler.post(lambda: time.sleep(3))
+        pool._scheduler.post(lambda now: time.sleep(3))
         time.sleep(0.1)
         result.backward()
         assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3

@@ -25,8 +25,8 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.calls.backwards import CONFIRMED, LEAST
 from mpgrad.environment import EnvironmentChanges
+from mpgrad.machine.timing import CONFIRMED, LEAST
 
 NAME = "MPGRAD_TEST_VARIABLE"
 Change = Callable[[pytest.MonkeyPatch, Path], None]

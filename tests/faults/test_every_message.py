@@ -21,7 +21,7 @@ import torch
 from conftest import every_loss_gets
 
 import mpgrad
-from mpgrad.scheduling.queue import Deliveries
+from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.wire.frames import Channel, Frame
 

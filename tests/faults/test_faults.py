@@ -504,7 +504,7 @@ def test_one_thread_at_a_time_answers_what_came_too_late(
     ends.start()
     assert entered.wait(PATIENCE)
     late = threading.Event()
-    other = threading.Thread(target=pool._scheduler.post, args=(late.set,))
+    other = threading.Thread(target=pool._scheduler.post, args=(lambda now: late.set(),))
     other.start()
     other.join(30)  # it waits for nobody
     assert not other.is_alive()

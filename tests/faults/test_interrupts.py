@@ -168,7 +168,7 @@ def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
 def let_it_hear(pool: mpgrad.Pool) -> None:
     """What was cancelled before is, when this returns."""
     heard = threading.Event()
-    pool._scheduler.post(heard.set)
+    pool._scheduler.post(lambda now: heard.set())
     heard.wait()
 
 
@@ -426,7 +426,7 @@ def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
     (tmp_path / "go").touch()
     (given if taken else first).result()
     del given
-    fresh_pool._scheduler.post(lambda: None)  # it is cancelled before
+    fresh_pool._scheduler.post(lambda now: None)  # it is cancelled before
     (tmp_path / "end").touch()
     second.result().sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3, 3]
@@ -830,7 +830,7 @@ def test_an_iterator_adds_a_call_after_all_were_cancelled(
         yield 0
         cancelled = threading.Event()
         scheduler.cancel_all_with_grace()
-        scheduler.post(cancelled.set)
+        scheduler.post(lambda now: cancelled.set())
         assert cancelled.wait(PATIENCE)
         yield 1
 

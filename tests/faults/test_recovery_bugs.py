@@ -369,7 +369,7 @@ def test_calls_that_ended_in_time_while_nobody_looked(fork_server: mpgrad.Pool) 
     with mpgrad.Pool(1, timeout=1, retries=0) as pool:
         pool.map(abs, [1])
         result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
-        pool._scheduler.post(lambda: time.sleep(2))
+        pool._scheduler.post(lambda now: time.sleep(2))
         assert result.get(PATIENCE) == [1, 2, 3] and pool.stats().deaths == 0
 
 
@@ -645,7 +645,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
     under_way.progress_record[ProgressRecord.CHUNK] = 1  # which it runs
-    ((_, taken),) = under_way.take_back()
+    ((_, taken),) = under_way.take_back(now=0.0)
     assert len(taken) == 4
     del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
     under_way.chunks[3] = chunk(second, range(1))
@@ -654,7 +654,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     assert set(under_way.progress_record[ProgressRecord.SKIPPED :]) == {2, 3}
 
 
-def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     """It has to answer that it ran none of them, and may die, or be killed, before it does."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.lifecycle import Lifecycle
@@ -670,9 +670,9 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
             operation, [(number, types.SimpleNamespace(index=number))], [], None, None
         )  # type: ignore[list-item]
     worker.under_way.progress_record[ProgressRecord.CHUNK] = 1
-    monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
-    worker.under_way.skip_unbegun()
-    ((_, taken),) = worker.under_way.take_back()
+    worker.under_way.skip_unbegun(now=0.0)
+    worker.under_way.note_skips(now=0.0)
+    ((_, taken),) = worker.under_way.take_back(now=1.0)
     assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress_record[
         ProgressRecord.SKIPPED :
     ]
@@ -680,11 +680,11 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
     settings: Any = types.SimpleNamespace(retries=0, timeout_retries=0)
-    recovery = Recovery({}, None, settings, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1)
+    recovery = Recovery({}, None, settings, Lifecycle(), lambda operation, now: None)  # type: ignore[arg-type]
+    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1, 0.0)
     # it had looked at the next call, to see that this is somebody else's
     worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], 1, -1)
+    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], 1, -1, 0.0)
 
 
 LARGE = 10 << 20  # elements, whose memory is a slab of its own

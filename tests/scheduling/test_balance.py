@@ -17,8 +17,8 @@ from conftest import first_are_quick, staffed
 
 import mpgrad
 from mpgrad.calls.packing import pickled_function
-from mpgrad.scheduling.chunk_writer import MOST_BUNDLED
-from mpgrad.scheduling.queue import SORTED
+from mpgrad.machine.policy import MOST_BUNDLED
+from mpgrad.machine.queue import SORTED
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
     for _ in range(3):
         pool.map(run, [(0, 1e-3, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
-    monkeypatch.setattr("mpgrad.scheduling.queue.LATE", math.inf)
+    monkeypatch.setattr("mpgrad.machine.queue.LATE", math.inf)
     items = [(number, 0.5 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
     found = pool.map(run, iter(items))
     assert runs(tmp_path) == [1] * 120

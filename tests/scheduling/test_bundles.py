@@ -28,7 +28,7 @@ from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.chunk_writer import (
+from mpgrad.machine.policy import (
     FAR,
     NEAR,
     bundle_size,
@@ -332,6 +332,7 @@ class Clipped(torch.autograd.Function):
         return (2 * grad).clamp(max=3)
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_a_graph_goes_before_the_next_item_begins(fork_server: mpgrad.Pool) -> None:
     """So that the next one finds its memory in the cache, and never more than one is there."""
 

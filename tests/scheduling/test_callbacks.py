@@ -275,7 +275,7 @@ def test_a_finalizer_in_the_scheduling_thread_that_waits_for_the_pool(
     found: list[str] = []
     scheduler = fresh_pool._scheduler
 
-    def waits() -> None:
+    def waits(now: float) -> None:
         try:
             scheduler.wait_until(lambda: False)
         except RuntimeError as error:

@@ -18,8 +18,8 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad import PoolStats
-from mpgrad.calls.backwards import LEAST
 from mpgrad.calls.operations import Operation
+from mpgrad.machine.timing import LEAST
 
 pytestmark = pytest.mark.quick
 

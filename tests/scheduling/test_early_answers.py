@@ -20,8 +20,9 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkSeconds
-from mpgrad.scheduling.queue import LONG_CALL, CallQueue
+from mpgrad.machine.policy import SEEN, ChunkSeconds
+from mpgrad.machine.queue import LONG_CALL, CallQueue
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.agent_messages import ProgressRecord
 
@@ -244,9 +245,7 @@ def test_a_task_forks_from_one_thread(fork_server: mpgrad.Pool, tmp_path: Path) 
 
 
 @pytest.mark.quick
-def test_positions_count_from_the_first_call_that_is_not_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_positions_count_from_the_first_call_that_is_not_answered() -> None:
     options = types.SimpleNamespace(chunksize=None)
     operation: Any = types.SimpleNamespace(options=options, limit=9)
     calls: Any = [(k, types.SimpleNamespace(index=k, items=1)) for k in range(6)]
@@ -258,10 +257,13 @@ def test_positions_count_from_the_first_call_that_is_not_answered(
     chunk.note_answered(2)
     assert under_way.begun()[0] == 1 and under_way.is_at_call((1, 3))
     assert not under_way.is_at_call((1, 1))
-    monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
-    under_way.skip_unbegun()
-    ((_, taken),) = under_way.take_back()
-    assert [call.index for call in taken] == [4, 5]
+    assert under_way.skip_unbegun(now=0.0)
+    under_way.note_skips(now=1.0)
+    # The worker may have looked before that, and go on to one more call.
+    ((_, taken),) = under_way.take_back(now=1.0)
+    assert [call.index for call in taken] == [5]
+    ((_, taken),) = under_way.take_back(now=1.0 + 2 * SEEN)
+    assert [call.index for call in taken] == [4]
     assert not under_way.has_for_others
 
 
@@ -278,11 +280,11 @@ def test_a_call_may_be_late_long_before_its_chunk() -> None:
         under_way = SentChunks()
         under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
         calls: Any = [(k, types.SimpleNamespace(index=k, items=1)) for k in range(3)]
-        under_way.add(number + 1, Chunk(operation, calls, [], None, None))
+        under_way.add(number + 1, Chunk(operation, calls, [], None, None), now=0.0)
         workers.append(types.SimpleNamespace(ready=True, retiring=False, under_way=under_way))
     queue.look_at = 0.0
-    assert not queue.take_back(workers)
-    assert queue.look_at <= time.monotonic() + LONG_CALL
+    assert not queue.take_back(workers, now=0.0)
+    assert queue.look_at <= LONG_CALL
 
 
 def test_prints_of_a_chunk_with_early_results(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpgrad.calls.backwards import CONFIRMED, LEAST, PRICE, Predictor
+from mpgrad.machine.timing import CONFIRMED, LEAST, PRICE, Predictor
 
 
 def wasted(gradients: Iterator[float], maps: int) -> float:

@@ -27,8 +27,8 @@ import torch
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
 from mpgrad.calls import operations
-from mpgrad.scheduling.chunk_writer import NEAR
-from mpgrad.scheduling.queue import CallQueue
+from mpgrad.machine.policy import NEAR
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.worker_handle import SentChunks
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.workers.run import ProgressWriter
@@ -487,7 +487,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     under_way: Any = SentChunks()
     under_way.progress_record = progress._numbers
     did.clear()
-    assert under_way.unbegun() == []
+    assert under_way.unbegun(0.0) == []
     assert did == [0, "in order", 1, "in order", 0]
     monkeypatch.setattr("mpgrad.wire.agent_messages.KEEPS_ORDER", False)
     in_order()

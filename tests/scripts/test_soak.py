@@ -110,7 +110,7 @@ def test_a_hang_ends_the_run(
     monkeypatch.setattr(script.Training, "step", lambda training: time.sleep(30))
     run = script.injured(script.Plan(processes=1, hang=1))
     assert run.hangs == 1 and run.error == "TimeoutError in step 0: the run took longer than 1 s"
-    assert "in _turn" in capfd.readouterr().err  # what the pool was at
+    assert "in _run" in capfd.readouterr().err  # what the pool was at
 
 
 def test_an_error_of_a_step_is_no_hang_but_no_success(

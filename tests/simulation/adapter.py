@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,8 +18,13 @@ from unittest import mock
 import torch
 from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
-from mpgrad.autograd.remote_graph import Backward, PendingOutcome, Promise, RemoteGraph
-from mpgrad.calls.backwards import GraphOwner
+from mpgrad.autograd.remote_graph import (
+    Backward,
+    OperationGradients,
+    PendingOutcome,
+    Promise,
+    RemoteGraph,
+)
 from mpgrad.calls.operations import (
     DeliveredResult,
     FailedResult,
@@ -31,16 +35,16 @@ from mpgrad.calls.operations import (
 )
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
+from mpgrad.machine.story import Story
 from mpgrad.memory import arena
-from mpgrad.pickling.exceptions import one_more
-from mpgrad.scheduling import admissions, caller_memory, recovery, supervisor
-from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
+from mpgrad.scheduling.dispatcher import Dispatcher
+from mpgrad.scheduling.gradients import OperationLink
 from mpgrad.scheduling.worker_handle import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, PackedTensor
 
-UPDATE_PATIENCE = 0.05  # seconds in which updates gather, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
 MODES = current_modes()
 
@@ -59,20 +63,19 @@ class Environment:
 
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is
-    not asked for modes."""
+    """Within it shared memory is the world's; nothing is logged, and torch is not asked for
+    modes."""
     foreign_slabs = type("ForeignSlabs", (SimulatedLenders,), {"world": world})
     replies = CountedReplies()
     with contextlib.ExitStack() as stack:
         for place, name, value in (
-            (time, "monotonic", here_alone(world.clock, time.monotonic)),
             (
                 arena,
                 "watch",
                 here_alone(lambda view: None, arena.watch),
             ),  # children would look where there is nothing
             (caller_memory, "ForeignSlabs", foreign_slabs),
-            (admissions, "current_modes", lambda: MODES),
+            (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
@@ -106,86 +109,72 @@ class CountedReplies:
         return checked
 
 
-class SimulatedScheduler(Scheduler):
-    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says
-    so."""
+class SimulatedScheduler(Dispatcher):
+    """The real one without its thread. The history has it wake up, work and fall asleep; while it
+    sleeps, callers and workers go on."""
 
     def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
-        super().__init__(settings, engine)
+        super().__init__(settings, engine, world.clock)
         self.world = world
+        self.simulated = engine
         self.handles: list[Any] = []  # all that there ever were
-        self.is_awake = True
-        self.next_look: float | None = None  # when it has to look at the clock again
+        self.next_look: float | None = None  # when the sleep ends by itself
         self.drive: Callable[[], bool]  # has something happen; False where nothing can
         self.after_work: Callable[[], None] = lambda: None  # checks
-        self._updates_due = float("inf")
+        self.meanwhile: Callable[[], None] = lambda: None  # other threads, in the middle of a turn
 
     def start(self) -> None:
-        self.supervisor.fill()
+        self.supervisor.fill(self.clock())
+        self._begin_sleep()
 
-    def wake(self) -> None:
-        self.is_awake = True
-
-    def nudge(self) -> None:
-        self.is_awake = True
-
-    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+    def hand_over(self) -> None:
+        """Nobody can wait for the turn: it is this thread's, too."""
         self.wake()
-        while not satisfied():
-            if self.life.has_ended:
-                raise one_more(self.life.ended or AssertionError())
-            if not self.drive():
-                raise CheckFailed("somebody waits for ever")
-        return True
-
-    def tell_waiters(self) -> None:
-        """Whoever waits looks for itself."""
 
     def join(self) -> None:
         """The history goes on until the end."""
 
+    def _sleep_until(self, told: threading.Lock, timeout: float | None) -> None:
+        while told.locked():
+            if not self.drive():
+                raise CheckFailed("somebody waits for ever")
+
+    @property
+    def is_woken(self) -> bool:
+        return self.simulated.is_woken
+
     @property
     def has_turn(self) -> bool:
-        """There may be something to do, apart from what workers have sent."""
+        """Its sleep ends, apart from what workers have sent."""
         is_due = self.next_look is not None and self.next_look <= self.world.now
-        return self.is_awake or is_due or bool(self.inbox) or self.life.is_stopping
+        return self.is_woken or is_due
 
     def turn(self) -> None:
-        """As `Dispatcher._turn`."""
         if self.life.has_ended:
             return
-        if self.life.is_stopping:
-            self.end()
+        self.simulated.is_woken = False
+        self.wake_up(self.engine.wait(0))
+        if not self.life.is_stopping:
+            self._begin_sleep()
             return
-        self.is_awake = False
-        self.work()
-        for worker in self.workers.values():
-            if worker not in self.handles:
-                self.handles.append(worker)
+        try:
+            self.end()
+        finally:
+            self._is_over = True
+            self.tell_waiters()
+
+    def _begin_sleep(self) -> None:
+        patience = self.fall_asleep()
+        self.next_look = None if patience is None else self.world.now + patience
+
+    def work(self) -> None:
+        super().work()
+        self.handles += [each for each in self.workers.values() if each not in self.handles]
         self.after_work()
-        has_updates = self.deliveries.has_updates()
-        patience = self.keep_time()
-        now = self.world.now
-        self._updates_due = (
-            min(self._updates_due, now + UPDATE_PATIENCE) if has_updates else float("inf")
-        )
-        moments = [self._updates_due] if has_updates else []
-        if patience is not None:
-            moments.append(now + patience)
-        self.next_look = min(moments, default=None)
-        links = self.engine.wait(0)
-        self.look_at_room()
-        if has_updates and now >= self._updates_due:
-            self._updates_due = float("inf")
-            self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE)
-        for link in links:
-            served = self.workers.get(link.number)
-            if served is not None:
-                self.receiver.serve(served)
-                self.is_awake = True
-            elif link.exit is not None:
-                self.supervisor.remove(link.number)
-                self.is_awake = True
+
+    def keep_time(self, now: float) -> float:
+        self.meanwhile()
+        return super().keep_time(now)
 
 
 def new_scheduler(
@@ -225,12 +214,12 @@ def new_operation(
     **options: Any,
 ) -> Operation:
     kind = SubmittedOperation if is_submitted else Operation
-    owner = GraphOwner(
-        scheduler.gradients, function, MODES, None, False, options.get("timeout"), None, False
-    )
-    return kind(
-        OperationOptions(function, MODES, None, environment, **options), owner, listener=listener
-    )
+    story = Story()
+    link = OperationLink(scheduler.gradients, function, MODES, None, None, False)
+    timeout = options.get("timeout")
+    owner = OperationGradients(link, function.number, function.names, False, timeout, story)
+    how = OperationOptions(function, MODES, None, story, environment, **options)
+    return kind(how, owner, listener=listener)
 
 
 def add_call(
@@ -290,7 +279,7 @@ def send_backward(
     )
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward.give([[part]], (), promise is not None)
-    graph.owner.send(backward)
+    graph.owner.link.send(backward)
     if captures and not apart:
         graph.owner.add_to_sum(backward)
     return backward
@@ -304,6 +293,11 @@ def sum_of_captures(operation_home: Any, graph_task: int) -> float:
         for each in found
         if each is not None
     )
+
+
+def await_reply(scheduler: SimulatedScheduler, reply: Any) -> None:
+    """As a gate does."""
+    scheduler.gradients.wait_for(reply)
 
 
 def value_of_reply(reply: Any) -> float:
@@ -401,7 +395,7 @@ def kept_of_worker(worker: Any) -> dict[str, int]:
         "chunks in grace": len(worker.under_way.in_grace) if worker.gone is None else 0,
         "lent slots": len(worker.lent_slots),
         "graphs": len(worker.graphs) if worker.gone is None else 0,
-        "sums": len(worker.sums._sums) if worker.gone is None else 0,
+        "sums": len(worker.sums) if worker.gone is None else 0,
         "functions": len(worker.writer.functions) if worker.gone is None else 0,
         "releases": len(worker.releases) if worker.gone is None else 0,
     }

@@ -811,6 +811,7 @@ class SimulatedLink:
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
         self._had_traceback: tuple[int, ...] | None = None  # where it was then
+        self._lies: set[int] = set()  # places among the answers that are left
         self._limits: dict[int, float] = {}  # of chunks that are not answered
 
     # --- the worker's end
@@ -860,9 +861,30 @@ class SimulatedLink:
         if slabs and self.worker.alive:  # else what comes behind finds that it is dead
             self.send([NewSlab(slab.number, slab.nbytes) for slab in slabs])
 
+    def lie(self) -> None:
+        """The worker sends what is no message now: the caller can believe nothing that follows."""
+        never = 1 << 40
+        lies: list[Any] = [
+            Results(never, [], 0.0, 0.0, 0.0, False, [], [], 0, more=False),
+            Gradients(never, [], [], [], 0, more=False),
+            CollectedSums(never, [], 0),
+            StartFailure(failure("start")),
+            Stop(),
+            # what is at a real chunk, and is no outcome
+            Results(next(iter(self._unanswered), never), None, 0.0, 0.0, 0.0, False, [], [], 0),
+        ]
+        self.world.note(f"worker {self.number} lies")
+        self._answers.append(Frame([self.world.random.choice(lies)], memoryview(b"")))
+        self._lies.add(len(self._answers))
+
     def receive(self) -> Frame | None:
+        self._lies = {place - 1 for place in self._lies}
         if self._answers:
             frame = self._answers.popleft()
+            if 0 in self._lies:
+                self._tell_truth()
+                self._had_traceback = None  # the truth is told once
+                return frame
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
                     if not getattr(message, "more", False):
@@ -1103,7 +1125,7 @@ def in_words(message: Any) -> str:
 
 
 class SimulatedEngine:
-    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there."""
+    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there, and `wake` is noted."""
 
     copies_caller = False
 
@@ -1111,6 +1133,7 @@ class SimulatedEngine:
         self.world = world
         self.traffic = Traffic()
         self.room: int | None = None
+        self.is_woken = False
         self._nodes = nodes
         self._is_closed = False
 
@@ -1151,7 +1174,7 @@ class SimulatedEngine:
             self.world.now += seconds
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        self.is_woken = True
 
     def close(self) -> None:
         self._is_closed = True

@@ -15,6 +15,8 @@ Checked after each turn of the scheduler
     - no call waits behind a running one for longer than `WAIT` seconds, if there are other workers:
       then the next one that is idle gets it
     - a worker may send what a chunk has given before the chunk's end
+    - the scheduling thread sleeps until something wakes it, so a wake-up that is forgotten, or is
+      lost in the middle of a turn, leaves somebody waiting; sleeps also end late, or for no reason
 and at the end
     - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
       names its call
@@ -48,8 +50,8 @@ from mpgrad.errors import (
 WAIT = 1.0
 # Nobody knows which call of a chunk runs there, so the time of all of them counts.
 REMOTE_WAIT = 5.0
-SEEN = 1e-3  # as in `worker_handle`
-IDLE_DEATHS = 2  # as in `recovery`
+SEEN = 1e-3  # as in `mpgrad.machine.policy`
+IDLE_DEATHS = 2  # as in `mpgrad.machine.deaths`
 START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
 # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
@@ -73,6 +75,7 @@ STEPS = {  # how often each is taken
     "cancel_all_with_grace": 1,
     "lose_worker": 3,
     "hang": 4,
+    "lie": 2,
     "lose_node": 1,
     "refuse_starts": 3,
     "resize": 2,
@@ -80,6 +83,9 @@ STEPS = {  # how often each is taken
     "time_passes": 4,
     "end_pool": 1,
 }
+
+# what other threads do in the middle of a turn: none of it waits
+MEANWHILE = "map", "submit", "add_more", "cancel", "cancel_backward", "kill", "resize"
 
 
 class Step(NamedTuple):
@@ -238,10 +244,12 @@ class History:
             )
             self.scheduler.drive = self.happens
             self.scheduler.after_work = self.check_states
+            self.scheduler.meanwhile = self._happens_meanwhile
             for step in self.program.steps:
                 self.world.random.seed(step.seed)
                 self.world.note(f"--- {step.kind}")
                 getattr(self, step.kind)()
+            self.scheduler.meanwhile = lambda: None
             self.world.random.seed(self.program.seed)
             self.world.note("--- the end")
             self._end()
@@ -269,10 +277,14 @@ class History:
         self._check_patience()
         able = world.able()
         if world.remote and world.random.random() < 0.2 and world.sites_report():
-            scheduler.is_awake = True
+            scheduler.simulated.wake()
         self._looks = 0 if able else self._looks
-        has_turn = scheduler.has_turn or any(
-            each.link.has_more() or each.link.has_exited() for each in world.workers
+        # now and then a sleep ends for no reason; but nobody may depend on that
+        ends_early = bool(able) and world.random.random() < 0.02
+        has_turn = (
+            scheduler.has_turn
+            or ends_early
+            or any(each.link.has_more() or each.link.has_exited() for each in world.workers)
         )
         early = [each for each in world.workers if each.has_early_answer]
         if early and world.random.random() < 0.2:
@@ -298,7 +310,7 @@ class History:
             self._looks += 1
             world.now = max(world.now, scheduler.next_look) + 1e-6
         elif world.sites_report(patient=True):
-            scheduler.is_awake = True
+            scheduler.simulated.wake()
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {
                 worker.number for worker in hung if not worker.is_loading
@@ -311,6 +323,13 @@ class History:
         else:
             return False
         return True
+
+    def _happens_meanwhile(self) -> None:
+        """In the middle of a turn another thread goes on."""
+        if self.world.random.random() < 0.03:
+            kind = self.choose(MEANWHILE)
+            self.note(f"--- in the middle of a turn: {kind}")
+            getattr(self, kind)()
 
     def time_passes(self) -> None:
         self.world.now += self.choose((0.06, 0.3, 1.0, 2.5))
@@ -479,7 +498,8 @@ class History:
                 f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep "
                 f"{keep}, create {create}{after}"
             )
-        self.scheduler.wake()
+        if choose.random() < 0.7:
+            adapter.await_reply(self.scheduler, choose.choice(self.sent).reply)
 
     def collect(self) -> None:
         """Somebody waits for the sums of captures' gradients of a backward."""
@@ -592,6 +612,11 @@ class History:
         if worker is not None:
             worker.die(-9)
 
+    def lie(self) -> None:
+        worker = self.choose([each for each in self.world.workers if each.alive and each.is_ready])
+        if worker is not None:
+            worker.link.lie()
+
     def hang(self) -> None:
         # starts have no time-out
         alive = [each for each in self.world.workers if each.alive and each.is_ready]
@@ -651,7 +676,7 @@ class History:
         """After a turn: calls do not wait behind a running one while there are other workers, and
         somebody looks again before that takes too long."""
         scheduler, now = self.scheduler, self.world.now
-        if scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_awake:
+        if scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_woken:
             return
         waits, self._waits = self._waits, {}
         takers = adapter.takers(scheduler)
@@ -828,6 +853,7 @@ class History:
     def _end(self) -> None:
         self.world.calm()
         self._seal_all()
+        self._await_replies()
         self._until_nothing_happens()
         self._check_answers()
         self._drop_all()
@@ -839,6 +865,10 @@ class History:
         if not self.scheduler.life.has_ended:
             raise CheckFailed("the pool does not end")
         self._check_end()
+
+    def _await_replies(self) -> None:
+        for sent in self.sent:
+            adapter.await_reply(self.scheduler, sent.reply)
 
     def _seal_all(self) -> None:
         for asked in self.asked:
@@ -874,7 +904,6 @@ class History:
         self.asked_of.clear()
         self.graphs.clear()
         self.sent.clear()
-        self.scheduler.wake()
 
     def _check_nothing_left(self) -> None:
         kept = adapter.kept_of_pool(self.scheduler)

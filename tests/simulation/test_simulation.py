@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from adapter import simulated
 from engine import CheckFailed, Rates, World
 from history import Fault, History, fault_in, in_words, program_of, shortest
 
+from mpgrad import scheduling
 from mpgrad.memory import arena
 
 QUICK, ALL = range(2_000), range(2_000, 10_000)
@@ -60,15 +61,22 @@ def test_nobody_else_sees_what_is_simulated() -> None:
     world = World(Rates(), retries=1)
     seen: list[float] = []
     with simulated(world):
-        other = threading.Thread(target=lambda: seen.append(time.monotonic()))
+        other = threading.Thread(target=lambda: seen.append(arena.watch))
         other.start()
         other.join()
-        assert time.monotonic() == world.now != seen[0]
     before = set(arena.SHARED)
     kept = [History(program_of(seed), listens=True) for seed in range(50)]
     for each in kept:
         each.run()
     assert set(arena.SHARED) <= before
+
+
+@pytest.mark.quick
+def test_no_part_reads_a_clock() -> None:
+    """What is to be simulated is told what time it is."""
+    files = Path(scheduling.__file__).parent.glob("*.py")
+    readers = {file.name for file in files if "import time\n" in file.read_text()}
+    assert readers == {"dispatcher.py", "tracer.py"}
 
 
 def test_a_fault_is_found_and_told_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,38 +7,21 @@ calls go one by one, unless nobody wants a result before the others. The largest
 go first. If a worker has run dry, it may get calls that another worker has been given and has not
 begun.
 
-`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates:
-
-    backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
-Caller's side.
 Assumes: called by the scheduling thread; any thread may set `workers`.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-import operator
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import CancelledError
+from typing import Any
 
-from mpgrad.callbacks import report
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import PackedCall, next_for
-from mpgrad.memory import owner_of, slab_of
-from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunk_writer import CHUNKS_UNDER_WAY, MOST_PAYLOAD, ChunkSeconds, chunk_size
-from mpgrad.scheduling.function_cache import FunctionCache
-from mpgrad.scheduling.tracer import Tracer
-from mpgrad.scheduling.worker_handle import SEEN, WorkerHandle
-from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Backwards, Message, Recompute, Record
-from mpgrad.wire.tensor_refs import Payload
+from mpgrad.machine.policy import MOST_PAYLOAD, SEEN, ChunkSeconds, chunk_size
+from mpgrad.machine.story import GIVEN_BACK, SENT
 
-__all__ = ["CallQueue", "Deliveries"]
+__all__ = ["CallQueue"]
 
 # seconds; waiting behind another call of this length takes longer than being sent
 LONG_CALL = 50e-3
@@ -58,7 +41,7 @@ class CallQueue:
 
     def __init__(
         self,
-        function_cache: FunctionCache,
+        functions: Any,
         numbers: itertools.count[int],
         workers: int,
         calls_per_worker: int | None,
@@ -72,20 +55,20 @@ class CallQueue:
         self.workers = workers
         # when more calls may be taken back, on the clock of time.monotonic
         self.look_at = math.inf
-        self._function_cache = function_cache
+        self._functions = functions
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
         self._by_device = by_device
         self._chunk_seconds = chunk_seconds
-        self.operations: deque[Operation] = deque()
+        self.operations: deque[Any] = deque()
 
     @property
     def has_calls(self) -> bool:
         return bool(self.operations) and any(operation.queue for operation in self.operations)
 
-    def join(self, operation: Operation, first: bool = False) -> None:
+    def join(self, operation: Any, first: bool = False) -> None:
         if operation not in self.operations:
-            self._function_cache.number(operation.options.function)
+            self._functions.number(operation.options.function)
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
@@ -97,15 +80,15 @@ class CallQueue:
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
 
-    def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
+    def put_back(self, operation: Any, calls: Sequence[Any], now: float) -> None:
         wanted = [call for call in calls if call.index < operation.limit]
         if wanted:
+            for call in wanted:
+                operation.options.story.note(call.item, (now, GIVEN_BACK, 0))
             operation.queue.extendleft(reversed(wanted))
             self.join(operation, first=True)
 
-    def next_for(
-        self, worker: WorkerHandle
-    ) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
+    def next_for(self, worker: Any, now: float) -> tuple[Any, list[tuple[int, Any]]] | None:
         """Return a chunk for the worker: an operation, and calls with their numbers.
 
         Return None if there is no call that the worker should be given now.
@@ -116,9 +99,13 @@ class CallQueue:
             operation = self.operations[place]
             if operation.unsorted:
                 self._sort(operation)
-            if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
+            if (
+                worker.under_way
+                and operation.queue
+                and self._had_better_wait(operation, worker, now)
+            ):
                 return None
-            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
+            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)), now)
             # This happens at once. Perhaps no worker looks again, and the results would be kept.
             if not operation.queue:
                 del self.operations[place]
@@ -129,7 +116,7 @@ class CallQueue:
                 place += 1
         return None
 
-    def take_back(self, workers: Collection[WorkerHandle]) -> bool:
+    def take_back(self, workers: Collection[Any], now: float) -> bool:
         """Take back calls that have not begun, and return whether any were.
 
         Costs are not known beforehand. So calls are taken back from each worker that runs a call
@@ -140,7 +127,6 @@ class CallQueue:
         # No worker has a call that it has not begun.
         if self.look_at == math.inf:
             return False
-        now = time.monotonic()
         takers = [worker for worker in workers if worker.ready and not worker.retiring]
         is_dry = not (self.has_calls or all(worker.under_way.chunks for worker in takers))
         if not is_dry and now < self.look_at:
@@ -153,15 +139,15 @@ class CallQueue:
         ]
         richest, most = None, self._chunk_seconds.shortest
         for worker in others if is_dry else ():
-            if (load := self._unbegun_seconds(worker)) >= most:
+            if (load := self._unbegun_seconds(worker, now)) >= most:
                 richest, most = worker, load
         has_taken = False
         for worker in others:
             # Without an idle worker nobody waits for these calls yet, and a message is not free.
             moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
             if moment <= now or worker is richest:
-                for operation, calls in worker.under_way.take_back():
-                    self.put_back(operation, calls)
+                for operation, calls in worker.under_way.take_back(now):
+                    self.put_back(operation, calls, now)
                     has_taken = True
                 moment = max(moment, now + SEEN)
             if worker.under_way.has_for_others:
@@ -169,12 +155,12 @@ class CallQueue:
                 self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
 
-    def note_given(self, worker: WorkerHandle) -> None:
+    def note_given(self, worker: Any, now: float) -> None:
         """Note that the worker was given a chunk, of which calls may have to be taken back."""
         if worker.under_way.has_for_others:
-            self.look_at = min(self.look_at, time.monotonic() + LONG_CALL)
+            self.look_at = min(self.look_at, now + LONG_CALL)
 
-    def _late_at(self, worker: WorkerHandle) -> float:
+    def _late_at(self, worker: Any) -> float:
         """Return when the worker will have run a call for longer than such calls take.
 
         The moment is on the clock of time.monotonic.
@@ -187,25 +173,26 @@ class CallQueue:
         if chunk.operation is not None:
             # If no position is known, the call may be any of the chunk's.
             calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
-            seconds = self._function_cache.seconds(
-                chunk.operation.options.function, unknown=0.0
-            ) * sum(call.items for _, call in calls)
-        return since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
+            seconds = self._functions.seconds(chunk.operation.options.function, unknown=0.0) * sum(
+                call.items for _, call in calls
+            )
+        late: float = since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
+        return late
 
-    def _unbegun_seconds(self, worker: WorkerHandle) -> float:
+    def _unbegun_seconds(self, worker: Any, now: float) -> float:
         seconds = 0.0
-        for number, count in worker.under_way.unbegun():
+        for number, count in worker.under_way.unbegun(now):
             chunk = worker.under_way.chunks[number]
             assert chunk.operation is not None
-            one = self._function_cache.seconds(chunk.operation.options.function, unknown=0.0)
+            one = self._functions.seconds(chunk.operation.options.function, unknown=0.0)
             seconds += one * sum(call.items for _, call in chunk.calls[-count:])
         return seconds
 
-    def _had_better_wait(self, operation: Operation, worker: WorkerHandle) -> bool:
+    def _had_better_wait(self, operation: Any, worker: Any, now: float) -> bool:
         """Whether the next call had better wait here than behind the worker's running call."""
-        return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
+        return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= now
 
-    def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
+    def _may_be_sooner_elsewhere(self, operation: Any) -> bool:
         """Whether the next call had better wait here, for the first idle worker, than behind
         another call.
 
@@ -225,25 +212,25 @@ class CallQueue:
             LAST_AHEAD * self._chunk_seconds.shortest if is_last else LONG_CALL
         )
 
-    def _goes_by_size(self, operation: Operation) -> bool:
+    def _goes_by_size(self, operation: Any) -> bool:
         """Whether the last calls are sorted by size. Only long calls are."""
-        seconds = self._function_cache.seconds(operation.options.function, unknown=0.0)
+        seconds = self._functions.seconds(operation.options.function, unknown=0.0)
         any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
         return any_order and self.workers > 1 and seconds >= self._chunk_seconds.one_by_one
 
-    def _seconds_of_next(self, operation: Operation) -> float:
+    def _seconds_of_next(self, operation: Any) -> float:
         """Return the expected seconds of the operation's next call; infinite before the first."""
-        seconds = self._function_cache.seconds(operation.options.function, unknown=math.inf)
+        seconds: float = self._functions.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
-    def _room(self, worker: WorkerHandle) -> float:
+    def _room(self, worker: Any) -> Any:
         """Return how many calls the worker may still be given before it is replaced."""
         if self._calls_per_worker is None:
             return math.inf
         under_way = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         return self._calls_per_worker - worker.calls_done - under_way
 
-    def _sort(self, operation: Operation) -> None:
+    def _sort(self, operation: Any) -> None:
         """Put the largest of the last calls first.
 
         If the longest call ran last, its worker would be the only one at work at the end. Sizes are
@@ -259,7 +246,7 @@ class CallQueue:
         ):
             return
         operation.unsorted = False
-        calls = drained(operation.queue)
+        calls = [operation.queue.popleft() for _ in range(len(operation.queue))]
         ranks = [-call.index if has_failed else call.nbytes for call in calls]
         operation.largest_first = not has_failed and len(set(ranks)) > 1
         # Calls of equal size keep their order.
@@ -267,12 +254,13 @@ class CallQueue:
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(
-        self, worker: WorkerHandle, operation: Operation, size: float
-    ) -> list[tuple[int, PackedCall]]:
+        self, worker: Any, operation: Any, size: float, now: float
+    ) -> list[tuple[int, Any]]:
         """Take at most `size` calls from the queue, or as many as a message holds; number them."""
-        calls: list[tuple[int, PackedCall]] = []
+        calls: list[tuple[int, Any]] = []
         nbytes = items = 0
         most_items = operation.options.chunksize or math.inf
+        sent, story = (now, SENT, worker.number), operation.options.story.calls
         while (
             len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD and items < most_items
         ):
@@ -285,15 +273,16 @@ class CallQueue:
                 break
             if call.index >= operation.limit:
                 continue
-            if not operation.starts():
-                operation.deliver(call.index, CancelledError())
+            # It was cancelled.
+            if not operation.starts(call.index):
                 continue
             calls.append((next(self._numbers), call))
+            story[call.item] = (*story.get(call.item, ()), sent)
             nbytes += call.message_bytes
             items += call.items
         return calls
 
-    def _chunk_size(self, operation: Operation) -> int:
+    def _chunk_size(self, operation: Any) -> Any:
         if operation.options.chunksize is not None:
             return operation.options.chunksize
         if len(operation.queue) == 1:
@@ -311,142 +300,11 @@ class CallQueue:
         return size
 
 
-# --- messages to the workers
-
-
-HAS_UPDATES = operator.attrgetter("has_updates")
-
-
-class Deliveries:
-    """Sends the workers their messages. All of them go through `transmit`, which adds updates."""
-
-    def __init__(
-        self,
-        workers: dict[int, WorkerHandle],
-        queue: CallQueue,
-        memory: CallerMemory,
-        tracer: Tracer,
-    ) -> None:
-        self.workers = workers
-        self._queue = queue
-        self._memory = memory
-        self.tracer = tracer
-        self._chunk_numbers = itertools.count(1)
-        # calls whose graphs were rebuilt
-        self.recomputed = 0
-
-    def feed(self) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Return the retiring workers that
-        have nothing to do.
-
-        A second chunk has to wait for the first, perhaps for long, while another worker starts or
-        becomes idle. So a second chunk is given only if it is known to be short.
-        """
-        self._give_all()
-        if self._queue.take_back(self.workers.values()):
-            self._give_all()
-        return [
-            each
-            for each in self.workers.values()
-            if each.retiring and each.ready and not each.backlog
-        ]
-
-    def _give_all(self) -> None:
-        for depth in range(CHUNKS_UNDER_WAY):
-            for worker in self.workers.values():
-                if (
-                    (self._queue.operations or worker.backlog)
-                    and worker.ready
-                    and len(worker.under_way.chunks) <= depth
-                ):
-                    self.give(worker)
-
-    def give(self, worker: WorkerHandle) -> None:
-        """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
-        if worker.backlog:
-            number = next(self._chunk_numbers)
-            messages, payload = worker.backward(number)
-            self.recomputed += sum(map(recomputed_by, messages))
-            self._transmit_chunk(worker, number, messages, payload)
-            return
-        # A running call in its grace period ends soon, or the worker is killed; nobody knows which.
-        if worker.retiring or worker.under_way.in_grace:
-            return
-        share = self._queue.next_for(worker)
-        if share is not None:
-            number = next(self._chunk_numbers)
-            self._transmit_chunk(worker, number, *worker.forward(number, *share))
-            self._queue.note_given(worker)
-
-    def _transmit_chunk(
-        self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload
-    ) -> None:
-        if self.tracer.trace is not None:
-            self.tracer.sent(worker, number)
-        self.transmit(worker, messages, payload)
-
-    def record(self, worker: WorkerHandle) -> None:
-        """Have the worker report what it does from now on, for a timeline."""
-        self.tracer.know(worker)
-        self.transmit(worker, [Record(True)])
-
-    def transmit(
-        self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None
-    ) -> None:
-        """Send the messages and all updates.
-
-        A worker that cannot be reached counts as dead when its link is read next.
-        """
-        self.collect_returns()
-        if self._memory.arena.dropped:
-            self.unmap(drained(self._memory.arena.dropped))
-        # A worker is told of a slab when it is first lent something there.
-        self._memory.arena.made.clear()
-        try:
-            worker.transmit(messages, payload or Payload())
-        except ConnectionError:
-            # The worker died. The end of its pipe is read next, and reports that once.
-            pass
-        except OSError as error:
-            # No descriptor is free for the part that has to wait, so the worker's messages are
-            # incomplete.
-            report(
-                logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
-            )
-            worker.link.kill()
-
-    def collect_returns(self) -> None:
-        for address, times in self._memory.foreign_slabs.collect():
-            worker = self.workers.get(owner_of(slab_of(address)))
-            if worker is not None:
-                worker.returns.append((address, times))
-        for number in self._memory.foreign_slabs.take_missing():
-            if (worker := self.workers.get(owner_of(number))) is not None:
-                worker.missing_slabs.append(number)
-
-    def has_updates(self) -> bool:
-        """Whether there is anything to tell the workers, apart from work."""
-        self.collect_returns()
-        return any(map(HAS_UPDATES, self.workers.values()))
-
-    def send_updates(self, quiet_for: float) -> None:
-        """Send waiting updates to the workers that have been sent nothing for so many seconds."""
-        now = time.monotonic()
-        for worker in self.workers.values():
-            if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
-                self.transmit(worker, [])
-
-    def unmap(self, numbers: Sequence[int]) -> None:
-        """Forget slabs that their owner dropped, or that died with their owner."""
-        for number in numbers:
-            self._memory.foreign_slabs.detach(number)
-            for worker in self.workers.values():
-                worker.lent_slots.unmap(number)
-
-
-def recomputed_by(message: Message) -> int:
-    """Return how many calls run again for the backwards of this message."""
-    if not isinstance(message, Backwards):
-        return 0
-    reruns = [step for call in message.calls for step in call.before if isinstance(step, Recompute)]
-    return sum(max(1, len(step.call.bundle)) for step in reruns)
+def next_for(queue: deque[Any], device: int) -> Any:
+    """Take the first call that may run on the device; return None if there is none."""
+    for place in range(len(queue)):  # by number: the caller may be adding more
+        call = queue[place]
+        if call.route is None or device in call.route:
+            del queue[place]
+            return call
+    return None

@@ -10,7 +10,6 @@ The scheduling thread only sets the state of a future, for which it takes no loc
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import logging
 import math
 import multiprocessing
@@ -21,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mpgrad.callbacks import later, report
 from mpgrad.calls.futures import UnlockedFuture
@@ -33,9 +32,9 @@ from mpgrad.calls.operations import (
     SubmittedOperation,
 )
 from mpgrad.calls.packing import PackedCall
-from mpgrad.errors import add_note
 from mpgrad.pickling.structure import DeferredValue
 from mpgrad.progress import Reporter, attended
+from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
@@ -44,47 +43,11 @@ __all__ = [
     "DifferentiableFuture",
     "LateError",
     "ResultIterator",
-    "UncollectedFailures",
     "seconds_given",
     "seconds_or_none",
 ]
 
-if TYPE_CHECKING:
-    from mpgrad.scheduling.scheduler import Scheduler
-
 R = TypeVar("R")
-
-
-class UncollectedFailures:
-    """Failures of asynchronous calls that nobody has asked for."""
-
-    MOST = 1000
-
-    def __init__(self) -> None:
-        # The scheduling thread notes while any other may look. Each step is one of the
-        # dictionary's, so it needs no lock.
-        self._numbers_of: dict[FailedResult, int] = {}
-        self.numbers = itertools.count()  # for results that may become failures
-
-    def note(self, number: int, error: FailedResult) -> None:
-        if len(self._numbers_of) < self.MOST:
-            self._numbers_of[error] = number
-
-    def collected(self, error: FailedResult) -> None:
-        self._numbers_of.pop(error, None)
-
-    def surface(self) -> None:
-        """Raise the failure of what was submitted first, and forget them all."""
-        noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
-        # else another thread has it
-        failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]
-        if failures:
-            first = failures[0].error()
-            if len(failures) > 1:
-                add_note(
-                    first, f"failures that nobody asked for, besides this one: {len(failures) - 1}"
-                )
-            raise first
 
 
 class AsyncResult(Listener, Generic[R]):

@@ -1,0 +1,174 @@
+"""What one worker has been given: graphs, and sums of captures' gradients.
+
+The states of a graph, and the events that change them (`AFTER` is the whole table):
+
+    keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED ──┐
+               │                                                                          │
+               ├── drop, miss: the worker has dropped it, or lacks it ──► LOST            │
+               └── last: a backward is sent of which nothing is left ──► CONSUMED ────────┤
+                         fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED              │
+                         cancel: CONSUMED ──► LOST          released: forgotten ◄─────────┘
+    the next backward rebuilds a graph that is LOST, CONSUMED, or FREED by mistake: ALIVE
+A state changes when the worker is told, not when it has acted.
+Assumes: called by the scheduling thread; any thread may ask how many graphs there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+__all__ = [
+    "ALIVE",
+    "CANCEL",
+    "CONSUMED",
+    "DROP",
+    "FAIL",
+    "FREE",
+    "FREED",
+    "KEEP",
+    "LAST",
+    "LOST",
+    "MISS",
+    "RUN",
+    "TAKE",
+    "GraphLedger",
+    "SumLedger",
+]
+
+ALIVE = "alive"
+# A backward that was not to keep the graph freed it. Another backward is the user's mistake.
+FREED = "freed"
+# The graph is rebuilt when it is needed.
+LOST = "lost"
+# The last backward left nothing of the graph. It is rebuilt when it is needed.
+CONSUMED = "consumed"
+TO_BE_MADE = {LOST, CONSUMED}
+
+# The worker has made the graph.
+KEEP = "keep"
+# A backward is sent that does not keep the graph.
+FREE = "free"
+# A backward is sent of which nothing is left.
+LAST = "last"
+# The last backward has failed or did not begin, so the rest of the graph is still there.
+FAIL = "fail"
+# The last backward has run; an earlier one may have failed.
+RUN = "run"
+# The last backward was cancelled. Nobody knows how far it came, so another one starts anew.
+CANCEL = "cancel"
+# The worker lacks the graph that a backward needs.
+MISS = "miss"
+# The worker has dropped the graph. It may have been released meanwhile.
+DROP = "drop"
+# The last backward was an eager one, and its gradients were taken.
+TAKE = "take"
+
+# by event, then by state; None: the ledger does not know the graph. Other states stay.
+AFTER: dict[str, dict[str | None, str]] = {
+    KEEP: dict.fromkeys((None, ALIVE, FREED, LOST, CONSUMED), ALIVE),
+    FREE: {ALIVE: FREED},
+    LAST: dict.fromkeys((None, ALIVE, FREED, LOST, CONSUMED), CONSUMED),
+    FAIL: {LOST: FREED, CONSUMED: FREED},
+    RUN: {FREED: CONSUMED},
+    CANCEL: {CONSUMED: LOST},
+    MISS: dict.fromkeys((None, ALIVE, FREED, LOST), LOST),
+    DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
+    TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
+}
+
+
+class GraphLedger:
+    """The states of one worker's graphs, by call."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, str] = {}
+        # bytes that the graphs take in the worker, if this is measured
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def handle(self, call: int, event: str) -> None:
+        state = AFTER[event].get(self.states.get(call))
+        if state is not None:
+            self.states[call] = state
+
+    @property
+    def there(self) -> int:
+        """The number of graphs that take memory in the worker."""
+        # Another thread may ask while the states change.
+        return sum(state not in TO_BE_MADE for state in list(self.states.values()))
+
+    def needs_worker(self, is_last: bool) -> bool:
+        """Whether the worker has to stay for the sake of a graph.
+
+        `is_last` says that no other worker could rebuild a lost graph.
+        """
+        done_with = {CONSUMED} if is_last else TO_BE_MADE
+        return any(state not in done_with for state in self.states.values())
+
+    def move_here(self, call: int, before: GraphLedger) -> None:
+        """Take over the graph of a worker that is gone, whose ledger is `before`.
+
+        This worker rebuilds the graph when it is needed.
+        """
+        self.states[call] = CONSUMED if before.states.get(call) == CONSUMED else LOST
+
+    def rebuild(self, call: int, again: bool) -> str | None:
+        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
+
+        Return None if the graph need not be rebuilt. `again` says that the backward was sent
+        before, so it may have freed the graph itself.
+        """
+        state = self.states.get(call, LOST)
+        if state == ALIVE or (state == FREED and not again):
+            return None
+        self.states[call] = ALIVE
+        return state
+
+    def forget(self, calls: Iterable[int]) -> None:
+        for call in calls:
+            self.states.pop(call, None)
+
+
+class SumLedger:
+    """The sums of captures' gradients that a worker holds.
+
+    They are found by function, then by backward and levels. For eager backwards, the backward is
+    None.
+    """
+
+    def __init__(self, most: int) -> None:
+        """A worker keeps at most so many sums of one function: failed backwards leave some."""
+        self._most = most
+        self._sums: dict[int, dict[tuple[int | None, Hashable], None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def are_before(self, graph_task: int) -> bool:
+        """Whether all sums come from earlier backwards than this one."""
+        return all(
+            each is not None and each < graph_task
+            for sums in self._sums.values()
+            for each, _ in sums
+        )
+
+    def note(self, function: int, graph_task: int | None, levels: Hashable) -> None:
+        sums = self._sums.setdefault(function, {})
+        sums[graph_task, levels] = None
+        # The worker does the same, except that it keeps the sum of eager backwards separately.
+        while len(sums) > self._most:
+            del sums[next(iter(sums))]
+
+    def forget(self, function: int, graph_task: int | None, levels: Hashable) -> None:
+        sums = self._sums.get(function, {})
+        sums.pop((graph_task, levels), None)
+        if not sums:
+            self._sums.pop(function, None)
+
+    def forget_function(self, function: int) -> None:
+        self._sums.pop(function, None)

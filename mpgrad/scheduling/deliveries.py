@@ -1,0 +1,174 @@
+"""`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
+Caller's side.
+
+    backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Sequence
+
+from mpgrad.callbacks import report
+from mpgrad.machine.policy import CHUNKS_UNDER_WAY
+from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.story import MOST_CALLS
+from mpgrad.memory import owner_of, slab_of
+from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.tracer import Tracer
+from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.frames import drained
+from mpgrad.wire.messages import Backwards, Message, Recompute, Record
+from mpgrad.wire.tensor_refs import Payload
+
+__all__ = ["Deliveries"]
+
+HAS_UPDATES = operator.attrgetter("has_updates")
+
+
+class Deliveries:
+    """Sends the workers their messages. All of them go through `transmit`, which adds updates."""
+
+    def __init__(
+        self,
+        workers: dict[int, WorkerHandle],
+        queue: CallQueue,
+        memory: CallerMemory,
+        tracer: Tracer,
+    ) -> None:
+        self.workers = workers
+        self._queue = queue
+        self._memory = memory
+        self.tracer = tracer
+        self._chunk_numbers = itertools.count(1)
+        # calls whose graphs were rebuilt
+        self.recomputed = 0
+
+    def feed(self, now: float) -> list[WorkerHandle]:
+        """Give every worker a chunk before any gets its second. Return the retiring workers that
+        have nothing to do.
+
+        A second chunk has to wait for the first, perhaps for long, while another worker starts or
+        becomes idle. So a second chunk is given only if it is known to be short.
+        """
+        self._give_all(now)
+        if self._queue.take_back(self.workers.values(), now):
+            self._give_all(now)
+        return [
+            each
+            for each in self.workers.values()
+            if each.retiring and each.ready and not each.backlog
+        ]
+
+    def _give_all(self, now: float) -> None:
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in self.workers.values():
+                if (
+                    (self._queue.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
+                    self.give(worker, now)
+
+    def give(self, worker: WorkerHandle, now: float) -> None:
+        """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
+        if worker.backlog:
+            number = next(self._chunk_numbers)
+            messages, payload = worker.backward(number, now)
+            self.recomputed += sum(map(recomputed_by, messages))
+            self._transmit_chunk(worker, number, now, messages, payload)
+            return
+        # A running call in its grace period ends soon, or the worker is killed; nobody knows which.
+        if worker.retiring or worker.under_way.in_grace:
+            return
+        share = self._queue.next_for(worker, now)
+        if share is not None:
+            number = next(self._chunk_numbers)
+            self._transmit_chunk(worker, number, now, *worker.forward(number, *share, now))
+            self._queue.note_given(worker, now)
+            if len(share[0].options.story.calls) > 2 * MOST_CALLS:
+                share[0].options.story.shorten()
+
+    def _transmit_chunk(
+        self,
+        worker: WorkerHandle,
+        number: int,
+        now: float,
+        messages: list[Message],
+        payload: Payload,
+    ) -> None:
+        if self.tracer.trace is not None:
+            self.tracer.sent(worker, number)
+        self.transmit(worker, messages, now, payload)
+
+    def record(self, worker: WorkerHandle, now: float) -> None:
+        """Have the worker report what it does from now on, for a timeline."""
+        self.tracer.know(worker)
+        self.transmit(worker, [Record(True)], now)
+
+    def transmit(
+        self,
+        worker: WorkerHandle,
+        messages: list[Message],
+        now: float,
+        payload: Payload | None = None,
+    ) -> None:
+        """Send the messages and all updates.
+
+        A worker that cannot be reached counts as dead when its link is read next.
+        """
+        self.collect_returns()
+        if self._memory.arena.dropped:
+            self.unmap(drained(self._memory.arena.dropped))
+        # A worker is told of a slab when it is first lent something there.
+        self._memory.arena.made.clear()
+        try:
+            worker.transmit(messages, payload or Payload(), now)
+        except ConnectionError:
+            # The worker died. The end of its pipe is read next, and reports that once.
+            pass
+        except OSError as error:
+            # No descriptor is free for the part that has to wait, so the worker's messages are
+            # incomplete.
+            report(
+                logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error
+            )
+            worker.link.kill()
+
+    def collect_returns(self) -> None:
+        for address, times in self._memory.foreign_slabs.collect():
+            worker = self.workers.get(owner_of(slab_of(address)))
+            if worker is not None:
+                worker.returns.append((address, times))
+        for number in self._memory.foreign_slabs.take_missing():
+            if (worker := self.workers.get(owner_of(number))) is not None:
+                worker.missing_slabs.append(number)
+
+    def has_updates(self) -> bool:
+        """Whether there is anything to tell the workers, apart from work."""
+        self.collect_returns()
+        return any(map(HAS_UPDATES, self.workers.values()))
+
+    def send_updates(self, quiet_for: float, now: float) -> None:
+        """Send waiting updates to the workers that have been sent nothing for so many seconds."""
+        for worker in self.workers.values():
+            if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
+                self.transmit(worker, [], now)
+
+    def unmap(self, numbers: Sequence[int]) -> None:
+        """Forget slabs that their owner dropped, or that died with their owner."""
+        for number in numbers:
+            self._memory.foreign_slabs.detach(number)
+            for worker in self.workers.values():
+                worker.lent_slots.unmap(number)
+
+
+def recomputed_by(message: Message) -> int:
+    """Return how many calls run again for the backwards of this message."""
+    if not isinstance(message, Backwards):
+        return 0
+    reruns = [step for call in message.calls for step in call.before if isinstance(step, Recompute)]
+    return sum(max(1, len(step.call.bundle)) for step in reruns)

@@ -1,0 +1,50 @@
+"""`mpgrad/machine` knows no clock, thread, system or torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpgrad
+
+pytestmark = pytest.mark.quick
+
+PACKAGE = Path(mpgrad.__file__).parent
+MODULES = sorted(file.stem for file in (PACKAGE / "machine").glob("[!_]*.py"))
+# how many files a stranger reads, and how long they may be
+MOST_FILES, MOST_LINES = 8, 500
+
+# imports the modules behind a stub of the package, and prints what they brought
+ALONE = """
+import __future__, collections, dataclasses, enum, functools, heapq, itertools, math
+import sys, types, typing
+sys.modules["torch"] = None
+stub = sys.modules["mpgrad"] = types.ModuleType("mpgrad")
+stub.__path__ = [sys.argv[1]]
+before = set(sys.modules)
+for name in sys.argv[2:]:
+    __import__(f"mpgrad.machine.{name}")
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_it_imports_only_itself_and_pure_parts_of_the_standard_library() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ALONE, PACKAGE, *MODULES],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) == {
+        "mpgrad.machine",
+        *(f"mpgrad.machine.{name}" for name in MODULES),
+    }
+
+
+def test_a_stranger_can_read_it() -> None:
+    files = list((PACKAGE / "machine").glob("*.py"))
+    assert len(files) <= MOST_FILES
+    assert max(len(file.read_text().splitlines()) for file in files) <= MOST_LINES
