@@ -130,12 +130,12 @@ class Canceller:
                 self.kill(operation, now)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
+            if worker.under_way.just_skipped:
+                worker.under_way.note_skips(now)
             first = worker.under_way.first
             has_limit = first is not None and first.timeout is not None
             if not (has_limit or worker.termination or worker.under_way.grace_ends < math.inf):
                 continue
-            if worker.under_way.just_skipped:
-                worker.under_way.note_skips(now)
             if overdue_at(worker, now) <= now:
                 self._end_overdue(worker, now)
             if worker.gone is None and worker.under_way.grace_ends <= now:
