@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
-# These errors are not mistakes of mpgrad's. An interrupt may arrive wherever somebody waits.
+# These errors are not mistakes of mpgrad's. An interrupt may arrive wherever a thread waits.
 OUTCOMES = (
     AncestorFailedError,
     CallTimeoutError,
@@ -245,8 +245,8 @@ def shown_stack(text: str) -> str:
 
 
 def is_import(frame: re.Match[str]) -> bool:
-    """Whether the frame belongs to the import machinery, which Python's tracebacks leave out
-    too."""
+    """Whether the frame belongs to the import machinery, which Python's tracebacks also leave
+    out."""
     return frame["file"].startswith("<frozen importlib.")
 
 
