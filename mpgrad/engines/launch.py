@@ -757,7 +757,7 @@ def check_fork_server() -> None:
 
 
 class SharedTracker(LifeSocket):
-    """Gives a worker the caller's resource tracker when the worker asks for it. multiprocessing
+    """Gives a worker the caller's resource tracker when the worker requests it. multiprocessing
     gives it to all its children.
 
     If a worker had a tracker of its own, this tracker would remove what the worker has made for

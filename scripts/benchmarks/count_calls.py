@@ -93,7 +93,7 @@ def main() -> None:
         with mpgrad.Pool(2, **settings) as pool:
             for _ in range(RUNS):
                 run(pool)
-            time.sleep(0.1)  # the pool's thread has told what there was to tell
+            time.sleep(0.1)  # the pool's thread has reported everything
             runs = [counter.counted(run, pool) for _ in range(RUNS)]
         least = min(runs, key=lambda counts: counts.total())
         sums = {

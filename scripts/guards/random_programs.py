@@ -356,7 +356,7 @@ class Program:
         self.attempt(label, self.choose.choice([collected, added]))
 
     def graph(self, label: str) -> None:
-        """Run calls that take futures; the values are asked for early, late or never."""
+        """Run calls that take futures; the values are read early, late or never."""
         choose, made = self.choose, [*self.some(2)]
         futures: list[Any] = []
         for _ in range(choose.randrange(2, 7)):
