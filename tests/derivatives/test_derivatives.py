@@ -380,7 +380,8 @@ def test_forward_one_column_at_a_time(where: mpgrad.Pool | None) -> None:
     c = tensor(2)
     expected = functional.jacobian(NoBatches.apply, c)
     with pytest.warns(
-        UserWarning, match="used one column at a time instead; mode='forward' uses this"
+        UserWarning,
+        match="used forward mode, one column at a time instead; mode='forward' uses this",
     ):
         assert_equal(jacobian(NoBatches, c, mode="forward", pool=where), expected)
     assert_equal(
