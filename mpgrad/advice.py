@@ -1,4 +1,4 @@
-"""`mpgrad.advise` runs a sample of the items and says whether a pool pays.
+"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays.
 
 A worker runs the loop, because it has copies of the items and of everything that the function
 reaches. So the caller's tensors and modules stay as they are. Pools run the same items. The loop
@@ -51,9 +51,10 @@ BUSY = 0.15
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
-    """The result of `mpgrad.advise`. ``print(advice)`` shows it, with the answer first.
+    """The result of `mpgrad.advise`. Printed, or at the end of a notebook's cell, it is a table
+    with the answer first.
 
     Attributes:
         items: the number of items.
@@ -63,7 +64,7 @@ class Advice:
         item_bytes: the mean size of the tensors of an item and its result.
         cpus: how many CPUs this process may use.
         cpus_of_loop: how many CPUs the loop kept busy.
-        cpus_of_others: how many CPUs other programs kept busy meanwhile.
+        cpus_of_others: how many CPUs other programs kept busy at the same time.
 
     Example:
         >>> import torch, mpgrad
@@ -154,11 +155,11 @@ class Advice:
         if self.cpus_of_loop < WAITING and not self.is_doubtful:
             used = f"the loop used {self.cpus_of_loop:.0%} of a CPU"
             yield (
-                f"The function waits: {used}. If it waits for files, say, take more workers than "
-                "CPUs."
+                f"The function waits: {used}. If it waits for files or a network, use more workers "
+                "than CPUs."
             )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         use = "Use a pool" if self.pays else "Do not use a pool"
         lines = [
             f"{use}: mpgrad.Pool({self.processes}) is about {self.speed_up:.2g} times as fast as "
@@ -167,8 +168,8 @@ class Advice:
         if self.is_doubtful:
             others = f"other programs used {self.cpus_of_others:.1f} of {self.cpus} CPUs"
             lines.append(
-                f"The machine was busy ({others}), so this may be wrong: ask again when they have "
-                "ended."
+                f"The machine was busy ({others}), so this may be wrong. Run it again when they "
+                "have ended."
             )
         median, longest = statistics.median(self.item_seconds), max(self.item_seconds)
         lines += [
@@ -192,8 +193,8 @@ def advise(
     seconds: float = 5.0,
     processes: int | None = None,
 ) -> Advice:
-    """Run a sample of the items, and say whether ``pool.map(fn, items)`` is faster than the loop,
-    and with how many workers.
+    """Run a sample of the items, and report whether ``pool.map(fn, items)`` is faster than the
+    loop, and with how many workers.
 
     The sample runs in the loop and in pools, forward and backward. The loop runs with one intra-op
     thread, and then with as many as your program has (`torch.get_num_threads`). The faster loop
@@ -207,7 +208,7 @@ def advise(
         seconds: about how long the trial takes. If items are long, two of them run, once in each
             loop and pool.
         processes: the largest number of workers to try. It is at most the number of CPUs, which is
-            also the default. A pool with half as many workers is tried too.
+            also the default. A pool with half as many workers is also tried.
 
     Raises:
         ValueError: there are no items; `seconds` is not above 0; `processes` is less than 1.
@@ -243,7 +244,7 @@ def advise(
             pools[workers] = stack.enter_context(Pool(workers))
             pools[workers].map(abs, [1], 1)  # starts the workers
         for pool in (*loops.values(), *pools.values()):
-            pool._submitter.cheap_calls = None  # what the log would say, the advice says
+            pool._submitter.cheap_calls = None  # the advice replaces the log's warning
         end = time.perf_counter() + seconds
         sample, first, cpus_of_loop = first_loop(loops[1], timer, items, seconds)
         is_long = sum(first) > LONG_SHARE * seconds

@@ -1,8 +1,8 @@
 """A thread for user code that the pool runs: callbacks, handlers of `logging`, and writes to the
 caller's streams. Caller's side.
 
-User code may take long, wait for the pool, or need locks that the caller's threads hold meanwhile.
-The scheduling thread feeds all workers and delivers all results, so it must not run user code. It
+User code may take long, wait for the pool, or need locks that the caller's threads hold. The
+scheduling thread feeds all workers and delivers all results, so it must not run user code. It
 queues the code for this second thread:
 
     scheduling thread ── later ──► CallbackThread: callbacks, prints and records of tasks, the
@@ -13,10 +13,10 @@ Any other thread that calls `later` is the caller's. This happens with engine "i
 end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
 itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
-While nobody else shows the progress of an operation, this thread does (see `mpgrad.progress`).
+If no other thread shows the progress of an operation, this thread does (see `mpgrad.progress`).
 
-This module also repeats in the caller what tasks printed, logged and warned of. There the caller's
-streams, handlers and filters decide about it.
+This module also repeats the prints, log records and warnings of tasks in the caller, where the
+caller's streams, handlers and filters apply to them.
 Guarantees: queued code runs once, in order, and before the pool has been joined. A caller that gets
     a result has seen what its call printed and logged, unless the thread makes no progress for
     `PATIENCE` seconds.
@@ -65,22 +65,22 @@ LOOK_EVERY = 0.1
 
 
 class PeriodicJob(Protocol):
-    """Something that a waiting thread does now and then, or the callbacks thread."""
+    """Is a job that a waiting thread or the callbacks thread does now and then."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing to do any more."""
+        """Return whether the job has ended."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it is for this thread."""
+        """Return whether this thread should do it."""
 
     @property
     def is_nowhere(self) -> bool:
-        """Whether it is for the callbacks thread."""
+        """Return whether the callbacks thread should do it."""
 
     def tick(self) -> None:
-        """Do it if it is time to. Exceptions of the user's code are not raised."""
+        """Do it if it is due. Exceptions of the user's code are not raised."""
 
     def end(self) -> None:
         """Do it for the last time."""
@@ -113,7 +113,8 @@ class CallbackThread(threading.Thread):
         self._acts.put(look_around)
 
     def tick(self, everything: bool = False) -> None:
-        """Do what is for the present thread; with `everything`, what is for nobody else."""
+        """Do the jobs of the present thread; with `everything`, also the jobs that belong to no
+        other thread."""
         for item in list(self.watched):
             if item.is_here or (everything and item.is_nowhere):
                 item.tick()
@@ -166,7 +167,7 @@ class CallbackThread(threading.Thread):
                 act()
             # This includes SystemExit, because further acts have to run.
             except BaseException:
-                # If a log handler raised, the report may fail, too.
+                # If a log handler raised, the report may also fail.
                 with contextlib.suppress(BaseException):
                     report(logging.ERROR, "a callback of a future raised", with_traceback=True)
             # The act may hold the result of a call, and the next act may come much later.
@@ -193,7 +194,7 @@ class CallbackThread(threading.Thread):
 
 
 def look_around() -> None:
-    """Stands for no act: the thread has something new to watch."""
+    """Do nothing. It wakes the thread, which has something new to watch."""
 
 
 class ThreadState(threading.local):
@@ -204,7 +205,7 @@ class ThreadState(threading.local):
     def after_fork(self) -> None:
         """Forget the thread in a forked worker.
 
-        A worker that a scheduling thread forks is no scheduling thread, and has no callbacks
+        A worker that a scheduling thread forks is not a scheduling thread, and has no callbacks
         thread.
         """
         self.callbacks = None
@@ -232,7 +233,9 @@ def log_here(
     level: int, text: str, arguments: tuple[object, ...], error: BaseException | None
 ) -> None:
     try:
-        log.log(level, text, *arguments, exc_info=error)
+        # Python's handler of last resort shows only the text
+        named = text if log.hasHandlers() else f"{log.name}: {text}"
+        log.log(level, named, *arguments, exc_info=error)
     except Exception:
         if sys.__stderr__ is not None:
             traceback.print_exc(file=sys.__stderr__)
@@ -242,7 +245,7 @@ def log_here(
 
 
 def given_again(message: PrintedText | LoggedRecord) -> None:
-    """Print or log in the caller what a task has printed or logged."""
+    """Repeat in the caller what a task has printed or logged."""
     try:
         if isinstance(message, PrintedText):
             printed_again(message)
@@ -252,7 +255,7 @@ def given_again(message: PrintedText | LoggedRecord) -> None:
     except Exception:
         report(
             logging.ERROR,
-            "what a task has printed or logged cannot be given again here",
+            "what a task has printed or logged cannot be repeated here",
             with_traceback=True,
         )
 
@@ -262,7 +265,7 @@ def printed_again(printed: PrintedText) -> None:
     # A program without a console has no stream.
     if stream is None:
         return
-    # Perhaps nobody reads the stream any more, or it is closed. That is not the task's fault.
+    # Perhaps the stream's reader is gone, or the stream is closed. That is not the task's fault.
     with contextlib.suppress(OSError, ValueError):
         stream.write(printed.text)
 
@@ -314,7 +317,7 @@ class RecordUnpickler(ClassUnpickler):
 
 
 def log_levels() -> LogLevels:
-    """Return the caller's levels of `logging`, which tasks use, too."""
+    """Return the caller's levels of `logging`, which tasks also use."""
     loggers = [*logging.root.manager.loggerDict.items(), ("root", logging.root)]
     seen = {
         name: Logger(each.level, bool(each.disabled), bool(each.propagate))
@@ -328,8 +331,8 @@ def log_levels() -> LogLevels:
     return LogLevels(changed, names, logging.root.manager.disable)
 
 
-# Each module has a registry of what has been given, so that a filter can say "default" or "once".
-# This is for modules that are not imported here.
+# Each module has a registry of the warnings that were shown, so that the filters "default" and
+# "once" work. This is for modules that are not imported here.
 ELSEWHERE: dict[str, Any] = {}
 
 # warnings of tasks that have arrived
@@ -337,7 +340,7 @@ Warnings = deque[WarningReport] | tuple[()]
 
 
 def taken(warned: Warnings) -> Iterator[WarningReport]:
-    """Take each warning once, even if several threads ask."""
+    """Yield each warning once, even if several threads iterate."""
     while warned:
         try:
             yield warned.popleft()
@@ -347,7 +350,7 @@ def taken(warned: Warnings) -> Iterator[WarningReport]:
 
 
 def warned_again(message: bytes, file: str, line: int, module: str | None) -> None:
-    """Give a task's warning in the caller, whose filters decide about it as in the loop.
+    """Repeat a task's warning in the caller, whose filters apply to it as in the loop.
 
     If they make it an error, it is raised here. If the warning's `stacklevel` points to the code
     that called the task, the warning shows the caller's line.

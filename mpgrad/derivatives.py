@@ -2,23 +2,23 @@
 workers.
 
 `torch.autograd.functional.jacobian` runs one backward per output; `torch.func.jacrev` and `jacfwd`
-batch them, for functions that suit torch.func, in one process. Here the sizes choose the way, a way
-that some operation does not go along with gives place to the next, and rows or columns are cut into
-shares that run side by side, as do the items of a ragged list. Arguments and outputs are structures
-of tensors, as in torch.func. Both are flattened at each evaluation, so that everything in between
-computes with lists of tensors.
+batch them, for functions that suit torch.func, in one process. Here the sizes of the tensors decide
+how a Jacobian is computed. If an operation does not support the chosen mode, the next mode is used.
+Rows or columns are cut into shares that run side by side, and so do the items of a ragged list.
+Arguments and outputs are structures of tensors, as in torch.func. Both are flattened at each
+evaluation, so all code in between works on lists of tensors.
 
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
         ──► [3] joined, item by item
 
 Caller only; workers run the tasks of `tasks/jacobians.py`.
-Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but
-for rounding.
+Guarantees: except for rounding, a derivative does not depend on the pool, its number of workers, or
+`chunk_size`.
 
-`per_item_grad` gives the gradient of each result by itself, from the graphs that the workers keep.
-`torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect
-to one tensor takes one backward after the other. The results of a pool have a graph each: here all
-their backwards are sent at once, past the engine, and nothing is added up.
+`per_item_grad` computes a separate gradient for each result, from the graphs that the workers keep.
+`torch.autograd.grad` sums over its outputs, so separate gradients of all results with respect to
+one tensor take one backward after another. Each result of a pool has its own graph. So all
+backwards are sent at once, without the engine, and nothing is summed.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from mpgrad.transforms import may_be_followed
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "per_item_grad", "vjp"]
 
 MODES = tuple(WAYS)
-# calls for each worker, below which they are sent one by one: shares are long, and each worker
-# shall have one
+# If there are fewer calls for each worker, they are sent one by one, because shares take long and
+# each worker should get one.
 FEW = 8
-SAID: set[str] = set()  # what this process has been warned of
+SAID: set[str] = set()  # the warnings that this process has given
 
 
 @without_own_frames
@@ -83,54 +83,56 @@ def jacobian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """Return the derivative of every element that `fn` returns with respect to every element of
+    """Compute the derivative of every element that `fn` returns with respect to every element of
     its arguments. A list among the arguments has one entry for each item; it is not a structure.
 
     Args:
         fn: takes `args`; returns a floating point tensor, or a structure of them: tuples, lists and
             dicts, nested or not (a pytree, in the words of torch.func). It may write into the
-            tensors in its arguments, which are copies. All rows and columns of an item meet the
-            same random numbers, fixed by `torch.manual_seed`: one number is drawn from the
-            caller's generator (engine "thread": they depend on timing). What it changes outside of
-            itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
-        args: a list has one entry for each item, and `fn` is differentiated for each item by
-            itself; anything else is shared by all items. A differentiated argument is a floating
-            point tensor of any shape, or a structure of them.
-        mode: "reverse": one backward per row, which takes any function. "batched": all rows in one
-            backward under a vmap. "forward": all columns in one evaluation on dual numbers under a
-            vmap, or one by one where that cannot be; not for functions that turn gradients off
-            (`torch.no_grad`), which forward mode would not heed. "auto": forward where there are
-            more than four rows for each column, otherwise batched; where an operation has no
-            forward derivative or no batching rule, the next of forward, batched, reverse, and a
-            warning says so once.
-        pool: its workers share the items, and the rows or columns of large items; each share costs
-            an evaluation.
-        chunk_size: rows or columns that are batched at a time, to bound the memory; None for all.
+            tensors in its arguments, which are copies. All rows and columns of an item use the same
+            random numbers. `torch.manual_seed` fixes them, and one number is drawn from the
+            caller's generator. With engine "thread" they depend on timing. Changes that `fn` makes
+            outside of itself (running statistics) happen at each evaluation, but not if it runs in
+            a pool.
+        args: a list has one entry for each item, and `fn` is differentiated separately for each
+            item. All other arguments are shared by all items. A differentiated argument is a
+            floating point tensor of any shape, or a structure of them.
+        mode: "reverse" runs one backward per row, which works for any function. "batched" runs one
+            backward for all rows under a vmap. "forward" runs one evaluation on dual numbers for
+            all columns under a vmap, or one for each column if vmap does not support the function.
+            It does not suit functions that turn gradients off (`torch.no_grad`), because forward
+            mode ignores that. "auto" uses forward if there are more than four rows for each column,
+            and otherwise batched. If an operation has no forward derivative or no batching rule,
+            "auto" uses the next of forward, batched, reverse, and warns once.
+        pool: its workers share the items, and the rows or columns of large items. Each share costs
+            one evaluation of `fn`.
+        chunk_size: how many rows or columns are batched at a time, to limit the memory; None for
+            all.
         argnums: which arguments to differentiate; None for all.
-        create_graph: let the result be differentiated, with respect to the arguments and to the
-            tensors that `fn` captures, which are constants otherwise. Inside of a transform or
-            another of these functions it always can be.
+        create_graph: make the result differentiable with respect to the arguments and to the
+            tensors that `fn` captures. Otherwise these are constants. Inside a transform or another
+            function of this module the result is always differentiable.
         has_aux: `fn` returns a tuple ``(output, aux)``. ``aux`` is a structure of tensors, which is
             not differentiated.
 
     Returns:
-        For each tensor of the output and each tensor of the arguments a tensor of shape
-        ``(*output, *input)`` and the input's dtype, zeros if there is no dependence. They are in
-        the
-        structure that `torch.func.jacrev` gives: that of the output, with the structure of the
-        differentiated argument in place of each tensor. If `argnums` is a tuple, or None with
-        several arguments, that is a tuple over the arguments. With `has_aux`, a tuple of all that
-        and ``aux``. If there are lists, a list of all that over the items.
+        One tensor of shape ``(*output, *input)`` and the input's dtype for each tensor of the
+        output and each tensor of the arguments. It is zero if the output does not depend on the
+        input. The structure is the same as that of `torch.func.jacrev`: the structure of the
+        output, with the structure of the differentiated argument in place of each tensor. If
+        `argnums` is a tuple, or None with several arguments, there is a tuple over the arguments in
+        place of each tensor. With `has_aux`, the result is a tuple of the Jacobian and ``aux``. If
+        there are lists, the result is a list with one such entry for each item.
 
     Raises:
         ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of
             different lengths, or arguments or outputs without any tensor.
         TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not
-            a real floating point tensor; a leaf of ``aux`` is not a tensor. The path to the leaf is
-            named. PyTorch must know how to take a structure apart: a type of your own counts if its
-            module registers it as a pytree.
-        NotImplementedError: `fn` does not go along with a mode that was asked for by name; says
-            why, and names the remedy.
+            a real floating point tensor; a leaf of ``aux`` is not a tensor. The message names the
+            path to the leaf. PyTorch must know how to flatten a structure: your own type is one if
+            its module registers it as a pytree.
+        NotImplementedError: `fn` does not support the `mode` that you named. The message gives the
+            reason and the remedy.
 
     Example:
         >>> import torch, mpgrad
@@ -168,18 +170,19 @@ def hessian(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """Return all second derivatives of a function of one value: the Jacobian of its gradient, with
-    the options of `jacobian`. A list among the arguments has one entry for each item; it is not a
-    structure.
+    """Compute all second derivatives of a function that returns one value, which are the Jacobian
+    of its gradient. The options are those of `jacobian`. A list among the arguments has one entry
+    for each item; it is not a structure.
 
     Args:
         fn: returns one floating point value: a tensor of any shape with one element, or a structure
-            with no other tensor. The rest is as in `jacobian`; "forward" is forward over reverse.
+            with no other tensor. Everything else is as in `jacobian`. "forward" means forward over
+            reverse.
 
     Returns:
         A tensor of shape ``(*input, *input)`` for each pair of tensors of the arguments, in nested
-        structures of the arguments as `torch.func.hessian` gives them: for a dict, a dict of dicts.
-        Tuples over the arguments, ``aux``, and lists over the items are as in `jacobian`.
+        structures of the arguments as in `torch.func.hessian`: for a dict, a dict of dicts. Tuples
+        over the arguments, ``aux``, and lists over the items are as in `jacobian`.
 
     Raises:
         ValueError: `fn` returns several values. Otherwise as `jacobian`.
@@ -212,14 +215,15 @@ def jvp(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The output, and its Jacobian times `tangents`, in one evaluation on dual numbers.
+    """Compute the output, and its Jacobian times `tangents`, in one evaluation on dual numbers.
 
-    Where an operation has no forward derivative, two backwards give the product, which a warning
-    says once. Source: J. Townsend, "A new trick for calculating Jacobian vector products", 2017.
+    If an operation has no forward derivative, two backwards compute the product, and a warning
+    reports this once. Source: J. Townsend, "A new trick for calculating Jacobian vector products",
+    2017.
 
     Args:
         fn: as in `jacobian`.
-        args: one argument, or a tuple of them; lists have one entry for each item. So a single
+        args: one argument, or a tuple of them; a list has one entry for each item. So a single
             argument that is a tuple or a list is passed as ``(argument,)`` or ``([argument],)``.
         tangents: the structure of the differentiated argument, with a tensor of the same shape and
             dtype for each; a tuple of such structures, if `args` is a tuple and `argnums` is not an
@@ -257,8 +261,8 @@ def vjp(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The output, and `cotangents` times its Jacobian: the gradients of the arguments, in one
-    backward.
+    """Compute the output, and `cotangents` times its Jacobian, which are the gradients of the
+    arguments, in one backward.
 
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
@@ -297,12 +301,13 @@ def hvp(
     create_graph: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The value of a function of one value, and its Hessian times `vectors`, at the cost of some
-    two gradients.
+    """Compute the value of a function that returns one value, and its Hessian times `vectors`, at
+    the cost of about two gradients.
 
-    The derivative of the gradient along the vectors, forward over reverse; where an operation has
-    no forward derivative, reverse over reverse, which a warning says once. Source: B. Pearlmutter,
-    "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994.
+    The product is the derivative of the gradient along the vectors, computed forward over reverse.
+    If an operation has no forward derivative, it is computed reverse over reverse, and a warning
+    reports this once. Source: B. Pearlmutter, "Fast exact multiplication by the Hessian", Neural
+    Computation 6(1), 1994.
 
     Args:
         fn: returns one floating point value.
@@ -359,7 +364,7 @@ def differentiated(
     create_graph: bool,
     has_aux: bool,
 ) -> Any:
-    """[1], [3] of `jacobian` and `hessian`: `fn` is what the Jacobian is of."""
+    """Run steps [1] and [3] of `jacobian` and `hessian`. The result is the Jacobian of `fn`."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))} (mode: {mode!r})")
     if chunk_size is not None:
@@ -384,8 +389,8 @@ def differentiated(
 
 
 def is_differentiated() -> bool:
-    """Whether a transform, or another derivative of ours, is taken around this one, and so needs a
-    graph."""
+    """Return whether a transform or another derivative of this module encloses this one, so that
+    the result needs a graph."""
     return may_be_followed() or DIFFERENTIATING.needs_graph()
 
 
@@ -395,8 +400,8 @@ def check_pool(pool: object) -> None:
 
 
 def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
-    """Into how many shares each item is cut: one item into as many as there are workers, small ones
-    not at all."""
+    """Return how many shares each item is cut into. A single item is cut into one share per worker,
+    and small items are not cut."""
     total = sum(sizes)
     if len(sizes) == 1:
         return [workers]
@@ -404,8 +409,8 @@ def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
 
 
 def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any]:
-    """The results, under the modes that the task needs, and with the caller's generators as they
-    were."""
+    """Return the results, computed in the modes that the task needs. The caller's generators stay
+    as they were."""
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
     with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
@@ -420,8 +425,8 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
-    """As `run`; all shares of an item are rows, or all are columns, though an operation may go
-    along with some columns only."""
+    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if an
+    operation supports only some columns."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     mixed = {
@@ -429,8 +434,8 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
         for call, share in zip(calls, found, strict=True)
         if call[0] in by_rows and not share.by_rows
     }
-    # all shares of such an item: generators that the function captures give each operation other
-    # numbers
+    # All shares of such an item run again, because a generator that the function captures gives
+    # each operation different numbers.
     unlike = [k for k, call in enumerate(calls) if call[0] in mixed]
     if unlike:
         for k, share in zip(
@@ -441,8 +446,8 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
 
 
 def joined(shares: Sequence[Share], inputs: Inputs) -> Any:
-    """The Jacobian as torch.func has it: the output's structure, with the inputs' for each
-    tensor."""
+    """Return the Jacobian in the structure of torch.func: that of the output, with the inputs'
+    structure in place of each tensor."""
     shapes, spec = tree_flatten(shares[0].shapes, is_leaf=lambda each: isinstance(each, torch.Size))
     whole = [
         each[0] if len(each) == 1 else torch.cat(each)
@@ -480,15 +485,15 @@ def product(
     create_graph: bool,
     has_aux: bool,
 ) -> Any:
-    """[1], [3] of `jvp`, `vjp` and `hvp`, whose task is `kind`."""
+    """Run steps [1] and [3] of `jvp`, `vjp` and `hvp`, whose task is `kind`."""
     check_pool(pool)
     if not isinstance(args, tuple):
         args = (args,)
         argnums = 0 if argnums is None else argnums
     elif argnums is None:
         argnums = tuple(range(len(args)))
-    # the vector of a single argument has that argument's structure, which may be a tuple with lists
-    # in it
+    # The vector of a single argument has that argument's structure, which may be a tuple that
+    # contains lists.
     in_tuple = type(vectors) is tuple and (kind is Vjp or not isinstance(argnums, int))
     arguments = Arguments(args, argnums, vectors, in_tuple)
     for inputs, tree in [] if kind is Vjp else arguments.each:
@@ -504,10 +509,10 @@ def product(
 # --- the gradient of each result by itself
 
 
-Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
-Places = list[list[Place]]  # for each tensor, all where it enters the call
+Place = tuple[bool, int]  # whether it is a capture, and its number, or the input's
+Places = list[list[Place]]  # for each tensor, all places where it enters the call
 
-# the engine's own backwards have numbers from 0, and -1 stands for none
+# The engine numbers its own backwards from 0, and -1 means that none runs.
 GRAPH_TASKS = itertools.count(-2, -1)
 
 
@@ -520,33 +525,35 @@ def per_item_grad(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> list[Any]:
-    """The gradient of each of a pool's results with respect to its own input, or to a captured
-    tensor: not summed.
+    """Compute a separate gradient for each result of a pool, with respect to its own input or to a
+    captured tensor, without summing them.
 
-    Hooks on results and inputs are not called: nothing goes through autograd's engine here.
+    Hooks on results and inputs are not called, because autograd's engine does not run.
 
     Args:
-        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned
-            it.
+        results: tensors that `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned,
+            unchanged.
         inputs: a tensor, or a tuple or dict of tensors, nested or not, that the function captured
-            or that every item has; or a list with such an entry for each result. So parameters that
-            you keep in a list are passed as `tuple(parameters)`.
-        grad_outputs: for each result a tensor of its shape; None for results of one element, whose
+            or that every item contains; or a list with such an entry for each result. So if you
+            keep parameters in a list, pass `tuple(parameters)`.
+        grad_outputs: a tensor of its shape for each result; None for results of one element, whose
             gradient is 1.
-        retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
-        create_graph: let the gradients themselves be differentiated. Inside of `jacobian` and its
-            kin they always can be.
+        retain_graph: keep the workers' graphs for another backward. None means the value of
+            `create_graph`.
+        create_graph: make the gradients themselves differentiable. Inside `jacobian` and the
+            functions like it they always are.
 
     Returns:
-        For each result a tensor of its input's shape, or the structure of its inputs; zeros if it
-        does not depend on the input.
+        A tensor of its input's shape for each result, or the structure of its inputs. The tensor is
+        zero if the result does not depend on the input.
 
     Raises:
-        TypeError: `results` is no sequence, or an input or a gradient no tensor.
-        ValueError: a result is not as a pool returned it, or has no graph; an input is none of its
-            item's tensors nor a capture (zeros, where the result does not depend on all of these);
-            lists of other lengths; a `grad_outputs` of another shape, or none for a result of
-            several elements. Names the item.
+        TypeError: `results` is not a sequence, or an input or a gradient is not a tensor.
+        ValueError: a result was changed after a pool returned it, or has no graph; an input is
+            neither one of its item's tensors nor a capture (but it gets zeros if the result depends
+            on only some of these); the lists have different lengths; an entry of `grad_outputs` has
+            the wrong shape, or is missing for a result of several elements. The message names the
+            item.
 
     Example:
         >>> import torch, mpgrad
@@ -598,7 +605,7 @@ def per_item_grad(
 
 
 class GradientRequest(NamedTuple):
-    """One result, and what is asked of it."""
+    """Names one result and the inputs that it is differentiated with respect to."""
 
     number: int
     result: torch.Tensor
@@ -609,14 +616,14 @@ class GradientRequest(NamedTuple):
 def by_workers(
     asked: Sequence[GradientRequest], keep: bool, create_graph: bool
 ) -> list[list[torch.Tensor]]:
-    """All backwards are sent at once."""
+    """Send all backwards at once, and return their gradients."""
     ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
     nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
     places = [
         places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)
     ]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
-    # an item may have several results here, on one graph
+    # One item may have several results in the list, which share a graph.
     last = {item: index for index, item in enumerate(items)}
     graph_task = next(GRAPH_TASKS)
     with torch.set_grad_enabled(create_graph), backward_without_engine(graph_task):
@@ -649,14 +656,14 @@ def by_workers(
 
 
 def check_graph(index: int, result: object) -> None:
-    """Raises ValueError for what has no history, or one of the caller's."""
+    """Raise ValueError if the result has no history, or a history in the caller."""
     if (
         not isinstance(result, torch.Tensor)
         or result.grad_fn is None
         or not is_call(result.grad_fn)
     ):
         raise ValueError(
-            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: "
+            f"results[{index}] is not an unchanged result of a pool with gradients (it is: "
             f"{type(result).__name__}); "
             "take the gradients of the pool's own results"
         )
@@ -671,18 +678,19 @@ def check_tensors(index: int, inputs: Sequence[object]) -> None:
 
 
 def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]) -> Places:
-    """Where each of the inputs enters the call, of all places the gates of `node` know."""
+    """Return the places where each of the inputs enters the call, among all places that the gates
+    of `node` know."""
     behind = edges_behind_gates(node)
     known: dict[Any, list[Place]] = {}
     for number in item_of(node, output).inputs:
         known.setdefault(behind[number], []).append((False, number))
     for number, captured in enumerate(edges_to_captures(node)):
         known.setdefault(captured, []).append((True, number))
-    unused = known.pop((None, 0), None)  # of these is not known which they are
+    unused = known.pop((None, 0), None)  # it is unknown which tensors these are
     found = []
     for tensor in inputs:
         with torch.enable_grad():
-            gated: Any = gate(tensor)  # its node, asked below, may end with it
+            gated: Any = gate(tensor)  # keeps its node alive, which is read below
         edge = gated.grad_fn.next_functions[0] if tensor.requires_grad else None
         if edge is not None and unused:
             known.setdefault(edge, [])
@@ -692,24 +700,24 @@ def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]
                 "by its function, or does not "
                 f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); "
                 "if an item or a capture was "
-                "computed from it, ask for that one, or compute it within the function"
+                "computed from it, pass that tensor, or compute it within the function"
             )
         found.append(known[edge])
     return found
 
 
 def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of a result, checked; ones where None will do."""
+    """Check and return the gradient of a result. None stands for ones if the result has one
+    element."""
     if grad is None:
         if result.is_complex():
             raise ValueError(
-                f"results[{index}] is complex, and no grad_outputs says what to take for its "
-                "gradient"
+                f"results[{index}] is complex, so its gradient must be passed as grad_outputs"
             )
         if result.numel() != 1:
             raise ValueError(
-                f"results[{index}] has several elements, and no grad_outputs says how to weigh "
-                "them "
+                f"results[{index}] has several elements, so grad_outputs must have the weight of "
+                "each "
                 f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
             )
         return torch.ones_like(result)
@@ -726,8 +734,8 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
 
 
 def taken(backward: Backward, places: Places, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Wait for the gradients of one result; those of a tensor that enters several times are added
-    up."""
+    """Wait for the gradients of one result. If a tensor enters the call several times, its
+    gradients are summed."""
     of_captures = backward.take_captures()
     of_inputs = {number: backward.take(number) for number in backward.wanted}
     grads = []

@@ -1,9 +1,9 @@
-"""`python -m mpgrad doctor` says whether a pool works on this machine, what is wrong, and what to
-do about it.
+"""`python -m mpgrad doctor` reports whether a pool works on this machine, what is wrong, and how to
+mend it.
 
-The page has to appear whatever is broken. So the probes of the machine need no torch. Importing
-torch, starting a pool and looking for GPUs may hang or crash. So they are steps of a *trial* in a
-separate process, which writes each finding at once.
+The page has to appear even if something is broken. So the probes of the machine need no torch.
+Importing torch, starting a pool and looking for GPUs may hang or crash. So they are steps of a
+*trial* in a separate process, which writes each finding at once.
 
     trial, in a process ──► lines of a file: MARK, and a finding as JSON ──► `tried`
 """
@@ -44,8 +44,8 @@ MOST_TAKEN = 0.25  # share of the usable CPUs that others may take
 LEAST_MEMORY = GIB  # a process with torch takes a third of it
 LEAST_ADDRESSES = 8 * GIB
 LEAST_FILE_SIZE = 64 * MIB  # a slab of a pool's shared memory
-# A pool of one worker opens 11 descriptors, and each further worker 4. A tensor above 32 MiB opens
-# some too, and so does the rest of the program.
+# A pool of one worker opens 11 descriptors, and each further worker 4. A tensor above 32 MiB also
+# opens some, and so does the rest of the program.
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # threads that a pool may need besides its workers
 NEEDED = {
@@ -74,7 +74,7 @@ Probe = Callable[[], Iterator[Finding]]
 def run() -> int:
     """Print the page and return the exit status."""
     if sys.stderr.isatty():
-        print("mpgrad doctor: trying a pool, some seconds ...", file=sys.stderr)
+        print("mpgrad doctor: trying a pool; this takes a few seconds ...", file=sys.stderr)
     findings = list(found_by(PROBES))
     if not any(finding.fatal for finding in findings):
         findings += tried([sys.executable, "-m", "mpgrad.doctor"], TRIAL_SECONDS)
@@ -89,9 +89,9 @@ def page(findings: Sequence[Finding]) -> str:
     """
     verdict = "A pool works here."
     if any(finding.fatal for finding in findings):
-        verdict = "NO POOL CAN WORK HERE. Look at what is marked X."
+        verdict = "No pool can work here. See the lines marked X."
     elif any(finding.problem for finding in findings):
-        verdict += " Look at what is marked !."
+        verdict += " See the lines marked !."
     lines = [verdict, ""]
     indent = " " * (NAME_WIDTH + 3)
     for finding in findings:
@@ -99,7 +99,7 @@ def page(findings: Sequence[Finding]) -> str:
         lines.append(f"{mark} {finding.name:<{NAME_WIDTH}} {finding.value}".rstrip())
         for text in (finding.problem, finding.remedy and f"-> {finding.remedy}"):
             lines += textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return "\n".join([*lines, "", "For a report, run this too: python -m torch.utils.collect_env"])
+    return "\n".join([*lines, "", "For a report, also run: python -m torch.utils.collect_env"])
 
 
 def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
@@ -137,13 +137,13 @@ def software() -> Iterator[Finding]:
         platform.python_version(),
         getattr(sys, "_is_gil_enabled", lambda: True)(),  # from Python 3.13 on
         "without the interpreter lock (GIL) mpgrad has not been run, and its threads assume it",
-        "start Python with -X gil=1 or PYTHON_GIL=1, or take a build that has it",
+        "start Python with -X gil=1 or PYTHON_GIL=1, or use a build that has it",
     )
     name = f"{platform.system()} {platform.release()}, {platform.machine()}"
     try:
-        from mpgrad import system  # noqa: F401  # says what the system lacks
+        from mpgrad import system  # noqa: F401  # raises if the system lacks something
     except (ImportError, ValueError) as error:
-        remedy = "use Linux, macOS, or WSL 2 on Windows; or set the variable as told"
+        remedy = "use Linux, macOS, or WSL 2 on Windows; or set the variable that is named above"
         yield Finding("system", name, f"mpgrad cannot work here: {error}", remedy, fatal=True)
     else:
         yield Finding("system", name)
@@ -176,7 +176,7 @@ def processors() -> Iterator[Finding]:
         allowed - taken
         >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
         "other programs, or the host's other machines, take much of the time of these CPUs",
-        "end what need not run (top shows it), or measure again later",
+        "end programs that are not needed (top lists them), or measure again later",
     )
     for name in system.THREAD_VARIABLES:
         value = os.environ.get(name, "")
@@ -198,7 +198,7 @@ def memory() -> Iterator[Finding]:
         f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of "
         "all cgroups",
         free >= LEAST_MEMORY,
-        "little is left for workers and their tensors; beyond, the kernel kills workers (SIGKILL)",
+        "little is left for workers and their tensors; without memory, the kernel kills workers",
         "end other programs, raise the limit (docker run --memory, --mem in a batch system), or "
         "use fewer workers",
     )
@@ -241,7 +241,7 @@ def limits() -> Iterator[Finding]:
                 f"{now[0]} of at most {most[0]} in a cgroup, threads included",
                 int(most[0]) - int(now[0]) >= workers + POOL_THREADS,
                 f"a pool of {workers} workers needs about {workers + POOL_THREADS} more",
-                "raise the limit (docker run --pids-limit), or end what need not run",
+                "raise the limit (docker run --pids-limit), or end other programs",
             )
     for name, limit, least, remedy in (
         ("addresses", resource.RLIMIT_AS, LEAST_ADDRESSES, "ulimit -v unlimited"),
@@ -320,7 +320,7 @@ def start_pool() -> Iterator[Finding]:
             "start",
             "portable mode",
             problem,
-            "take Linux 5.3 or later, or allow these calls in the sandbox",
+            "use Linux 5.3 or later, or allow these calls in the sandbox",
         )
 
 
@@ -344,22 +344,22 @@ FAILURES = {
         "torch",
         "",
         "importing torch",
-        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of "
-        "yours is named torch",
+        "install PyTorch again (docs/compatibility.md lists tested versions); check that none of "
+        "your files is named torch",
         fatal=True,
     ),
     start_pool: Finding(
         "pool",
         "",
         "running a pool",
-        "see memory and limits above, and what else runs (top shows it)",
+        "see memory and limits above, and end other programs (top lists them)",
         fatal=True,
     ),
     look_for_gpus: Finding(
         "GPUs",
         "",
         "looking for GPUs",
-        "see that the driver works (nvidia-smi); pools on the CPU do",
+        "check that the driver works (nvidia-smi); pools on the CPU work",
     ),
 }
 NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above", fatal=True)
@@ -418,13 +418,13 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
                 findings.append(Finding(*fields))
     if ended:
         words = " / ".join([line for line in lines if not line.startswith(MARK)][-2:])
-        said = f"; it said: {words}" if words else ""
+        said = f"; it printed: {words}" if words else ""
         findings.append(failure._replace(problem=f"{failure.problem} {ended}{said}"))
     return findings
 
 
 def ending(status: int) -> str:
-    """Say in words how a process ended; "" if it ended well."""
+    """Describe how a process ended; "" if it ended well."""
     if status < 0:
         return f"died ({signal.Signals(-status).name})"
     return f"ended with exit status {status}" if status else ""

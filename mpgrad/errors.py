@@ -1,4 +1,4 @@
-"""Errors, named by who has to act: the caller, something outside the program, or mpgrad itself.
+"""Defines errors by who has to act: the caller, something outside the program, or mpgrad itself.
 
 multiprocessing raises several unrelated types. Here the class of an error says who has to act.
 Wrong arguments still raise `TypeError` and `ValueError`, and an exception of the user's function
@@ -210,8 +210,8 @@ class CallTimeoutError(TimeoutError):
 
 
 class AncestorFailedError(RuntimeError):
-    """A call did not run, because another call that should give it an argument failed or was
-    cancelled. The `__cause__` says which error that was.
+    """A call did not run, because one of its arguments is the result of a call that failed or was
+    cancelled. The `__cause__` is that call's error.
 
     Example:
         >>> import mpgrad
@@ -291,8 +291,7 @@ class InternalError(RuntimeError):
 
 
 class LostGradientError(RuntimeError):
-    """A backward would reach a tensor that only a worker has, where nobody would find its
-    gradient."""
+    """A backward would reach a tensor that only a worker has, so its gradient would be lost."""
 
 
 class RemoteError(RuntimeError):
@@ -415,7 +414,7 @@ def error_in_words(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as reason:
-        return f"{kind_name(error)}, whose text cannot be had ({kind_name(reason)})"
+        return f"{kind_name(error)}, whose text is not available ({kind_name(reason)})"
     return f"{kind_name(error)}: {text}" if text else kind_name(error)
 
 

@@ -1,29 +1,29 @@
-"""Custom `autograd.Function`s by hand: emulated contexts, and parallel calls in threads of whoever
-asks. Caller only.
+"""Runs custom `autograd.Function`s without the engine: emulated contexts, and parallel calls in
+threads of the caller. Caller only.
 
-PyTorch makes the context of a Function itself, inside of `apply`, and runs the backward when its
-engine comes to the node. Code that runs them in a thread or at another time needs two things. One
-is a stand-in for the context, which keeps what forward and `setup_context` put there. The other is
+PyTorch creates the context of a Function inside `apply`, and runs the backward when its engine
+reaches the node. Code that runs them in a thread or at another time needs two things. One is a
+substitute for the context, which keeps what forward and `setup_context` store there. The other is
 the checks that the engine makes on the returned values.
 
-A parallel call: several calls of one Function as a single node that runs them side by side.
+A parallel call makes several calls of one Function a single node, which runs them side by side.
 PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a
-simulator, another library) wait in turn. Here the calls run in threads, with stand-ins for their
-contexts, and one Function around them all keeps the books:
+simulator, another library) wait one after another. Here the calls run in threads, with substitutes
+for their contexts, and one Function around them all does the bookkeeping:
 
     arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1]
                                     │ saved tensors                        [2]
     their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3]
 
-    [1] every call's forward in a thread of its own
-    [2] the stand-ins' books become the node's
-    [3] every call's backward in a thread of its own
+    [1] every call's forward runs in its own thread
+    [2] the node saves what the substitute contexts recorded
+    [3] every call's backward runs in its own thread
 
-Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on
-    one call waits for all; saved tensors are the node's: checked for in-place writes, freed after a
-    backward, connected in a differentiable one.
-Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is
-refused.
+Guarantees: forwards run concurrently, and so do backwards and the backwards of backwards. A value
+    that depends on one call waits for all calls. The node owns the saved tensors: it checks them
+    for in-place writes, frees them after a backward, and connects them in a differentiable one.
+Assumes: no call writes to a tensor that another call reads. Such a write is refused if
+    `mark_dirty` reports it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ __all__ = [
     "run_isolated_forward",
 ]
 
-Values = tuple[Any, ...]  # tensors and anything else, as a Function takes and returns them
+Values = tuple[Any, ...]  # the arguments or outputs of a Function: tensors and other objects
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor looks like, without its memory."""
+    """Describes a tensor without its data."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -79,14 +79,14 @@ Likes = tuple[TensorSpec | None, ...]
 
 
 class EmulatedAutogradContext(FunctionCtx):
-    """Stands in for the `ctx` of a `torch.autograd.Function` outside of the engine.
+    """Replaces the `ctx` of a `torch.autograd.Function` outside the engine.
 
     Args:
         args: the arguments of the forward, for `needs_input_grad`.
 
-    Attributes of the Function's own may be set and read as on the real one. What belongs to a node
-    of the engine (`next_functions`, hooks) is missing, and nobody checks whether saved tensors have
-    been written to since.
+    The Function may set and read its own attributes as on the real context. Attributes of the
+    engine's nodes (`next_functions`, hooks) are missing, and writes to saved tensors are not
+    detected.
 
     Example:
         >>> import torch, mpgrad
@@ -108,7 +108,7 @@ class EmulatedAutogradContext(FunctionCtx):
         self.needs_input_grad = tuple([requires_grad(arg) for arg in args])
         self._inputs = likes(args)
         self._outputs: Likes = ()
-        self._smooth: Likes = ()  # the outputs that PyTorch wants a tangent for, if any has one
+        self._smooth: Likes = ()  # the outputs that need a tangent in PyTorch if any output has one
         self._returned_tuple = False
         self._has_tangents = any(isinstance(arg, torch.Tensor) and has_tangent(arg) for arg in args)
         self._unpacked: Values | None = None
@@ -118,8 +118,8 @@ class EmulatedAutogradContext(FunctionCtx):
         return self.to_save if self._unpacked is None else self._unpacked
 
     def _with_saved(self, tensors: Values) -> EmulatedAutogradContext:
-        """The same attributes, for one `backward` or `jvp` with saved tensors of its own: another
-        may run beside it."""
+        """Return a context with the same attributes for one `backward` or `jvp`. It has its own
+        saved tensors, because another one may run at the same time."""
         twin = EmulatedAutogradContext.__new__(EmulatedAutogradContext)
         twin.__dict__ = self.__dict__
         twin._unpacked = tensors
@@ -138,7 +138,7 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         history.
 
     Raises:
-        TypeError: `func` is no such class. Otherwise what the forward raises.
+        TypeError: `func` is not such a class.
 
     Example:
         >>> import torch, mpgrad
@@ -166,21 +166,21 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
 def run_isolated_backward(
     func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Any
 ) -> Values:
-    """Run the backward of `func` without a graph, as often as wanted.
+    """Run the backward of `func` without a graph. It can be run any number of times.
 
     Args:
         func: the Function whose forward made `ctx`.
         ctx: from `run_isolated_forward`.
-        grad_outputs: one gradient per output, or None; zeros take the place of None unless the
-            Function declined them.
+        grad_outputs: one gradient per output, or None. Zeros replace None unless the Function has
+            turned that off.
 
     Returns:
         One gradient, or None, per argument of the forward.
 
     Raises:
-        TypeError, ValueError: no context, or gradients that do not fit the outputs.
-        RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it
-            raises.
+        TypeError, ValueError: `ctx` is not a context, or the gradients do not fit the outputs.
+        RuntimeError: the backward returned the wrong number of gradients, or gradients of the wrong
+            shape.
 
     Example:
         >>> import torch, mpgrad
@@ -205,7 +205,7 @@ def run_isolated_backward(
 
 
 def check_gradients(ctx: object, grads: Values) -> None:
-    """What was given to the backward of an emulated context."""
+    """Raise an error if the arguments of an emulated backward are wrong."""
     if not isinstance(ctx, EmulatedAutogradContext):
         raise TypeError(
             f"ctx must be what run_isolated_forward returned (given: {type(ctx).__name__})"
@@ -235,20 +235,20 @@ def check_function(func: object) -> None:
 
 
 def with_defaults(func: type[Function], args: Values) -> Values:
-    """The arguments that `func.apply` would use: with `setup_context` it fills in the forward's
-    defaults."""
+    """Return the arguments that `func.apply` would use. If there is a `setup_context`, it fills in
+    the forward's defaults."""
     if func.setup_context is Function.setup_context:
         return args
     try:
         bound = inspect.signature(func.forward).bind(*args)
     except TypeError:
-        return args  # the forward will say it, and be noted with its call
+        return args  # the forward raises an error, which gets a note with its call
     bound.apply_defaults()
     return bound.args
 
 
 def forward_of(func: type[Function], ctx: EmulatedAutogradContext, args: Values) -> Values:
-    """The Function's forward, in its older or newer style; `ctx` then knows the outputs."""
+    """Run the Function's forward, in the older or newer style, and record the outputs in `ctx`."""
     with torch.no_grad(), without_tangents():
         if func.setup_context is Function.setup_context:
             outputs = func.forward(ctx, *args)
@@ -262,8 +262,8 @@ def forward_of(func: type[Function], ctx: EmulatedAutogradContext, args: Values)
 
 
 def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Values) -> Values:
-    """One gradient per argument. The engine would find mistakes too, but not know whose they are:
-    the messages are its own."""
+    """Return one gradient per argument. The checks and messages are the engine's, but here the call
+    that made the mistake is known."""
     backward: Callable[..., Any] = func.backward if func.vjp is Function.vjp else func.vjp
     given = filled(grads, ctx._outputs) if ctx.materialize_grads else grads
     found = as_tuple(
@@ -298,7 +298,7 @@ def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Value
 
 
 def jvp_of(func: type[Function], ctx: EmulatedAutogradContext, tangents: Values) -> Values:
-    """The Function's own `jvp`, as PyTorch calls it."""
+    """Run the Function's own `jvp` as PyTorch calls it."""
     given = filled(tangents, ctx._inputs) if ctx.materialize_grads else tangents
     with without_tangents():
         found = as_tuple(func.jvp(ctx._with_saved(ctx.saved_for_forward), *given))
@@ -316,30 +316,30 @@ T = TypeVar("T")
 def map_with_parallel_backward(
     func: type[Function], *args_per_call: Sequence[Any], pool: Pool | None = None
 ) -> Values:
-    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and
-    backward.
+    """Return ``tuple(func.apply(*args) for args in args_per_call)``, and run all calls at once,
+    forward and backward.
 
-    Whatever depends on one call waits for all of them: no output before the last forward has ended,
-    no gradient before the last backward. Of calls that fail the first one's exception is raised
-    when all have ended.
+    A value that depends on one call waits for all calls. No output is available before the last
+    forward has ended, and no gradient before the last backward has ended. If calls fail, the
+    exception of the first one is raised after all have ended.
 
     Args:
         func: a subclass of `torch.autograd.Function`, in either style.
         args_per_call: the arguments of each call, a sequence per call; their number may differ.
-        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has;
-            None for a thread per call. In a pool's processes, writes to arguments (`mark_dirty`)
-            stay on a copy.
+        pool: an `mpgrad.Pool` whose workers run the calls, at most one per worker at a time; None
+            for a thread per call. In a pool's processes, writes to arguments (`mark_dirty`) change
+            only a copy.
 
     Returns:
-        The output of each call, which is a tensor, or a tuple, as `func.apply` returns it.
+        The output of each call: a tensor, or a tuple, as `func.apply` returns it.
 
     Raises:
-        TypeError: `func` is no such class, or the arguments of a call are no sequence.
-        ValueError: a call wrote to a tensor that another call takes too.
+        TypeError: `func` is not such a class, or the arguments of a call are not a sequence.
+        ValueError: a call wrote to a tensor that is also an argument of another call.
         NotImplementedError: an argument belongs to a `torch.func` transform.
-        UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
-        Exception: what the first failing call raised, with a note that names it, and the others
-            that failed.
+        UnsupportedTorchError: the installed PyTorch lacks a behaviour that mpgrad relies on.
+        Exception: the exception of the first call that failed, with a note that names it and the
+            other calls that failed.
 
     Example:
         >>> import torch, mpgrad
@@ -372,7 +372,7 @@ def map_with_parallel_backward(
         [len(ctx._outputs) for ctx in contexts],
     )
     for ctx in contexts:
-        ctx.saved_for_forward = ()  # for jvp only, and that was now; it would pin the tensors
+        ctx.saved_for_forward = ()  # only jvp needs these tensors, and it has run
     return tuple(
         [own if ctx._returned_tuple else own[0] for ctx, own in zip(contexts, outputs, strict=True)]
     )
@@ -382,7 +382,8 @@ def map_with_parallel_backward(
 
 
 class ParallelCalls(Function):
-    """All calls as one node: `contexts` are their own, `flat` their arguments."""
+    """Runs all calls as one node. `contexts` are the calls' contexts, and `flat` has their
+    arguments."""
 
     @staticmethod
     def forward(
@@ -406,7 +407,7 @@ class ParallelCalls(Function):
         ctx.set_materialize_grads(False)
         ctx.func, ctx.contexts, ctx.saved = func, contexts, [len(each) for each in saved]
         for each in contexts:
-            # or they would never be freed
+            # otherwise they would never be freed
             each.to_save = each.dirty_tensors = each.non_differentiable = ()
         return joined(outputs)
 
@@ -460,12 +461,12 @@ def settled(
     constant: list[torch.Tensor],
     dual: bool,
 ) -> Values:
-    """A call's outputs. Those without a gradient, which all are where no argument has one, are
-    added to `constant`.
+    """Return a call's outputs, and add those without a gradient to `constant`. If no argument needs
+    a gradient, no output has one.
 
-    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that
-    another call makes necessary is zero, and must not come to a view of an argument, because it
-    would be the argument's too.
+    If calls are `dual`, PyTorch needs a tangent for every differentiable output. A tangent that
+    only another call makes necessary is zero. It must not be set on a view of an argument, because
+    the argument would get it as well.
     """
     fixed = ctx.non_differentiable if any(ctx.needs_input_grad) or ctx._has_tangents else outputs
     settled, smooth = list(outputs), list(ctx._outputs)
@@ -491,8 +492,8 @@ WATCH = ModeCheck()
 
 
 def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
-    """What each call's task returns: a thread each, under this thread's modes. All have ended when
-    one's error is raised."""
+    """Run each call's task in its own thread, in this thread's modes, and return the results. All
+    tasks have ended when an error is raised."""
     WATCH.look()
     modes = current_modes()
 
@@ -506,16 +507,18 @@ def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, 
         call: error for call, future in futures.items() if (error := future.exception()) is not None
     }
     if errors:
-        # else the error would hold itself through its traceback, and the tensors too
+        # Otherwise the error would refer to itself through its traceback, and keep the tensors
+        # alive.
         futures.clear()
         raise_first(phase, errors)
     return {call: future.result() for call, future in futures.items()}
 
 
 def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
-    """The error of the first call that failed, with a note of all the others; clears `errors`."""
+    """Raise the error of the first call that failed, with a note that names the other failures, and
+    clear `errors`."""
     (first, error), *others = errors.items()
-    also = [f"; call {call} failed too ({type(other).__name__}: {other})" for call, other in others]
+    also = [f"; call {call} failed ({type(other).__name__}: {other})" for call, other in others]
     add_note(error, f"raised in call {first}, phase: {phase}{''.join(also)}")
     try:
         raise error
@@ -528,7 +531,7 @@ def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
 
 
 class BackwardGraph(NamedTuple):
-    """What a call's differentiable backward made, from its gates to its outputs."""
+    """Is the graph of a call's differentiable backward, from its gates to its outputs."""
 
     gates: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -537,13 +540,13 @@ class BackwardGraph(NamedTuple):
 def behind_one_node(
     backward: Callable[..., Values], inputs: Mapping[int, Values]
 ) -> dict[int, Values]:
-    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own
-    backwards run side by side too.
+    """Run ``backward(call, *inputs[call])`` side by side. With `create_graph`, the backwards of
+    these backwards also run side by side.
 
-    The engine would go through the calls' graphs one after another. So each graph begins at gates,
-    views of its inputs, and one node stands for them all, whose backward goes through the graphs in
-    threads. That is right only where a graph leads to its gates and nowhere else. Others (a tensor
-    kept as an attribute of ctx, `once_differentiable`) are left to the engine.
+    The engine would run the calls' graphs one after another. So each graph begins at gates, which
+    are views of its inputs. One node represents all graphs, and its backward runs them in threads.
+    This is correct only for a graph that leads to its gates and nowhere else. The engine runs all
+    other graphs (if a tensor is an attribute of ctx, or with `once_differentiable`).
     """
     create = torch.is_grad_enabled()
 
@@ -585,8 +588,8 @@ def behind_one_node(
 
 
 class ParallelGraphs(Function):
-    """The graphs of all calls as one node: its backward goes through each of them in a thread of
-    its own."""
+    """Represents the graphs of all calls as one node, whose backward runs each of them in its own
+    thread."""
 
     @staticmethod
     def forward(
@@ -609,7 +612,7 @@ class ParallelGraphs(Function):
 
 
 def differentiated(graph: BackwardGraph, grads: list[torch.Tensor | None], keep: bool) -> Values:
-    """The gradients of one call, at its gates."""
+    """Return the gradients of one call at its gates."""
     given = [
         (output, grad)
         for output, grad in zip(graph.outputs, grads, strict=True)
@@ -625,7 +628,7 @@ def differentiated(graph: BackwardGraph, grads: list[torch.Tensor | None], keep:
 
 
 def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
-    """Whether every way through the graph from `roots` comes to one of the nodes `ends`."""
+    """Return whether every path through the graph from `roots` reaches one of the nodes `ends`."""
     seen, ahead = set(ends), list(roots)
     while ahead:
         node = ahead.pop()
@@ -642,17 +645,17 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
     return True
 
 
-# --- in a pool, which runs calls side by side by itself: only their joints are missing
+# --- in a pool, which runs calls side by side anyway, so that only the joint nodes are missing
 
 
 class JointIdentity(Function):
-    """An identity for many tensors, in which each waits for all."""
+    """Is an identity for many tensors, in which each tensor waits for all of them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.inputs = likes(tensors)
-        # as views of the inputs they could not be written to
+        # Views of the inputs could not be written to.
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
@@ -665,7 +668,7 @@ class JointIdentity(Function):
 
 
 def joint(values: Values) -> Values:
-    """The same values, the tensors that need gradients behind one node."""
+    """Return the same values, with one node in front of all tensors that need gradients."""
     entering = {
         id(each): each for each in values if torch.is_grad_enabled() and requires_grad(each)
     }
@@ -674,9 +677,9 @@ def joint(values: Values) -> Values:
 
 
 def in_pool(func: type[Function], calls: Sequence[Values], pool: Pool) -> Values:
-    """The calls in workers, behind one node that runs all their backwards."""
+    """Run the calls in workers, behind one node that runs all their backwards."""
     entered = parted(joint(joined(calls)), [len(args) for args in calls])
-    followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all
+    followed = transforms_are_active() or dual_level_is_active()  # one error ends all
     results = pool.starmap(func, entered, chunksize=1, on_error="raise" if followed else "return")
     errors = {
         call: result for call, result in enumerate(results) if isinstance(result, BaseException)
@@ -710,13 +713,14 @@ def check_arguments(call: int, args: object) -> None:
 def refuse_transforms(subject: str, values: Iterable[Any]) -> None:
     if any(isinstance(each, torch.Tensor) and is_functorch_wrapped(each) for each in values):
         raise NotImplementedError(
-            f"{subject} belongs to a torch.func transform, unknown to other threads; call outside "
-            "of it"
+            f"{subject} belongs to a torch.func transform, which other threads do not know; call "
+            "outside of it"
         )
 
 
 def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]) -> None:
-    """Raises ValueError where a call wrote in place to memory that another one was given."""
+    """Raise ValueError if a call wrote in place to memory that is also an argument of another
+    call."""
     for (writer, (ctx, _)), (reader, (_, args)) in itertools.permutations(enumerate(calls), 2):
         for written, read in itertools.product(ctx.dirty_tensors, args):
             if isinstance(read, torch.Tensor) and overlap(written, read):
@@ -728,8 +732,8 @@ def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory from first to last element have a byte in common; sparse
-    tensors have none."""
+    """Return whether the memory ranges from first to last element have a byte in common. Sparse
+    tensors have no such range."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     (start, end), (other_start, other_end) = stretch(a), stretch(b)
@@ -737,7 +741,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from its first element to behind its last one."""
+    """Return the address of its first element, and the address after its last one."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -754,7 +758,7 @@ def as_tuple(value: Any) -> Values:
 
 
 def likes(values: Values) -> Likes:
-    """What of tensors is needed to make zeros like them."""
+    """Return the data that is needed to create zeros like these tensors."""
     return tuple(
         [
             TensorSpec(each.shape, each.dtype, each.device)
@@ -766,7 +770,7 @@ def likes(values: Values) -> Likes:
 
 
 def filled(grads: Values, shapes: Likes) -> Values:
-    """Zeros in the places of None, wherever there is a tensor to have them."""
+    """Replace None with zeros if the corresponding value is a tensor."""
     return tuple(
         [
             like.zeros() if grad is None and like else grad
@@ -780,20 +784,20 @@ def requires_grad(value: object) -> bool:
 
 
 def sums_to(shape: torch.Size, smaller: torch.Size) -> bool:
-    """Whether the engine can sum a gradient of `shape` to the `smaller` shape of the argument,
-    which had been expanded."""
+    """Return whether the engine can sum a gradient of `shape` to the `smaller` shape of an expanded
+    argument."""
     pairs = zip(reversed(smaller), reversed(shape), strict=False)
     return len(smaller) <= len(shape) and all(own in (1, other) for own, other in pairs)
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """All parts in one, the last call's first: in this order a serial loop adds up what calls give
-    to a tensor they share."""
+    """Join all parts, the last call's first. A serial loop adds up the gradients of a shared tensor
+    in this order."""
     return tuple(itertools.chain.from_iterable(reversed(parts)))
 
 
 def parted(flat: Values, counts: Sequence[int]) -> list[Values]:
-    """The parts again that `joined` put together."""
+    """Split values into the parts that `joined` put together."""
     values = iter(flat)
     return [tuple(itertools.islice(values, count)) for count in reversed(counts)][::-1]
 

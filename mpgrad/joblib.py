@@ -67,19 +67,20 @@ MODES_OF_A_THREAD = "grad", "inference", "autocast", "device", "thread_settings"
 def register(make_default: bool = False) -> None:
     """Register the backend "mpgrad" with joblib.
 
-    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool`,
-    too, such as `deterministic` or `graphs`. `n_jobs` means the same as in joblib. -1 means as many
-    workers as CPUs (on a cluster, as many as it has room for). None means 1, which is the serial
+    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` also takes the options of
+    `mpgrad.Pool`, such as `deterministic` or `graphs`. `n_jobs` means the same as in joblib. -1
+    means as many workers as CPUs (on a cluster, as many as fit). None means 1, which is the serial
     loop.
 
     PyTorch and other libraries use ``inner_max_num_threads`` threads in a worker. Without it they
     use this machine's CPUs divided by the number of workers, unless a variable such as
-    OMP_NUM_THREADS says otherwise. On a cluster that says how many workers there are, they use one.
+    OMP_NUM_THREADS is set. If the cluster determines the number of workers, they use one thread.
 
     The same workers run everything under one `parallel_config`, or in one ``with Parallel(...)``.
-    They end after it, once nobody needs the graphs that they keep. A `Parallel` inside a task runs
-    serially. A task's random numbers depend on the tasks that are sent with it; seed each task to
-    fix them. If several tasks are given one generator, each has another stream of it.
+    They end after it, once the graphs that they keep are no longer needed. A `Parallel` inside a
+    task runs serially. A task's random numbers depend on the tasks that are sent with it; seed each
+    task to fix them. If several tasks have the same generator as an argument, each gets a different
+    stream of it.
 
     Args:
         make_default: use this backend wherever no backend is named.
@@ -177,13 +178,13 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         if self._pool is None or self._made_with != wanted:
             self._leave()
             self._pool, self._made_with = Pool(workers, **wanted[1]), wanted
-            # The pool's workers end when nobody needs the graphs that they keep.
+            # The pool's workers end when the graphs that they keep are no longer needed.
             self._leave = finalizer = weakref.finalize(self, self._pool._leave)
             finalizer.atexit = False
         return self._pool.processes
 
     def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:  # [2]
-        """Run a `joblib.parallel.BatchedCalls`. An error in sending it is an outcome, too."""
+        """Run a `joblib.parallel.BatchedCalls`. An error in sending it is also an outcome."""
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
         calls = [
@@ -208,7 +209,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                     tell,
                     fetch=lambda operation: operation,
                 )
-            # If this were raised in [4], nobody would notice.
+            # If this were raised in [4], it would go unnoticed.
             except Exception as error:
                 job.error = error
                 tell(error)
@@ -225,7 +226,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return results(out)
 
     def compute_batch_size(self) -> int:
-        """Return how many calls joblib sends together next, if the user does not say."""
+        """Return how many calls joblib sends together next, if the user has not set a number."""
         return self._batch_size
 
     def batch_completed(self, batch_size: int, duration: float) -> None:
@@ -248,7 +249,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         self._batch_size = 1
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Cancel with grace the batches that Parallel does not want any more."""
+        """Cancel, with grace, the batches that Parallel no longer needs."""
         for job in list(self._under_way):
             # Another thread may be sending the batch in this moment.
             with job.being_sent:
@@ -263,7 +264,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
 
 
 class Job:
-    """A batch under way. It tells joblib's callback of its end, once.
+    """Represents a batch under way. It reports its end to joblib's callback once.
 
     The callback runs under the modes that PyTorch keeps for the thread that sent the batch.
     """
@@ -285,7 +286,7 @@ class Job:
             outcome = outcome if self.error is None else self.error
         if self._told:
             return
-        # The result refers to this job, too.
+        # The result also refers to this job.
         self._told, self.result = True, None
         of_thread = {name: getattr(self._modes, name) for name in MODES_OF_A_THREAD}
         hooks = (

@@ -257,7 +257,7 @@ def parallel_apply(
 
     Args:
         modules: any modules, on workers. If the first module writes to its buffers, the caller's
-            buffers change, too.
+            buffers also change.
         inputs: for each module a tensor, or a tuple of arguments.
         devices: workers of a pool, or CUDA devices. None: the devices that the modules are on,
             which have to be CUDA devices.
@@ -345,7 +345,7 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
     first = outputs[0]
     if isinstance(first, Tensor):
         if not all(isinstance(each, Tensor) for each in outputs):
-            raise ValueError(f"all outputs must be tensors where one is (types: {kinds(outputs)})")
+            raise ValueError(f"all outputs must be tensors if one is (types: {kinds(outputs)})")
         target = (
             first.device
             if output_device is None or isinstance(output_device, PoolWorker)

@@ -1,5 +1,5 @@
-"""`PoolStats` says in numbers what a pool does and holds. Programs read its attributes, and people
-read its text, which is a table. Both sides.
+"""`PoolStats` reports in numbers what a pool does and holds. Programs read its attributes, and
+people read its text, which is a table. Both sides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WorkerStats(NamedTuple):
 
     @property
     def retiring(self) -> bool:
-        """Whether the worker takes no new calls, and ends once nobody needs its graphs."""
+        """Whether the worker takes no new calls, and ends once its graphs are no longer needed."""
         return self.state == "retiring"
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,7 +80,8 @@ class PoolStats(NamedTuple):
         wrong_predictions: the number of backwards that ran right after their forwards
             (`graphs="auto"`) for a wrong gradient.
         operations: the number of maps, submitted calls and so on that have not ended.
-        calls: the number of calls that workers have run so far. Workers that have ended count, too.
+        calls: the number of calls that workers have run so far. Workers that have ended are
+            included.
         calls_left: the number of calls of these operations that were sent or wait.
         backwards: the number of backwards that workers have run so far. Items that were sent
             together share one. Backwards that ran right after their forwards (`graphs="auto"`) do

@@ -1,13 +1,14 @@
-"""The oracle that mpgrad itself is tested with: whatever the pool does must be what the serial loop
+"""Compares a pool with the serial loop, as mpgrad's own tests do. The pool must do what the loop
 does.
 
 `torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the
-loop run by the caller is the reference, so values and the gradients of items must agree bit for
-bit, and no tolerance can hide a mistake.
+loop in the caller is the reference. So values and gradients of items must be equal bit for bit, and
+no tolerance can hide a mistake.
 
     loop ─► loop again, last item first ─► the pool ─► the pool, last item first, one call at a time
-A function that the pool cannot run as the loop does (it counts its calls, remembers what it was
-given, writes to what it captures) may agree by chance in any one of these, but not in all.
+The pool cannot run some functions as the loop does: a function may count its calls, remember its
+arguments, or write to its captures. Such a function may agree by chance in any one of these runs,
+but not in all.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ __all__ = ["assert_same_as_serial"]
 
 Function = Callable[[Any], Any]
 RANDOM = (
-    "the function draws random numbers, which are others in a pool, where each item has a stream "
-    "of its own; to compare, give "
-    "each item its numbers, a seed, or a torch.Generator"
+    "the function draws random numbers, which differ in a pool, because each item has its own "
+    "stream; to compare, give each item its numbers, a seed, or a torch.Generator"
 )
 
 
@@ -51,31 +51,32 @@ def assert_same_as_serial(
     """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and
     derivatives.
 
-    The loop is run a second time, with the last item first, and must give the same. The pool is
-    asked twice: as it is asked anywhere, and with the last item first, each item a call of its own.
+    The loop runs a second time, with the last item first, and must return the same. The pool also
+    runs twice: as usual, and with the last item first and each item as a separate call.
 
-    Objects, in items and results, are taken apart as the pool does it: their tensors are compared
-    like others. The rest is alike if its pickle is the same, or if there are no tensors and its
-    equality says so.
+    Objects in items and results are taken apart as the pool does it, and their tensors are compared
+    like all others. The rest of an object is equal if its pickle is the same, or if it has no
+    tensors and `==` returns true.
 
     Args:
-        fn: the function; gradients of the tensors that it captures are compared too. It must not
-            write to these.
-        items: tensors, structures or objects; each run gets copies of its own, leaves where these
-            are leaves. Views in the same storage are such views in the copies.
-        pool: the pool to test; None for a new one of two processes.
-        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first
-            ones, weighted at random, as `torch.autograd.gradgradcheck` does it. Only of the pool's
-            first run those beyond the first order.
-        run: how the pool is asked; None for `map`.
-        rtol: relative tolerance for what the pool adds up in another order: the gradients of
-            captures, and all from order 2 on; None for 4096 times the precision of the dtype. All
-            else is compared bit for bit.
+        fn: the function. Gradients of the tensors that it captures are also compared. It must not
+            write to them.
+        items: tensors, structures or objects; each run gets its own copies, and a copy is a leaf if
+            the original is one. Views of the same storage are also views of one storage in the
+            copies.
+        pool: the pool to test; None for a new pool with two processes.
+        order: the highest order of the derivatives; 0 for values only. Derivatives of order 2 are
+            those of all first ones, with random weights, as in `torch.autograd.gradgradcheck`. For
+            orders above 1, only the pool's first run is compared.
+        run: how the pool is called; None for `map`.
+        rtol: relative tolerance for sums that the pool computes in a different order: the gradients
+            of captures, and all derivatives of order 2 or more; None for 4096 times the precision
+            of the dtype. Everything else is compared bit for bit.
 
     Raises:
-        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does
-            that no pool can follow: it keeps something from call to call, writes to a capture, or
-            draws random numbers, which are others in a pool.
+        AssertionError: a value or gradient differs, and the message names the item; or `fn` does
+            something that no pool can reproduce: it keeps state from call to call, writes to a
+            capture, or draws random numbers, which differ in a pool.
         ValueError: `order` is negative.
 
     Example:
@@ -101,7 +102,7 @@ def assert_same_as_serial(
 
 
 class Loop:
-    """The serial loop, and what it gave."""
+    """Runs the serial loop and keeps its results."""
 
     def __init__(
         self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str
@@ -124,8 +125,8 @@ class Loop:
             ):
                 raise AssertionError(
                     "the function writes to a tensor or array that it captures "
-                    f"({describe(value)}): in a pool that stays in a "
-                    "worker; return what is new instead"
+                    f"({describe(value)}): in a pool the change stays in a "
+                    "worker; return the new value instead"
                 )
         self._captures = [tensor for tensor in reached if tensor.requires_grad]
         self._names = [f"capture {number}" for number in range(len(self._captures))]
@@ -138,7 +139,7 @@ class Loop:
                 self._results, [*differentiable(inputs), *self._captures], lived
             )
             self._names += [
-                f"a leaf that is neither input nor capture ({describe(each)})" for each in others
+                f"a leaf that is not an input or a capture ({describe(each)})" for each in others
             ]
             self._captures += others
         self._derivatives = list(
@@ -146,8 +147,7 @@ class Loop:
         )
 
     def assert_repeatable(self) -> None:
-        """Run the loop again, with the last item first unless random numbers are drawn one after
-        another."""
+        """Run the loop again, with the last item first unless the function draws random numbers."""
         again = copies(self._items)
         if self._draws:
             with kept_random_state():
@@ -160,18 +160,18 @@ class Loop:
                 compare_values(f"item {index}", *pair)
             except AssertionError as error:
                 raise AssertionError(
-                    f"item {index}: the function gives something else when it is called again, or "
+                    f"item {index}: the function returns another value when it is called again, or "
                     "in another order: it counts "
-                    "its calls, draws from a generator that it captures, or keeps something from "
-                    "one to the next. A pool calls "
-                    "it in any order, in several processes; give each item what it depends on"
+                    "its calls, draws from a generator that it captures, or keeps state from "
+                    "one call to the next. A pool calls "
+                    "it in any order, in several processes; pass each item the values that it needs"
                 ) from error
 
     def compare(
         self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = ""
     ) -> None:
-        """Raise AssertionError unless they are the loop's, with their derivatives. `how` the pool
-        was asked, for the error."""
+        """Raise AssertionError unless the results and their derivatives equal those of the loop.
+        `how` describes the pool's run in the error."""
         try:
             self._compare(results, inputs, order)
         except AssertionError as error:
@@ -180,7 +180,7 @@ class Loop:
     def _compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int) -> None:
         if len(results) != len(self._results):
             raise AssertionError(
-                f"the pool gave {len(results)} results, the serial loop {len(self._results)}"
+                f"the pool returned {len(results)} results, the serial loop {len(self._results)}"
             )
         for index, pair in enumerate(zip(results, self._results, strict=True)):
             compare_values(f"item {index}", *pair)
@@ -195,11 +195,11 @@ class Loop:
                 compare_tensors(f"{label} {name}", grads[number], expected[number], rtol)
 
 
-# --- what pickling leaves out
+# --- tensors that pickling leaves out
 
 
 class OwnersPickler(structure.TensorPickler):
-    """Notes the objects that are pickled by code of their own."""
+    """Records the objects that are pickled by their own code."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -212,8 +212,8 @@ class OwnersPickler(structure.TensorPickler):
 
 
 def left_out(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that need gradients and that an object's own pickling leaves out, and its
-    class."""
+    """Return the tensors that need gradients but that an object's own pickling leaves out, with the
+    object's class."""
     pickler = OwnersPickler(io.BytesIO())
     pickler.dump(value)
     sent = set(map(id, pickler.tensors))
@@ -235,7 +235,8 @@ def check_none_is_lost(index: int, lost: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
-    """Our copies of the items lack what their pickling leaves out, as do the pool's."""
+    """Raise AssertionError if the copies of the items lack a tensor that needs gradients, because
+    their pickling leaves it out. The pool's copies lack it as well."""
     for index, item in enumerate(items):
         if lost := left_out(item):
             with kept_random_state():
@@ -248,7 +249,7 @@ def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
 def others_reached(
     results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The leaves, of those that lived before, to which gradients of the results come besides the
+    """Return the leaves that existed before and that get gradients from the results, except the
     `known` ones."""
     outputs, given, old = differentiable(results), set(map(id, known)), set(map(id, lived))
     reached = [node.variable for node in held_leaves(outputs, given)]
@@ -260,7 +261,7 @@ def others_reached(
 
 
 class AliasNode(torch.autograd.Function):
-    """Another tensor with the same memory, which is no leaf, and no view."""
+    """Returns another tensor with the same memory that is neither a leaf nor a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,11 +273,11 @@ class AliasNode(torch.autograd.Function):
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
-    """Items that share nothing with these: what is one tensor, or one storage, is one in the
-    copies; leaves are leaves."""
+    """Copy the items, so that the copies share nothing with them. One tensor or storage stays one
+    in the copies, and leaves stay leaves."""
     known: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
-    kept: list[torch.Tensor] = []  # as long as they are known by id
+    kept: list[torch.Tensor] = []  # keeps them alive, because they are known by id
 
     def value_of(tensor: torch.Tensor) -> torch.Tensor:
         if not has_plain_memory(tensor):
@@ -290,7 +291,7 @@ def copies(items: Sequence[Any]) -> list[Any]:
         )
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:  # one tensor twice stays one
+        if id(tensor) not in known:  # a tensor that appears twice is copied once
             kept.append(tensor)
             leaf = value_of(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
@@ -308,7 +309,7 @@ def copies(items: Sequence[Any]) -> list[Any]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Those in a structure or object, as the pool takes it apart."""
+    """Return the tensors in a structure or object, as the pool takes it apart."""
     if is_bare(value):
         return [value]
     pickler = structure.TensorPickler(io.BytesIO())
@@ -317,7 +318,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def is_bare(value: Any) -> bool:
-    """Whether it is a tensor, and nobody has given it attributes."""
+    """Return whether it is a tensor without additional attributes."""
     return isinstance(value, torch.Tensor) and not have_attributes((value,))
 
 
@@ -328,7 +329,7 @@ def differentiable(values: Iterable[Any]) -> list[torch.Tensor]:
 def derivatives(
     outputs: Sequence[Any], inputs: list[torch.Tensor], order: int
 ) -> Iterator[list[torch.Tensor | None]]:
-    """The gradients of the outputs, then those of these, and so on."""
+    """Return the gradients of the outputs, the gradients of these gradients, and so on."""
     for degree in range(1, order + 1):
         outputs = gradients_of(differentiable(outputs), inputs, degree, degree < order)
         yield outputs
@@ -337,8 +338,8 @@ def derivatives(
 def gradients_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], seed: int, create_graph: bool
 ) -> list[torch.Tensor | None]:
-    """Gradients of the outputs times random numbers, the same each time; None where nothing depends
-    on an input."""
+    """Return gradients of the outputs times random numbers, which are the same each time. The
+    gradient is None if no output depends on the input."""
     if not outputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
@@ -347,9 +348,9 @@ def gradients_of(
         for each in outputs
     )
     cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
-    # where that is wanted, all is, as in a backward that nobody gave any inputs
+    # Then all gradients are needed, as in a backward without `inputs`.
     asked = [*inputs, ROOT]
-    # kept, because captures may share a history with those of the other run
+    # The graph is kept, because captures may share a history with those of the other run.
     try:
         found = torch.autograd.grad(
             outputs,
@@ -371,26 +372,26 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
     """Raise AssertionError unless structure and objects are equal, and tensors bit for bit."""
     if type(result) is not type(expected):
         kinds = type(result).__name__, type(expected).__name__
-        raise AssertionError(f"{name}: the pool gave a {kinds[0]}, the serial loop a {kinds[1]}")
+        raise AssertionError(f"{name}: the pool returned a {kinds[0]}, the loop a {kinds[1]}")
     ours, theirs = tensors_of(result), tensors_of(expected)
     if len(ours) != len(theirs):
         raise AssertionError(f"{name}: the results differ in structure")
     for mine, other in zip(ours, theirs, strict=True):
         if mine.requires_grad != other.requires_grad:
             raise AssertionError(
-                f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}"
+                f"{name}: requires_grad is {mine.requires_grad}, in the loop {other.requires_grad}"
             )
         compare_tensors(f"{name}, value", mine, other, 0.0)
     if is_bare(result) and is_bare(expected):
         return
     if rest_of(result) != rest_of(expected) and (theirs or not are_equal(result, expected)):
-        raise AssertionError(f"{name}: the pool gave {result!r}, the serial loop {expected!r}")
+        raise AssertionError(f"{name}: the pool returned {result!r}, the serial loop {expected!r}")
 
 
 class RestPickler(structure.TensorPickler):
-    """For comparing: of functions what they do (the pickle of one by value says also where it was
-    loaded, and how often), of sets what is in them (their order depends on how often they were
-    copied)."""
+    """Pickles objects for comparison. For functions it writes what they do, because the pickle of a
+    function by value also depends on where and how often it was loaded. For sets it writes their
+    members, because their order depends on how often they were copied."""
 
     def persistent_id(self, value: object) -> Any:
         if type(value) is set or type(value) is frozenset:
@@ -409,8 +410,8 @@ class RestPickler(structure.TensorPickler):
 
 
 def rest_of(value: Any) -> bytes:
-    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings
-    between its parts."""
+    """Return everything except the tensors, from a copy of a copy. The pool's result is such a
+    copy, and its parts share different strings."""
     for _ in range(2):
         value = structure.loads(*structure.dumps(value))
     buffer = io.BytesIO()
@@ -422,15 +423,15 @@ def rest_of(value: Any) -> bytes:
 def are_equal(mine: Any, other: Any) -> bool:
     try:
         return bool(mine == other)
-    except Exception:  # arrays within, or the user's own: it is for their pickles to decide
+    except Exception:  # there are arrays within, or the user's `==` fails: the pickles decide
         return False
 
 
 def compare_tensors(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
 ) -> None:
-    """Raise AssertionError if they differ; `rtol`: 0 for bit for bit, None for 4096 times the
-    dtype's epsilon."""
+    """Raise AssertionError if the tensors differ. `rtol` is 0 for bit for bit, or None for 4096
+    times the dtype's epsilon."""
     kinds = [
         each
         if each is None
@@ -439,7 +440,7 @@ def compare_tensors(
     ]
     if kinds[0] != kinds[1]:
         raise AssertionError(
-            f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}"
+            f"{name}: the pool returned {describe(ours)}, the serial loop {describe(theirs)}"
         )
     if ours is None or theirs is None:
         return
@@ -459,14 +460,15 @@ def compare_tensors(
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:
-    """Those that matter: not of dimensions of size 1, nor of tensors without elements."""
+    """Return the strides that matter. They do not matter for dimensions of size 1 or for tensors
+    without elements."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return []
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Also the sign of zeros; all that is not a number is alike."""
+    """Return whether the tensors are equal, including the sign of zeros. All NaNs are equal."""
     ours, theirs = (
         each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs)
     )

@@ -1,5 +1,5 @@
-"""`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds the notes made meanwhile.
-`events_of` makes Chrome's trace events of it, which Perfetto (ui.perfetto.dev) opens. Caller only.
+"""`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds its notes. `events_of`
+converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. Caller only.
 
     a thread of the caller ──► `span` ──► CallerSpan
     the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`
@@ -77,7 +77,7 @@ class Timeline:
             PoolClosedError: after `close` or `terminate`.
         """
         if self._own_trace is not None:
-            raise RuntimeError("a timeline is recorded once; ask the pool for another one")
+            raise RuntimeError("a timeline is recorded once; get another one from the pool")
         trace = Trace()
         self._scheduler.begin_trace(trace)
         try:
@@ -117,7 +117,7 @@ class Timeline:
             )
         if self._own_trace.ended is None:
             raise RuntimeError(
-                "the timeline is still being recorded; ask for it after its `with` block"
+                "the timeline is still being recorded; read it after its `with` block"
             )
         return events_of(self._own_trace)
 
@@ -304,7 +304,7 @@ def worker_slices(worker: WorkerName, chunks: Sequence[TracedChunk], end: int) -
 
     Of the chunks without an answer only the first is shown, because the worker ran that one.
     """
-    # Since `free` the worker has nothing to do.
+    # The worker has been idle since `free`.
     pid, free = CALLER + worker.number, 0
     ahead = ahead_of(chunks) if worker.node else 0
     for chunk in chunks:
@@ -347,8 +347,8 @@ def ahead_of(chunks: Sequence[TracedChunk]) -> int:
 
     `chunks` are the worker's. A chunk begins after it was sent, and ends before its answer is here.
     So each chunk bounds the difference from both sides, and all chunks together give the best
-    bounds. This takes the middle of them. Its error is at most half of the quickest way there and
-    back, plus half of the clocks' drift meanwhile.
+    bounds. This takes the middle of them. Its error is at most half of the quickest round trip,
+    plus half of the clocks' drift in that time.
     """
     least = [each.sent - each.began for each in chunks if each.answered is not None]
     most = [each.answered - each.ended for each in chunks if each.answered is not None]

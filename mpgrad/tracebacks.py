@@ -56,7 +56,7 @@ CALLS_OF_TASKS = (
     ("run.py", "_run_item"),
     ("private.py", "gradients"),
 )  # in `workers` and `torch_state`
-# These errors are not mistakes of mpgrad's. An interrupt may arrive wherever somebody waits.
+# These errors are not mistakes of mpgrad's. An interrupt may arrive wherever a thread waits.
 OUTCOMES = (
     AncestorFailedError,
     CallTimeoutError,
@@ -248,8 +248,8 @@ def shown_stack(text: str) -> str:
 
 
 def is_import(frame: re.Match[str]) -> bool:
-    """Whether the frame belongs to the import machinery, which Python's tracebacks leave out
-    too."""
+    """Whether the frame belongs to the import machinery, which Python's tracebacks also leave
+    out."""
     return frame["file"].startswith("<frozen importlib.")
 
 

@@ -1,5 +1,5 @@
-"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual
-tensors.
+"""Runs pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and similar transforms,
+and on dual tensors.
 
 Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another
 process. So a map becomes one `autograd.Function` of the kind that transforms understand. It gives
@@ -55,18 +55,18 @@ __all__ = ["may_be_followed", "run_followed"]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
-# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of
-# its own
+# Runs a function for each of the calls under `modes`, hidden from transforms and without drawing
+# random numbers.
 Run = Callable[..., list[Any]]
 
 
 def may_be_followed() -> bool:
-    """Whether a transform is running, or dual tensors may be about."""
+    """Return whether a transform is running, or dual tensors may exist."""
     return transforms_are_active() or dual_level_is_active()
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether a transform computes with it, or it has a tangent."""
+    """Return whether a transform computes with the tensor, or the tensor has a tangent."""
     return is_functorch_wrapped(tensor) or has_tangent(tensor)
 
 
@@ -77,13 +77,13 @@ def run_followed(
     draw_seed: Callable[[], int | None],
     run: Run,
 ) -> list[Any] | None:
-    """The results of `calls`, followed by the transforms that are running; None where none of them
-    follows any tensor here.
+    """Return the results of `calls`, which the running transforms follow. Return None if no
+    transform follows any tensor of the calls.
 
-    `items`: what each call is given, where it can be looked at beforehand.
+    `items`: the arguments of each call, if they can be read beforehand.
 
     Raises:
-        TypeError, pickle.PicklingError: the function or an item cannot be carried.
+        TypeError, pickle.PicklingError: the function or an item cannot be sent.
     """
     pickled, common = dumps_whole(function)
     streams = items if isinstance(items, ItemStreams) else ItemStreams(items, common)
@@ -127,21 +127,23 @@ def run_followed(
 
 
 class Origin(NamedTuple):
-    """A map as it was asked for: what it and all its derivatives have in common."""
+    """Describes the original map: the values that it shares with all its derivatives."""
 
     run: Run
     pickled: bytes  # the function
     seed: int | None
     modes: Modes
-    vmaps: frozenset[int]  # that were running around the map
-    refusal: bool  # of `torch.no_grad`, by a derivative of ours that was being taken around the map
-    strays: list[str]  # leaves of workers' own that results depend on, in words
+    vmaps: frozenset[int]  # the vmaps that were running around the map
+    refusal: bool  # whether a derivative of mpgrad around the map refuses `torch.no_grad`
+    strays: list[str]  # descriptions of leaves that only workers have and that results depend on
 
 
 class Plan:
-    """A map as a function of tensors: those that all calls have in common, then those of each call.
+    """Represents a map as a function of tensors: first the tensors that all calls share, then the
+    tensors of each call.
 
-    No tuple or dataclass: transforms would look for tensors in it and rebuild it.
+    It is neither a tuple nor a dataclass, because transforms would look for tensors in it and
+    rebuild it.
     """
 
     def __init__(
@@ -155,14 +157,14 @@ class Plan:
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
-        # of the results, by call; known when the map has run
+        # of the results, by call; known after the map has run
         self.structures: list[bytes] = []
         self.counts: list[int] = []
 
     def apply(
         self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        """The outputs of each call, followed."""
+        """Return the outputs of each call, which transforms follow."""
         outputs = PlanNode.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
         if self.origin.strays:
             outputs = StrayNode.apply(self.origin.strays[0], ROOT, *outputs)  # type: ignore[no-untyped-call]
@@ -190,7 +192,8 @@ class Plan:
         return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)
 
     def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
-        """One value per tensor, split into those of the common ones and those of each call."""
+        """Split values, one per tensor, into the values of the common tensors and those of each
+        call."""
         return values[: self.common_count], list(
             per_call(values[self.common_count :], self.own_counts)
         )
@@ -200,8 +203,8 @@ class Plan:
         calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]],
         common: Sequence[torch.Tensor],
     ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
-        """The outputs of other programs for some of the calls, each with its own tensors, followed;
-        and their structures."""
+        """Run other programs for some of the calls, each with its own tensors. Return the outputs,
+        which transforms follow, and their structures."""
         programs, own = (
             [program for program, _ in calls.values()],
             [tensors for _, tensors in calls.values()],
@@ -212,7 +215,7 @@ class Plan:
 
 
 class PlanNode(torch.autograd.Function):
-    """A `Plan` as a node."""
+    """Is the autograd node of a `Plan`."""
 
     @staticmethod
     @without_own_frames
@@ -290,7 +293,7 @@ class PlanNode(torch.autograd.Function):
                 )
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
-        # PyTorch wants a tangent for every output that could have one
+        # PyTorch needs a tangent for every output that could have one.
         resting = per_call(
             [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts],
             plan.counts,
@@ -310,8 +313,8 @@ class PlanNode(torch.autograd.Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
-        # a derivative under a vmap that did not run around the map itself: its random numbers were
-        # drawn once
+        # This is a derivative under a vmap that did not run around the map itself, so its random
+        # numbers were drawn once.
         randomness = info.randomness if 1 + level_count() in plan.origin.vmaps else "same"
         programs: list[Program] = [
             BatchedProgram(program, dims, common_dims, info.batch_size, randomness)
@@ -323,7 +326,8 @@ class PlanNode(torch.autograd.Function):
 
 
 class StrayNode(torch.autograd.Function):
-    """Outputs as they are, which lead to a leaf that only workers have: `root` stands for it."""
+    """Returns its outputs unchanged. They depend on a leaf that only workers have, which `root`
+    represents."""
 
     generate_vmap_rule = True
 
@@ -351,27 +355,27 @@ class StrayNode(torch.autograd.Function):
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may
-    share memory."""
+    """Return a tensor whose elements share no memory. Forward mode stores a tangent in the memory
+    layout of its value, and writes to it."""
     return tensor.contiguous() if tensor.layout is torch.strided and overlaps(tensor) else tensor
 
 
 def can_be_followed(tensor: torch.Tensor) -> bool:
-    """Whether its kind of numbers has derivatives."""
+    """Return whether the tensor's dtype has derivatives."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def per_call(values: Sequence[Any], counts: Sequence[int]) -> Iterator[list[Any]]:
-    """The values of each call, of all in one row."""
+    """Yield the values of each call, from the values of all calls in one sequence."""
     rest = iter(values)
     return (list(itertools.islice(rest, count)) for count in counts)
 
 
 def places(flags: Sequence[bool]) -> list[int]:
-    """Where the flags are set."""
+    """Return the positions of the flags that are set."""
     return [k for k, flag in enumerate(flags) if flag]
 
 
 def present(values: Sequence[object]) -> list[int]:
-    """The places of what is not None."""
+    """Return the positions of the values that are not None."""
     return places([value is not None for value in values])

@@ -1,5 +1,5 @@
-"""Runs the tests with other versions of Python, torch and the dependencies, and says in
-docs/compatibility.md what came of it.
+"""Runs the tests with other versions of Python, torch and the dependencies, and writes the results
+into docs/compatibility.md.
 
 MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean.
 Environments are made, used and removed one at a time: torch with its CUDA packages takes 5 GB.
@@ -80,10 +80,10 @@ HEADS = (
     "commit",
     "date",
 )
-# how tox begins to say that a Python is missing, see `reason_in`
+# how tox reports that a Python is missing, see `reason_in`
 NO_INTERPRETER = "could not find python interpreter"
-# what the page says of tests that were skipped, and what pytest's reason contains; the first that
-# fits counts
+# How the page describes tests that were skipped, and what pytest's reason contains. The first match
+# counts.
 WHY_SKIPPED = {
     "need a GPU": "GPU",
     "need a package that was not installed": "pip install",
@@ -93,7 +93,7 @@ WHY_SKIPPED = {
     "were skipped for other reasons": "",
 }
 
-Entry = dict[str, Any]  # what came of an environment
+Entry = dict[str, Any]  # the results of an environment
 Entries = dict[str, Entry]  # ... by its name
 
 
@@ -141,8 +141,8 @@ def tried(name: str, workdir: Path) -> Entry:
 
 
 def kept(old: Entry | None, new: Entry) -> Entry:
-    """The new entry, or the old one if its tests ran and the interpreter is missing now. The page
-    says that it is old."""
+    """Return the new entry, or the old one if its tests ran and the interpreter is missing now. The
+    page marks it as old."""
     if not old or "versions" not in old or not new.get("reason", "").startswith(NO_INTERPRETER):
         return new
     return {**old, "kept": new["date"]}
@@ -153,8 +153,8 @@ def kind(name: str) -> str:
 
 
 def commit() -> str:
-    """That of the checkout, with "+" where files differ from it; but for the record, which this
-    script changes itself."""
+    """Return the checkout's commit, with "+" if files differ from it. The record is not compared,
+    because this script changes it."""
     try:
         head, changed = (
             git("rev-parse", "--short", "HEAD"),
@@ -195,7 +195,7 @@ def tox(
 
 
 def reason_in(output: str) -> str:
-    """pip's, or tox's."""
+    """Return the reason that pip or tox gave."""
     reasons = re.findall(r"(?:ERROR: |failed with )(.+)", output)
     return str(reasons[-1]) if reasons else "tox gave no reason"
 
@@ -232,8 +232,8 @@ def outcome(report: Path, status: int) -> Entry:
 
 
 def after_second_run(entry: Entry, report: Path) -> Entry:
-    """What becomes of an entry whose failed tests were run once more, by themselves: on a busy
-    machine some come too late."""
+    """Return the entry after its failed tests were run again, by themselves. On a busy machine some
+    tests come too late."""
     if not report.exists():
         return {}
     second = counts_in(report.read_text())
@@ -245,10 +245,10 @@ def after_second_run(entry: Entry, report: Path) -> Entry:
 
 
 def counts_in(junit: str) -> Entry:
-    """From pytest's report: how many passed, which failed, how many were skipped for each reason,
-    seconds."""
+    """Read from pytest's report how many tests passed, which failed, how many were skipped for each
+    reason, and the seconds."""
     suites = ElementTree.fromstring(junit)
-    # a test that failed has a second case if its end did, too
+    # a test that failed has a second case if its teardown also failed
     outcomes: dict[str, set[str]] = collections.defaultdict(set)
     for case in suites.iter("testcase"):
         outcomes[f"{case.get('classname')}::{case.get('name')}"].update(part.tag for part in case)
@@ -262,7 +262,7 @@ def counts_in(junit: str) -> Entry:
     }
 
 
-# --- what is kept of them
+# --- the record of results
 
 
 def minor(version: str) -> str:
@@ -274,8 +274,8 @@ def by_number(version: str) -> list[int]:
 
 
 def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
-    """For each minor version of torch with which core or whole tests passed, those of Python: as
-    `behaviours.TRIED`."""
+    """Return the Python versions for each minor version of torch with which core or whole tests
+    passed, in the form of `behaviours.TRIED`."""
     pythons: dict[str, set[str]] = collections.defaultdict(set)
     for entry in entries.values():
         if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):
@@ -297,7 +297,7 @@ def write(entries: Entries) -> None:
 
 
 def merged(old: Entries, new: Entries) -> Entries:
-    """The matrix first and in its order."""
+    """Merge the entries, those of the matrix first and in its order."""
     both = {**old, **new}
     order = [name for name in MATRIX if name in both]
     return {name: both[name] for name in dict.fromkeys([*order, *both])}
@@ -336,7 +336,7 @@ def lines_of(entries: Entries) -> Iterator[str]:
 
 
 def skipped(entry: Entry) -> collections.Counter[str]:
-    """How many tests were skipped, by what the page says of them."""
+    """Count the skipped tests by the page's description."""
     found: collections.Counter[str] = collections.Counter()
     for reason, count in entry.get("skipped", {}).items():
         why = next(why for why, pattern in WHY_SKIPPED.items() if re.search(pattern, reason))
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new: Entries = {}
     for name in options.only or MATRIX:
         new[name] = kept(read().get(name), tried(name, options.workdir.resolve()))
-        write(merged(read(), new))  # after each: what is done stays, whatever becomes of the next
+        write(merged(read(), new))  # after each one, so that results stay if the next one breaks
     if not options.only:
         write(new)  # without what the matrix no longer has
     outcomes = {
@@ -385,8 +385,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def environment(name: str) -> str:
-    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make
-    something else of it, or nothing."""
+    """Return the name if it has a Python and otherwise only parts that tox.ini knows. tox would
+    misread or ignore other parts."""
     python, *factors = name.split("-")
     if not re.fullmatch(r"py3\d+", python):
         raise argparse.ArgumentTypeError(
@@ -401,7 +401,7 @@ def environment(name: str) -> str:
 
 
 def known_factors() -> set[str]:
-    """All that stand before a colon in [testenv]: `!core-!plain: ...`."""
+    """Return all factors that appear before a colon in [testenv]: `!core-!plain: ...`."""
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     conditions = re.findall(r"^([!\w,-]+):\s", "\n".join(tox["testenv"].values()), re.MULTILINE)

@@ -1,10 +1,10 @@
-"""Finds everything in PyTorch's public modules that changes a state of the process or a thread;
-says what becomes of each.
+"""Finds everything in PyTorch's public modules that changes a state of the process or a thread, and
+prints how mpgrad treats it.
 
 PyTorch has no list of its modes and settings. This looks through its public modules for context
 managers, for functions that set globals or call PyTorch's own setters, for names like `set_...`,
-and for flags. torch_inventory.txt has what becomes of each in calls of a pool; a test fails where
-PyTorch has one that is not in it.
+and for flags. torch_inventory.txt lists how each is treated in calls of a pool. A test fails if
+PyTorch has one that is not in the list.
 
     python scripts/torch_inventory.py          # what the list lacks, and what this PyTorch has not
     python scripts/torch_inventory.py --all    # everything that is found
@@ -42,7 +42,7 @@ PRIVATE_SETTERS = re.compile(r"(^|_)(set|enable|disable|push|pop)(_|$)")
 
 
 def modules() -> Iterator[str]:
-    """The public ones, imported; but for those that need a package that is not there."""
+    """Yield the names of the public modules, imported, except those that need a missing package."""
     yield "torch"
     yield "torch.__future__"
     yield from below("torch", Path(torch.__file__).parent)
@@ -85,8 +85,8 @@ def changes_state(name: str, value: Any) -> bool:
 
 
 def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
-    """Flags: attributes of a module, or of an object in it, whose class sees to what is
-    assigned."""
+    """Yield flags: attributes of a module, or of an object in it, whose class handles
+    assignments."""
     if type(module) is types.ModuleType and not name.startswith("torch.backends."):
         for attribute in names_in(module):
             kind = type(getattr(module, attribute, None))
@@ -112,14 +112,14 @@ def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
 
 
 def names_in(module: types.ModuleType) -> set[str]:
-    """The public ones. Those of `torch.backends` stand before the real modules (`m`)."""
+    """Return the public names. Modules of `torch.backends` wrap the real modules (`m`)."""
     holders = module, type(module), getattr(module, "m", None)
     return {name for holder in holders for name in dir(holder) if not name.startswith("_")}
 
 
 def name_of(value: Any, where: str, name: str) -> str:
-    """What users call it; where that is no more than an import of another module, where it comes
-    from."""
+    """Return the name that users write. If it is only an import from another module, return its
+    name there."""
     home = getattr(value, "__module__", None)
     public = where.count(".") <= 1 or name in getattr(sys.modules[where], "__all__", ())
     if (
@@ -133,10 +133,10 @@ def name_of(value: Any, where: str, name: str) -> str:
 
 
 def inventory() -> set[str]:
-    """The names of all that is found; of what has several, one."""
+    """Return the names of all that is found, with one name for each object."""
     found: dict[int, str] = {}
     flags: set[str] = set()
-    kept: list[Any] = []  # else an identity may be another object's, later
+    kept: list[Any] = []  # otherwise an id may later belong to another object
     for where in modules():
         module = importlib.import_module(where)
         flags.update(assigned(where, module))
@@ -157,14 +157,14 @@ def inventory() -> set[str]:
                 for attribute, method in vars(value).items():
                     if isinstance(method, staticmethod | classmethod) and SETTERS.match(attribute):
                         flags.add(f"{where}.{name}.{attribute}")
-    # what is private is there for PyTorch's own use; but users make modes
+    # private names are for PyTorch's own use, except modes, which users make
     return flags.union(
         each for each in found.values() if each.endswith("Mode") or not PRIVATE.search(each)
     )
 
 
 def listed(text: str) -> dict[str, str]:
-    """What becomes of each: the heading that it stands under."""
+    """Return how each is treated, which is the heading that it appears under."""
     fates: dict[str, str] = {}
     heading = ""
     for line in text.splitlines():

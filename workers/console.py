@@ -1,10 +1,11 @@
-"""What a worker reports beside results: the prints, log records and warnings of tasks, and its
-crash traceback if it dies. Worker's side.
+"""Sends the prints, log records and warnings of tasks to the caller, and a crash traceback if the
+worker dies. Worker's side.
 
 A worker process inherits its parent's descriptors, so C code prints to the same place as in the
 parent. But `sys.stdout` is not a descriptor in a notebook, in a test runner or under
-`redirect_stdout`, and log handlers are not inherited. Warnings are sent to the caller, too, unless
-the caller's filters ignore them or make them errors, which holds in the task (`FILTERS`).
+`redirect_stdout`, and log handlers are not inherited. Warnings are also sent to the caller, unless
+the caller's filters ignore them or make them errors. In that case the filters apply in the task
+(`FILTERS`).
 
     print, logging ──► OutputStream, LogHandler ──► Outlet ──► PrintedText, LoggedRecord
     warnings ──► TaskWarnings ──► the answer
@@ -15,8 +16,8 @@ SIGFPE, SIGABRT, SIGBUS, SIGILL) still end the worker. The parent sends `TRACEBA
 worker whose call takes too long. The worker writes its stack, and then the signal ends the process
 by default. So the death of the process shows that the stack is complete.
 
-Guarantees: what a task has printed or logged arrives before its result. What it printed before it
-    crashed arrives, too. Any thread, signal handler or finalizer may print or log at any moment:
+Guarantees: what a task has printed or logged arrives before its result. Text that it printed before
+    it crashed also arrives. Any thread, signal handler or finalizer may print or log at any moment:
     nothing is lost, and nothing is sent twice. If a handler raises while something is being sent,
     the frames that are waiting may be lost, each as a whole.
 Assumes: one thread sends over the link. What other threads print waits for it.

@@ -76,10 +76,10 @@ def leave_children() -> None:
 def end(status: int, waits: bool) -> NoReturn:
     """Do what Python does at its end, for all that tasks have made, and end the process.
 
-    The exit handlers end daemonic children, and wait for the others. With `waits`, threads are
-    waited for, too.
+    The exit handlers end daemonic children, and wait for the others. With `waits`, it also waits
+    for threads.
     """
-    # nobody can be asked any more what happens to them
+    # warnings can no longer be sent to the caller
     warnings.simplefilter("ignore")
     try:
         objects = gc.get_objects()

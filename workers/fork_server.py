@@ -7,8 +7,8 @@ This fork server has a single pipe, to the parent, and ends with it. It ends by 
 no worker for a while.
 
     parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket
-                            pairs; by the second one it may ask for a resource tracker
-                            ("kill", name, signal)
+                            pairs; through the second one it may request a resource tracker ("kill",
+                            name, signal)
     fork server ► parent    (name, exit code, 0) once for each worker
                             (name, None, errno) if the system refuses to start it
 A worker's number is unique in its pool, and its name among all pools that share the fork server.

@@ -2,8 +2,8 @@
 come. Worker's side.
 
 The outputs of a graph have gone to the caller as bytes, so the table holds the graph's edges. The
-nodes between are PyTorch's own, and follow its rules: `retain_graph` and the RuntimeError of a
-second backward are not imitated, they happen.
+nodes between are PyTorch's own, and follow its rules. `retain_graph` and the RuntimeError of a
+second backward are PyTorch's own, not imitations.
 
 The states of a call's graph. Each arrow is a method of `GraphTable`:
 
@@ -128,8 +128,8 @@ class GraphEntry(torch.autograd.Function):
 
 ENTRY_NODE = node_type(GraphEntry)
 ROOT = torch.zeros((), device="cpu", requires_grad=True)
-# This edge is kept alive because PyTorch would otherwise make it again. In anomaly mode PyTorch
-# runs Python while it makes the edge and holds ROOT's lock. Another worker thread that holds the
+# This edge is kept alive because PyTorch would otherwise rebuild it. In anomaly mode PyTorch runs
+# Python while it makes the edge and holds ROOT's lock. Another worker thread that holds the
 # interpreter's lock and waits for ROOT's would then wait forever.
 ROOT_EDGE = get_gradient_edge(ROOT)
 
@@ -287,9 +287,10 @@ def errors_behind(outputs: Sequence[torch.Tensor]) -> dict[int, str]:
     of the output.
 
     PyTorch puts a node that only raises behind the gradients of a `once_differentiable` backward.
-    It leads to no input. So a backward for given inputs passes it by, in the loop and here. Only
-    the caller knows whether a backward is for all there is, so it raises the error. The search
-    takes about as long as the backward, so it is left out while no such node has been made.
+    It leads to no input. So a backward for given inputs does not reach it, neither in the loop nor
+    here. Only the caller knows whether a backward is for all inputs, so the caller raises the
+    error. The search takes about as long as the backward, so it is left out while no such node has
+    been made.
     """
     if not ERRORS.may_have_run:
         return {}
@@ -364,8 +365,8 @@ class GraphEdges(NamedTuple):
 class GraphTable:
     """The graphs that are kept here, by call.
 
-    `trim` drops the largest graphs beyond `limit` bytes; they are made again if they are needed.
-    While `watch` finds memory short, `trim` also drops the older half.
+    `trim` drops the largest graphs beyond `limit` bytes; they are rebuilt if they are needed. While
+    `watch` finds memory short, `trim` also drops the older half.
 
     A call is in one of `_kept`, `_emptied` and `_dropped`, or in none. With a limit of 0 no graph
     is kept, and nothing is measured.

@@ -19,12 +19,12 @@ manager or make shared memory. Then it finds the same state as in such a process
 authentication key, interpreter, start method and resource tracker, and a name and a number. Its end
 is in `workers.ending`.
 
-The tracker is the caller's, because others may use what a task makes. If nobody unlinks it, it must
-be removed with the program, not with a worker. Most programs never need a tracker. So a worker asks
-for it (`engines.launch.SharedTracker`) when multiprocessing first reads its descriptor:
+The tracker is the caller's, because others may use what a task makes. If it is never unlinked, it
+must be removed with the program, not with a worker. Most programs never need a tracker. So a worker
+requests it (`engines.launch.SharedTracker`) when multiprocessing first reads its descriptor:
 
-    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where
-                                                          there is none
+    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one if there
+    is none
 """
 
 from __future__ import annotations
@@ -208,10 +208,10 @@ class Worker:
         self._send(answered, outgoing.parts, recorded)
 
     def _send_early(self) -> bool:
-        """Send what the running chunk has given. Return whether there was anything.
+        """Send the results of the running chunk so far. Return whether there were any.
 
-        What was printed without an end of line waits for the chunk's end, because another call has
-        begun.
+        Text that was printed without an end of line waits for the chunk's end, because another call
+        has begun.
         """
         found = self._runner.take_early()
         if found is not None:
@@ -333,8 +333,8 @@ def serve_in_process(
     """Run `serve` in a process that runs nothing else, and end the process. Its parent is
     `parent_pid` if that is known.
 
-    The process asks the caller through `tracker` for a resource tracker. It ends when the other end
-    of `life` is closed.
+    The process requests a resource tracker from the caller through `tracker`. It ends when the
+    other end of `life` is closed.
     """
     status, waits = 1, False
     ending.forget_exit_handlers()
@@ -447,7 +447,7 @@ class CallerTracker(resource_tracker.ResourceTracker):
 
 
 def asked(where: socket.socket) -> int | None:
-    """Ask for a tracker's descriptor. Return None if nobody answers, or there is none to give."""
+    """Request a tracker's descriptor. Return None if there is no answer, or no tracker."""
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -460,7 +460,7 @@ def asked(where: socket.socket) -> int | None:
 
 
 def share_tracker(where: socket.socket) -> None:
-    """Have this process ask at this socket for its resource tracker."""
+    """Have this process request its resource tracker through this socket."""
     where.set_inheritable(False)
     tracker = resource_tracker._resource_tracker
     CallerTracker.asks = where

@@ -1,16 +1,16 @@
 """The memory of a worker: what it lends and borrows, what its process uses, and whether memory is
 short. This module also holds the worker's device. Worker's side.
 
-    caller's slots ──► views: tensors that look at them ──► nothing looks any more
-        ──► take_returns: the caller is told
-    results ──► lend: slots of ours ──► the caller sends them back: take_back
+    caller's slots ──► views: tensors that view them ──► no tensor views them any more ──►
+    take_returns: the caller is notified results ──► lend: slots of ours ──► the caller sends them
+    back: take_back
         ──► free for the next result
 Guarantees: each received address is returned once for each time that it was received, even for
     calls that did not run. Lent memory is kept until it is returned.
 
-The size of a call's graph is the rise of the allocator's count during the call. A worker can do
-without kept graphs, because calls are run again when their backwards come. So a `MemoryMonitor`
-checks how near this process's control groups are to their limits, at which Linux kills processes.
+The size of a call's graph is the rise of the allocator's count during the call. A worker can drop
+graphs, because calls run again when their backwards come. So a `MemoryMonitor` checks how near this
+process's control groups are to their limits, at which Linux kills processes.
 
 A worker's device has its setup, its channel to the caller, and rules for where tensors belong:
 
@@ -349,8 +349,8 @@ def memory_in_use() -> int:
     """Return the bytes that the allocator has handed out. Their rise over a call is what the call
     has kept.
 
-    If the allocator does not tell, return the resident bytes of the process. Memory that is reused
-    does not add to these.
+    If the allocator does not report this, return the resident bytes of the process. Memory that is
+    reused does not add to these.
     """
     if MALLINFO is not None:
         state = MALLINFO()
@@ -392,7 +392,7 @@ class DeviceMap(NamedTuple):
 
 class WorkerDevice:
     """A worker's device and its channel to the caller. On the CPU (code 0) there is no channel. In
-    a pool without devices there is no setup, either, and most methods do nothing."""
+    a pool without devices there is also no setup, and most methods do nothing."""
 
     def __init__(
         self, setup: DeviceSetup | None = None, channel: DeviceChannel | None = None
@@ -440,7 +440,7 @@ class WorkerDevice:
         self._is_direct = True
 
     def take_new_slabs(self) -> list[Any]:
-        """Return the slabs on the device that the caller has not been told about."""
+        """Return the slabs on the device that the caller does not know yet."""
         return [] if self._channel is None else drained(self._channel.arena.made)
 
     def attach(self, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:

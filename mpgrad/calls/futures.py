@@ -1,21 +1,21 @@
-"""`UnlockedFuture`: a `concurrent.futures.Future` whose state no lock guards. Caller's side.
+"""`UnlockedFuture` is a `concurrent.futures.Future` whose state no lock guards. Caller's side.
 
 A thread that is inside a future's lock may be interrupted by a signal, and the handler may wait for
-the pool. If the scheduling thread needed that lock, both would wait for ever. So each step is one
-operation of a dictionary or a list, which Python makes atomic, and the scheduling thread waits for
-nobody.
+the pool. If the scheduling thread needed that lock, both would wait forever. So each step is one
+operation of a dictionary or a list, which Python makes atomic, and the scheduling thread never
+waits.
 
     PENDING ── _starts ──► RUNNING ── _end ──► FINISHED ──┐
        │                                                  ├──► _tell: waiters, then callbacks
        └────── cancel ───► CANCELLED_AND_NOTIFIED ────────┘
 
-`concurrent.futures.wait` and `as_completed` read a future's private attributes: under its lock they
-look at its state, and register a *waiter*, whose event they wait for. They find stand-ins here:
+`concurrent.futures.wait` and `as_completed` read a future's private attributes. Under its lock they
+read its state, and register a *waiter*, whose event they wait for. Here they find substitutes:
 
-    _condition    `FrozenState` excludes nobody. Its thread sees one and the same state.
+    _condition    `FrozenState` does not block. Its thread always sees the same state.
     _waiters      `WaiterTable` registers a waiter unless the thread has seen a state that is final.
     event         `EndedFutures` keeps the futures that have ended, for the waiter's own thread.
-Guarantees: a waiter is told of each future once, if it has seen the future before its end.
+Guarantees: a waiter is notified of each future once, if it has seen the future before its end.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ class UnlockedFuture(concurrent.futures.Future[R]):
         self._frozen: dict[int, tuple[int, str]] = {}
 
     def done(self) -> bool:
-        """As in `concurrent.futures`."""
+        """See `concurrent.futures`."""
         return self._has_ended or self._course.get(None) == CANCELLED_AND_NOTIFIED
 
     def running(self) -> bool:
-        """As in `concurrent.futures`."""
+        """See `concurrent.futures`."""
         return self._present() == RUNNING
 
     def cancelled(self) -> bool:
-        """As in `concurrent.futures`."""
+        """See `concurrent.futures`."""
         return not self._has_ended and self._course.get(None) == CANCELLED_AND_NOTIFIED
 
     def cancel(self) -> bool:
-        """As in `concurrent.futures`."""
+        """See `concurrent.futures`."""
         if self._course.setdefault(None, CANCELLED_AND_NOTIFIED) == RUNNING:
             return False
         self._tell()
         return True
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
-        """As in `concurrent.futures`."""
+        """See `concurrent.futures`."""
         callback = functools.partial(call_back, fn)
         self._callbacks.append(callback)
         # If it is not in the list any more, `_tell` has it.
@@ -144,10 +144,10 @@ def taken_from(items: list[Any], item: object) -> bool:
 
 
 class FrozenState:
-    """Stands for the lock of a future. It excludes nobody.
+    """Replaces the lock of a future. It does not block.
 
-    Between `acquire` and `release` its thread sees the state that it has found first. A handler of
-    a signal that comes in between sees the same.
+    Between `acquire` and `release` its thread sees the state that it has read first. A signal
+    handler that runs in between sees the same state.
     """
 
     def __init__(self, future: UnlockedFuture[Any]) -> None:
@@ -174,7 +174,7 @@ class FrozenState:
 
 
 class WaiterTable:
-    """Stands for a future's list of waiters."""
+    """Replaces a future's list of waiters."""
 
     def __init__(self, future: UnlockedFuture[Any]) -> None:
         self._future = future
@@ -182,7 +182,7 @@ class WaiterTable:
     def append(self, waiter: Any) -> None:
         if not isinstance(waiter.event, EndedFutures):
             waiter.event = EndedFutures(waiter)
-        # The state as the waiter's thread has seen it: if that was final, nobody tells it.
+        # The state as the waiter's thread has seen it. If it was final, the waiter is not notified.
         if self._future._state in FINAL:
             return
         self._future._bells.append(waiter.event)
@@ -194,7 +194,7 @@ class WaiterTable:
 
 
 class EndedFutures:
-    """Stands for the event of a waiter.
+    """Replaces the event of a waiter.
 
     `threading.Event` has a lock, which the waiter's thread may hold while a handler of a signal
     runs. The queue has none, and the waiter's thread itself notes the futures that have ended.

@@ -102,7 +102,7 @@ def pickled_function(
     will be like them. `recent`: the pool's functions that were pickled before.
 
     Raises:
-    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be sent.
     Exception: what its own code raised when it was to be pickled.
     """
     started = time.perf_counter()
@@ -315,7 +315,7 @@ def pack_call(
     `item` is the number that errors name, where that is not `index`.
 
     Raises:
-        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+        TypeError, pickle.PicklingError: an argument cannot be sent; names the item.
         SharedMemoryError: no room for a tensor.
     """
     # torch.func's, which follow none of these tensors; they would wrap all that is made here
@@ -365,7 +365,7 @@ def pack_bundle(
     another item.
 
     Raises:
-        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+        TypeError, pickle.PicklingError: an argument cannot be sent; names the item.
     """
     if transforms_are_active():
         with outside_transforms():
@@ -494,7 +494,7 @@ def arguments_structure(
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and dependencies; raises with the item's number where they
-    cannot be carried."""
+    cannot be sent."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()

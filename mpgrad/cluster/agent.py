@@ -83,9 +83,9 @@ __all__ = [
     "unpacked",
 ]
 
-PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
+PATIENCE = 0.5  # seconds until an exchange is answered without records
 MOST_WAITING = 4  # exchanges
-GATHERING = 2e-3  # seconds between two answers, while there is more to say
+GATHERING = 2e-3  # seconds between two answers, while there are more records
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
@@ -517,7 +517,7 @@ class NodeAgent:
         }:
             # not urgent: these go with the next answer
             self._updates.append(("resident", found))
-        # if this agent is lost, nobody else can say where its workers were
+        # if this agent is lost, no other process knows where its workers were
         for worker in self._workers.values():
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
@@ -561,11 +561,11 @@ class AgentWorker(Pipe):
     def __init__(self, number: int, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
         self.number = number
-        self.pid = 0  # 0 until the caller has told it
+        self.pid = 0  # 0 until the caller has sent it
         self.progress_record: memoryview | None = None  # of int64, once the worker has announced it
         self._crash_traceback: int | None = None  # a pipe's descriptor
         self.has_started = False  # its first frame, the `Start`, was sent
-        self.lacking: Pieces = []  # as the worker was last told
+        self.lacking: Pieces = []  # as the worker was last notified
         # seconds for each call of a chunk that is not answered, by chunk, in the order of sending
         self.limits: dict[int, float] = {}
         # on the clock of time.monotonic: the worker's last frame, or the last change of the limits
@@ -609,8 +609,8 @@ class AgentWorker(Pipe):
         """Return the first chunk with a limit, the position of its running call, and the moment
         when that call has taken too long.
 
-        The position is -1 if the worker has not begun that chunk. Only the caller, who has sent it,
-        knows whether the worker has something else to do.
+        The position is -1 if the worker has not begun that chunk. Only the caller, which has sent
+        it, knows whether the worker has other work.
         """
         at, position, started = ProgressRecord.BETWEEN, -1, 0.0
         if found := self.where():

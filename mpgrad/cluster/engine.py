@@ -5,9 +5,9 @@ notices which agents are lost. Caller's side.
     transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
                               frames of an AgentLink ◄── take ◄── reply ◄═╝
-If the user has given no number of workers, there are as many as the nodes have room for. The number
-then changes when nodes join or leave. Two threads of the engine ask for the nodes, and send
-heartbeats so that the agents do not count the caller as dead.
+If the user has given no number of workers, there are as many as fit on the nodes. The number then
+changes when nodes join or leave. Two threads of the engine request the nodes, and send heartbeats
+so that the agents do not count the caller as dead.
 
 Memory that is lent to a worker is replicated at its agent. The bytes are sent once, before the
 frame that names them, even if several workers of the agent borrow them. A worker sends the bytes
@@ -55,7 +55,7 @@ log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
 IDLE = 2.0  # seconds that an agent without workers is kept, if the number of workers is given
-WAITING = 10.0  # seconds to wait for an agent, before a warning says that it does not come
+WAITING = 10.0  # seconds to wait for an agent, before a warning reports that it does not come
 CLOSE_PATIENCE = 2.0  # seconds that workers get to end
 # Seconds for which a node is avoided after its agent was lost. The first is for agents that had
 # worked, the second for agents that had never answered.
@@ -73,7 +73,7 @@ class ClusterEngine:
     copies_caller = False
 
     def __init__(self, transport: Transport, workers: int | None, patience: float) -> None:
-        """Ask the transport for nodes.
+        """Request nodes from the transport.
 
         `workers` is their number, or None for as many as there is room for.
 
@@ -91,7 +91,7 @@ class ClusterEngine:
         # by node id: until when the node is avoided, on the clock of time.monotonic
         self._avoided: dict[str, float] = {}
         self._closing = threading.Event()
-        self._ask_now = threading.Event()  # ask for the nodes without delay
+        self._ask_now = threading.Event()  # request the nodes without delay
         try:
             self._nodes = list(transport.nodes())
             if not any(node.slots for node in self._free_nodes(avoiding=True)):
@@ -100,7 +100,7 @@ class ClusterEngine:
             if workers is None:
                 if not any(node.slots for node in self._nodes):
                     raise RuntimeError(
-                        "no node of the cluster has room for a worker; free some CPUs, or ask for "
+                        "no node of the cluster has room for a worker; free some CPUs, or set "
                         "`processes`"
                     )
                 self._follow()
@@ -150,7 +150,7 @@ class ClusterEngine:
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
         # An autoscaler may add nodes of unknown size. The engine assumes the size of the largest
-        # present node. If no present node can hold a worker, each agent asks for room for one.
+        # present node. If no present node can hold a worker, each agent requests room for one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for agent in self._agents:
             has_space = chosen is not None or agent.slots < largest
@@ -241,7 +241,7 @@ class ClusterEngine:
                 logging.WARNING,
                 "an agent for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
                 "that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; "
+                "autoscaler has yet to add a node: end them, wait, or request less (processes; "
                 "workers_per_node or "
                 "cpus_per_worker of mpgrad.Ray)",
                 agent.slots,
@@ -274,7 +274,7 @@ class ClusterEngine:
         report(
             logging.WARNING,
             "an agent is gone (%s: %s)",
-            agent.name or "on a node that was to come",
+            agent.name or "on a node that had not started",
             first_line,
         )
         if agent.node is not None:
@@ -321,7 +321,7 @@ class ClusterEngine:
             self._ask_now.clear()
             try:
                 self.inbox.put((None, list(self.transport.nodes())))
-            except ConnectionError as error:  # if agents are gone, too, their silence shows it
+            except ConnectionError as error:  # if agents are also gone, their silence shows it
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
@@ -376,7 +376,7 @@ class AgentHandle:
         # on the clock of time.monotonic, as are the next two moments
         self.opened_at = math.inf
         self.idle_since = math.inf  # when its last worker had gone
-        self.is_missed = False  # a warning has said that it does not come
+        self.is_missed = False  # a warning has reported that it does not come
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = RecordReceiver()
@@ -473,9 +473,9 @@ class AgentHandle:
     def is_silent(self, patience: float) -> str:
         """Return why the agent counts as dead after so many seconds, or "" if it does not."""
         if self._arriving.silent_for > patience:
-            return f"it has said nothing for {patience:g} s"
+            return f"it has sent nothing for {patience:g} s"
         if self._arriving.missing_for > patience:
-            return f"something that it said was lost {patience:g} s ago"
+            return f"a message from it was lost {patience:g} s ago"
         return ""
 
     def take(self, is_first: bool, reply: tuple[int, bytes | None] | BaseException) -> None:
@@ -517,7 +517,7 @@ class AgentHandle:
             self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
-        """Ask the agent to report when its workers, which were told to end, have ended."""
+        """Have the agent report when its workers, which have been told to stop, have ended."""
         if self.hello is not None and not self.lost:
             self.is_closing = True
             self.tell("close")

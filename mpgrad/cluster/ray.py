@@ -1,6 +1,6 @@
 """A transport through Ray, and the options of a pool's Ray cluster. Agents are actors on Ray's
-nodes. Ray places them, carries bytes, and says which are dead. Both sides. This module imports
-nothing from Ray until a pool asks for it.
+nodes. Ray places them, transports bytes, and reports which are dead. Both sides. This module
+imports nothing from Ray until a pool asks for it.
 
 Ray sends small arguments within the call of an actor's method. It sends larger ones through its
 object store, which is slower: an echo to another raylet on the same machine took 1.6 ms for 90 KB
@@ -147,7 +147,8 @@ def check_that_somebody_listens(address: str) -> None:
 
 
 def check_that_it_is_no_client(address: str) -> None:
-    """Reject Ray Client, which does not say which nodes have room and sends messages on a detour.
+    """Reject Ray Client, which does not report which nodes have room, and which sends messages on a
+    detour.
 
     Raises:
         ConnectionError: the address is one of Ray Client.
@@ -220,7 +221,7 @@ class RayTransport:
                 ""
                 if self._starts_own
                 else (
-                    "; start one (ray start --head), say its address, or use "
+                    "; start one (ray start --head), give its address, or use "
                     'mpgrad.Ray(address="local")'
                 )
             )

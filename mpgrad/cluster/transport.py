@@ -1,5 +1,5 @@
-"""Transports. A transport says which nodes there are, starts agents there, and carries bytes
-between the caller and these agents. Both sides; needs no torch.
+"""Transports. A transport reports which nodes exist, starts agents there, and sends bytes between
+the caller and these agents. Both sides; needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
 A transport knows nothing about frames or workers. Replies and errors may come in any order, in any
@@ -113,7 +113,7 @@ class LocalAgent:
         reply(self.ended)
 
     def write(self) -> None:
-        with contextlib.suppress(OSError):  # the reading thread notices it, too
+        with contextlib.suppress(OSError):  # the reading thread also notices it
             while (exchange := self.to_send.get()) is not None:
                 self.connection.send(exchange)
 

@@ -1,5 +1,5 @@
-"""The protocol of an engine, which starts workers and says which have answered or ended; and the
-engines by name. Caller's side.
+"""Defines the protocol of an engine, which starts workers and reports which have answered or ended,
+and lists the engines by name. Caller's side.
 
                       scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
@@ -92,11 +92,11 @@ class WorkerLink(Link, Protocol):
     @property
     def could_start(self) -> bool:
         """Whether the worker's machine was lost, but had started workers before. Then the worker's
-        end is no sign that none can be started."""
+        end does not mean that none can be started."""
 
     def resident_bytes(self, pid: int) -> int:
         """Return the memory of the worker's process, whose id is `pid`. It is 0 if the process has
-        ended, or while the size is not known. Any thread may ask."""
+        ended, or while the size is not known. Any thread may call this."""
 
     def has_more(self) -> bool:
         """Whether `receive` would give a frame, or the end of the link, at this moment."""
@@ -145,7 +145,7 @@ class Engine(Protocol):
         """
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
-        """Sleep until workers have answered or ended, or until somebody calls `wake`, but at most
+        """Sleep until workers have answered or ended, or until a thread calls `wake`, but at most
         so many seconds. Return the links of these workers.
 
         A closed link is returned once more, when its worker's `exit` is known.

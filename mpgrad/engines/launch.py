@@ -1,7 +1,7 @@
 """Launchers, which start worker processes and threads and tell how these have ended. Caller's side,
 and in agents on other machines.
 
-A launcher gives a worker its end of a socket pair, and later tells its exit code.
+A launcher gives a worker its end of a socket pair, and later reports its exit code.
 `ForkServerLauncher` is the default on Linux: it forks workers from a process that has imported
 torch but nothing of the user's. `SpawnLauncher` is the default elsewhere: each worker is a program
 of its own. `ContextLauncher` takes any start method of multiprocessing. `ThreadLauncher` runs the
@@ -164,7 +164,7 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
     """
     if method != "fork":
         # multiprocessing has passed its descriptors and this package's as inheritable. Programs
-        # that a call starts would keep them open, too.
+        # that a call starts would also keep them open.
         for name in os.listdir("/dev/fd"):
             with contextlib.suppress(OSError):  # the descriptor that listed the others is closed
                 os.set_inheritable(int(name), int(name) <= LAST_STANDARD_STREAM)
@@ -204,7 +204,7 @@ class ForkServerProcess:
         self._exits: dict[int, Exit | None] = {}
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
-        """Ask for a worker. Return False if the fork server is gone, which its pipe shows before
+        """Request a worker. Return False if the fork server is gone, which its pipe shows before
         `alive` does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
@@ -229,8 +229,8 @@ class ForkServerProcess:
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exited(self, name: int) -> Exit | None:
-        """Return how a worker has ended, or that the fork server has ended with all of them. Take
-        reports about other workers, too."""
+        """Return how a worker has ended, or that the fork server has ended with all of them. Also
+        take reports about other workers."""
         with self._receiving:
             with contextlib.suppress(BlockingIOError):
                 while report := self._report():
@@ -291,7 +291,7 @@ class ForkServerProcess:
 class ForkServerLauncher(Launcher):
     """Workers that are forked from a fork server, but take over this process's present state.
 
-    If workers of a fork server cannot take over a new state, the pool keeps those that it has. New
+    If workers of a fork server cannot take over a new state, the pool keeps its workers. New
     workers come from another fork server.
     """
 
@@ -318,7 +318,7 @@ class ForkServerLauncher(Launcher):
     @classmethod
     def _join(cls, now: InheritedState, variables: Mapping[str, str]) -> ForkServerProcess:
         """Return a fork server whose forks can take over the state `now`, and count one more user.
-        If there is none, start one, and end those that nobody uses."""
+        If there is none, start one, and end those that are not used."""
         with cls._lock:
             # a forked child inherits the parent's variables, but not its fork servers
             if cls._owner_pid != os.getpid():
@@ -389,7 +389,7 @@ class ForkServerLauncher(Launcher):
                     before.close()
                 self._fork_server = self._join(now, self._variables)
                 self._leave(before)
-                # if this fork server is gone, too, the worker's pipe ends, and the engine notices
+                # if this fork server is also gone, the worker's pipe ends, and the engine notices
                 changes = self._fork_server.begun_as.changes(now)
                 assert changes is not None
                 self._fork_server.fork(name, number, changes, *ends)
@@ -652,8 +652,8 @@ def python() -> str:
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if PROBED in os.environ or not is_python(executable):
         raise RuntimeError(
-            "workers need a Python to start from, and this program's is none (executable: "
-            f"{executable!r}); "
+            "workers need a Python to start from, and this program's executable is not one "
+            f"(executable: {executable!r}); "
             'use context="fork", or name one with multiprocessing.set_executable'
         )
     return executable
@@ -695,9 +695,11 @@ def program(
     descriptors of sockets."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
+    # If NumPy is missing, PyTorch warns of it in each process. The caller has seen it.
     boot = (
-        f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; "
-        f"{function}({arguments})"
+        "import sys, warnings; sys.path[:] = sys.argv[1:]; "
+        "warnings.filterwarnings('ignore', 'Failed to initialize NumPy'); "
+        f"from {module} import {function}; {function}({arguments})"
     )
     # Without these variables, NumPy and other libraries would use all CPUs in each worker. PyTorch
     # gets its number of threads with the first message.
@@ -723,8 +725,8 @@ def program(
 class LifeSocket:
     """A pair of sockets. Workers have the other end.
 
-    When the caller ends, this end closes, and the workers of multiprocessing's fork server end,
-    too. The fork server, their parent, runs as long as any process holds something from it.
+    When the caller ends, this end closes, and the workers of multiprocessing's fork server also
+    end. The fork server, their parent, runs as long as any process holds something from it.
     """
 
     def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
@@ -750,12 +752,12 @@ def check_fork_server() -> None:
         raise RuntimeError(
             "the fork server of multiprocessing has other rights than this process has now (pid: "
             f"{server}), and its workers "
-            "would have them, too; leave context out, or give rights up before that server starts"
+            "would also have them; leave context out, or give rights up before that server starts"
         )
 
 
 class SharedTracker(LifeSocket):
-    """Gives a worker the caller's resource tracker when the worker asks for it. multiprocessing
+    """Gives a worker the caller's resource tracker when the worker requests it. multiprocessing
     gives it to all its children.
 
     If a worker had a tracker of its own, this tracker would remove what the worker has made for

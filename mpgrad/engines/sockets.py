@@ -252,7 +252,8 @@ class Loopback(LocalLink):
         return bool(self.frames)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """Do nothing: there is no process to kill, and no call runs when the scheduler asks."""
+        """Do nothing: there is no process to kill, and no call runs when the scheduler calls
+        this."""
 
     def close(self) -> None:
         self.frames.clear()

@@ -1,5 +1,5 @@
 """Devices beside the CPU. This module numbers them, shares memory there between processes, and
-decides which process waits for whose work. Both sides.
+decides which process waits for another's work. Both sides.
 
 PyTorch sends one IPC handle for each tensor. It counts handles in a file of /dev/shm that is left
 behind when a process is killed. Here a slab of the device's memory is sent once. From then on a
@@ -337,7 +337,7 @@ class DeviceChannel:
     ) -> None:
         self.accelerator = accelerator
         self.index = index
-        self.in_process = in_process  # whether the other end is in this process, too
+        self.in_process = in_process  # whether the other end is also in this process
         # CUDA's rule: memory must not be freed while other processes have it open
         self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)
         self._stream: Any = accelerator.stream(index) if streamed else None

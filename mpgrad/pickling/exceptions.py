@@ -184,7 +184,7 @@ def why_not(
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
     colon, where = ": " if words else "", f" ({path})" if path else ""
     return (
-        f"{subject} cannot be carried to or from a "
+        f"{subject} cannot be sent to or from a "
         f"worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
     )
 

@@ -846,14 +846,14 @@ def left_here(mark: OwnValueReference) -> Any:
         value = getattr(own_import(mark.module), mark.name)
     except (ImportError, AttributeError) as error:
         message = (
-            f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when "
+            f"{path} cannot be sent ({mark.type_name}), and the worker has none; make it when "
             "it is needed"
         )
         raise TypeError(message) from error
     # None means that the value is made when it is needed.
     if value is not None and type(value).__qualname__ != mark.type_name:
         raise TypeError(
-            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the "
+            f"{path} was replaced in the caller by what cannot be sent ({mark.type_name}; the "
             "worker imports a "
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
         )
@@ -881,7 +881,7 @@ class AbsentAttribute:
 
     def __init__(self, path: str, reason: str) -> None:
         self._words = (
-            f"{path} cannot be carried to or from a worker, and the worker's own import has none "
+            f"{path} cannot be sent to or from a worker, and the worker's own import has none "
             f"({reason})"
         )
 

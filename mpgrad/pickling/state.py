@@ -446,7 +446,7 @@ class SnapshotCache:
         known = self._note_kind(wanted, value)
         if known is not value and known is not None:  # None if it is made when it is needed
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was replaced by what cannot be carried "
+                f"{wanted.module}.{wanted.name} was replaced by what cannot be sent "
                 f"({type(value).__name__}), and workers "
                 "would have another one; make it when it is needed, or in the pool's initializer"
             )
@@ -462,9 +462,9 @@ class SnapshotCache:
         now = held_by(value)
         if known[1]() is value and not are_same(known[2], now):
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was written to, and cannot be carried "
+                f"{wanted.module}.{wanted.name} was written to, and cannot be sent "
                 f"({type(value).__name__}): workers have "
-                "it as they import it; keep what cannot be carried apart from what changes"
+                "it as they import it; keep what cannot be sent apart from what changes"
             )
         found = known[1]()
         return ABSENT if found is None and isinstance(known[1], weakref.ref) else found

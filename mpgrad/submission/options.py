@@ -1,4 +1,4 @@
-"""The options of a pool, and those of the calls of one operation. Caller only.
+"""Defines the options of a pool, and the options of the calls of one operation. Caller only.
 
 Guarantees: an options object is valid and does not change. Only a pool knows whether it has a
     `device` and can keep a `timeout`, so this is checked when an operation begins.
@@ -40,7 +40,7 @@ OnError = Literal["raise", "return"]
 
 
 class EachOptions(TypedDict, total=False):
-    """For type checkers: the keyword arguments that all maps have in common, but for `on_error`."""
+    """For type checkers: the keyword arguments that all maps have in common, except `on_error`."""
 
     progress: Progress
     timeout: float | None
@@ -48,8 +48,8 @@ class EachOptions(TypedDict, total=False):
 
 
 class MoreOptions(TypedDict, total=False):
-    """For type checkers: those keyword arguments of `Pool` that it has beyond
-    `multiprocessing.Pool`."""
+    """For type checkers: the keyword arguments of `Pool` that `multiprocessing.Pool` does not
+    have."""
 
     threads_per_worker: int | None
     engine: EngineName | None
@@ -65,10 +65,10 @@ class MoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """What a pool was made with: the arguments of `Pool`, whose docstring says what they mean.
+    """Holds the arguments of `Pool`, whose docstring explains them.
 
     Raises:
-        ValueError, TypeError: names the argument and its value.
+        ValueError, TypeError: an argument is wrong. The message names the argument and its value.
     """
 
     processes: int | None
@@ -98,7 +98,7 @@ class PoolOptions:
         if self.processes is not None:
             positive("processes", self.processes)
         codes = worker_devices(self.devices, self.processes, self.engine, self.context)
-        # asked once: the answer is to last as long as the workers
+        # The devices are chosen once, because the choice must last as long as the workers.
         object.__setattr__(self, "device_codes", codes)
         if self.threads_per_worker is not None:
             positive("threads_per_worker", self.threads_per_worker)
@@ -115,17 +115,17 @@ class PoolOptions:
 
     @property
     def predicts(self) -> bool:
-        """Whether backwards are run with their calls, once their gradients are predicted: where a
-        graph can be made again.
+        """Whether backwards run together with their calls, once their gradients are predicted. This
+        requires that a graph can be rebuilt.
 
-        There graphs are dropped, too, when memory is about to end.
+        If so, graphs are also dropped when memory runs low.
         """
         return self.graphs == "auto" and self.traits.is_process and self.retries > 0
 
     @property
     def may_bundle(self) -> bool:
-        """Whether several items may go as one call: nothing is counted or timed call by call, and
-        no order is promised."""
+        """Whether several items may be sent as one call. They may if no option counts or times each
+        call, and none promises an order."""
         counts_calls = (
             self.maxtasksperchild is not None
             or self.graphs == "recompute"
@@ -134,10 +134,11 @@ class PoolOptions:
         return not (self.deterministic or counts_calls or self.timeout or self.device_codes)
 
     def seconds(self, timeout: float | None) -> float | None:
-        """That a call may take, where it is given this `timeout`; None for no limit.
+        """Return the seconds that a call with this `timeout` may take; None for no limit.
 
         Raises:
-            ValueError, TypeError: it is out of range, no number, or the engine cannot end a call.
+            ValueError, TypeError: it is out of range or not a number, or the engine cannot end a
+                call.
         """
         seconds = seconds_or_none("timeout", self.timeout if timeout is None else timeout)
         if seconds is None:
@@ -152,7 +153,7 @@ class PoolOptions:
         return seconds
 
     def settings(self) -> Settings:
-        """What its workers start with."""
+        """Return the settings that its workers start with."""
         is_process, codes = self.traits.is_process, self.device_codes
         graph_bytes = (
             None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
@@ -180,8 +181,8 @@ class PoolOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What is asked of the calls of one operation: the arguments that public methods have in
-    common, see `Pool.map`.
+    """Holds the options of the calls of one operation, which are the arguments that the public
+    methods have in common. `Pool.map` explains them.
 
     Raises:
         ValueError, TypeError: `chunksize` or `on_error` is out of range or of the wrong type.
@@ -201,12 +202,12 @@ class CallOptions:
 
     @property
     def may_bundle(self) -> bool:
-        """Whether calls may go together: nothing is asked of one by itself."""
+        """Whether calls may be sent together. They may if no option applies to a single call."""
         return self.timeout is None and self.chunksize != 1
 
 
 class PickledInitializer:
-    """An initializer and its arguments, as workers get them.
+    """Holds an initializer and its arguments in the form in which workers receive them.
 
     Raises:
         TypeError, pickle.PicklingError: it is not a function, or cannot be pickled.
@@ -236,7 +237,7 @@ class PickledInitializer:
 
 
 class HeldValue:
-    """Represents, in a pickle, a value of this process, for as long as somebody holds this."""
+    """Represents a value of this process in a pickle, as long as this object exists."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -262,24 +263,24 @@ def calls_of_a_worker(number: int) -> None:
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError for a value that is not allowed."""
+    """Raise ValueError if the value is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)} ({name}: {value!r})")
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Raises TypeError for what is neither."""
+    """Raise TypeError if the value is neither."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False ({name}: {value!r})")
 
 
 def positive(name: str, number: object) -> int:
-    """`number`, if it is at least 1."""
+    """Return `number` if it is at least 1; raise an error otherwise."""
     return at_least(name, number, 1)
 
 
 def at_least(name: str, number: object, least: int) -> int:
-    """Raises TypeError for what is no integer, ValueError for less than `least`."""
+    """Raise TypeError if `number` is not an integer, and ValueError if it is less than `least`."""
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} must be an integer ({name}: {number!r})")
     if number < least:

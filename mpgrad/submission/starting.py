@@ -97,7 +97,7 @@ class Starter:
             one_by_one: its results are fetched so, and differentiated.
 
         Raises:
-            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool
+            TypeError, ValueError, pickle.PicklingError: the function cannot be sent, or the pool
                 cannot do what is asked.
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.

@@ -418,21 +418,28 @@ class CheapCalls:
         whole, own, looking = (1e3 * sum(each) for each in zip(*maps, strict=True))
         remedy = "use larger items, several items in one call, or a plain loop"
         if looking > whole / 4:
-            largest = largest_part(function, shared.state) or "what it uses"
+            largest = largest_part(function, shared.state) or "its captures"
             remedy = (
-                f"{looking:.3g} ms of them passed until it was known what {largest} holds; make it "
-                "smaller, or set it in the initializer of the pool; make arrays read-only"
+                f"checking {largest} for changes took {looking:.3g} ms of this; make it smaller, "
+                "or set it in the initializer of the pool; make arrays read-only"
             )
         report(
             logging.WARNING,
-            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls "
-            "by themselves %.3g ms; %s",
+            "%s%s is too cheap for a pool: its last %d maps took %.3g ms, and the calls alone "
+            "%.3g ms; %s",
             shared.names.function,
+            place_of(function),
             MAPS,
             whole,
             own,
             remedy,
         )
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return where a function is defined, such as " (/home/me/fit.py:12)"; "" for C code."""
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 # --- how an operation gets its calls

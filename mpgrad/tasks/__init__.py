@@ -1,5 +1,5 @@
-"""Functions that mpgrad itself sends to workers. Written for both sides: loading them there brings
-in no pool.
+"""Contains the functions that mpgrad itself sends to workers. Both sides: a worker that loads them
+does not import the pool.
 
 Imports `pickling` and what is below it.
 

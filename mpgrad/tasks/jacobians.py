@@ -1,10 +1,11 @@
-"""Derivatives of a function at one item. A worker computes them, or the caller if there is no pool.
+"""Computes derivatives of a function at one item, in a worker, or in the caller if there is no
+pool.
 
-`Arguments` say which arguments are differentiated, and what all items share. A task is called for
-one item at a time. It computes a share of the rows or columns of the item's Jacobian, or the
-product of the Jacobian with vectors. It evaluates a `PinnedFunction`, which is the function at the
-item's arguments. A `Graph` is one evaluation, which gives rows. Columns need dual numbers and one
-evaluation each, or one evaluation for all under a vmap.
+`Arguments` holds which arguments are differentiated, and which ones all items share. A task is
+called for one item at a time. It computes a share of the rows or columns of the item's Jacobian, or
+the product of the Jacobian with vectors. It evaluates a `PinnedFunction`, which is the function at
+the item's arguments. A `Graph` is one evaluation, which gives rows. Columns need dual numbers and
+one evaluation each, or one evaluation for all under a vmap.
 
 Guarantees: every evaluation of an item gets the same random numbers, so all rows and columns
     belong to one function.
@@ -46,10 +47,11 @@ Argnums = int | tuple[int, ...] | None
 
 
 class Arguments:
-    """Arguments of all items: a list has one entry for each item, anything else they share. Some
-    are differentiated.
+    """Holds the arguments of all items. A list has one entry for each item, and items share all
+    other arguments. Some arguments are differentiated.
 
-    `vectors` are those that a product is taken with. If they are `in_tuple`, its lists are items.
+    `vectors` are multiplied with the Jacobian. If they are `in_tuple`, the tuple's lists have one
+    entry for each item.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class Arguments:
         self.each = [self.form.of(self.of(item)) for item in range(self.items)]
 
     def of(self, item: int) -> list[Any]:
-        """What the item does not share, in order."""
+        """Return the arguments that the item does not share, in order."""
         return [each[item] for each in self.own.values()]
 
     def sizes(self) -> list[int]:
-        """The number of elements that each item has for itself."""
+        """Return the number of elements that each item does not share."""
         own = (tree_leaves(self.of(item)) for item in range(self.items))
         return [sum(each.numel() for each in leaves if isinstance(each, Tensor)) for leaves in own]
 
@@ -90,16 +92,17 @@ LEAVE_OUT = (
 
 
 class ArgumentLayout(NamedTuple):
-    """What all items share, and the places of what each has for itself."""
+    """Holds the arguments that all items share, and the positions of those that each item has for
+    itself."""
 
     common: list[Any]
     own: list[int]
-    arity: int  # vectors follow the arguments
+    arity: int  # the number of arguments; vectors follow them
     argnums: int | tuple[int, ...]
     in_tuple: bool  # the vectors
 
     def of(self, own: Sequence[Any]) -> tuple[Inputs, Any]:
-        """An item's arguments, and the vectors that a product is taken with."""
+        """Return an item's arguments, and the vectors that are multiplied with the Jacobian."""
         every = filled(self.common, self.own, own)
         vectors = every[self.arity :]
         return Inputs(every[: self.arity], self.argnums), tuple(
@@ -108,7 +111,8 @@ class ArgumentLayout(NamedTuple):
 
 
 class Inputs:
-    """The tensors that a function is differentiated with respect to: leaves of its arguments."""
+    """Holds the tensors that a function is differentiated with respect to, which are leaves of its
+    arguments."""
 
     def __init__(self, args: Sequence[Any], argnums: int | tuple[int, ...]) -> None:
         self.args = args
@@ -127,11 +131,12 @@ class Inputs:
             )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """One tensor for each, in the structure of the argument, or of a tuple of arguments."""
+        """Return one tensor for each input, in the structure of the argument, or of a tuple of
+        arguments."""
         return tree_unflatten(tensors, self.spec)
 
     def in_arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """All arguments, with other tensors in place of these."""
+        """Return all arguments, with other tensors in place of these inputs."""
         tree = self.tree(tensors)
         return filled(
             self.args, numbers_in(self.argnums), [tree] if isinstance(self.argnums, int) else tree
@@ -139,7 +144,8 @@ class Inputs:
 
 
 def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
-    """The arguments that are differentiated, from 0; a tuple if results have a tuple over them."""
+    """Return the numbers of the differentiated arguments, from 0; a tuple if results have a tuple
+    over them."""
     if argnums is None:
         argnums = 0 if count == 1 else tuple(range(count))
     numbers = numbers_in(argnums)
@@ -163,7 +169,7 @@ def numbers_in(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
-    """The leaves of a tree and its structure; raises a TypeError if one has no derivative.
+    """Return the leaves of a tree and its structure. Raise TypeError if a leaf has no derivative.
 
     `name` and `remedy` are for the message.
     """
@@ -192,16 +198,18 @@ def is_real(leaf: object) -> bool:
 
 
 def leaf_name(name: str, tree: object, number: int) -> str:
-    """What an error calls one of the leaves of a tree: its path follows the name."""
+    """Return the name of a leaf for an error message: the tree's name, then the path to the
+    leaf."""
     try:
         path, _ = tree_flatten_with_path(tree)[0][number]
-    except ValueError:  # a type was registered without names for its parts
+    except ValueError:  # a registered type has no names for its parts
         return f"{name}, leaf {number},"
     return f"{name}{keystr(path)}"
 
 
 def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
-    """Split what a function returned: its output, and what came beside it, at most one tree."""
+    """Split what a function returned into its output and the auxiliary values, which are at most
+    one tree."""
     if not has_aux:
         return found, []
     if not isinstance(found, tuple) or len(found) != 2:
@@ -220,7 +228,7 @@ def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
 
 
 def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """`common` with `values` in some places."""
+    """Return `common` with `values` at some positions."""
     whole = list(common)
     for number, value in zip(numbers, values, strict=True):
         whole[number] = value
@@ -232,14 +240,14 @@ def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any])
 
 # PyTorch has one level of dual numbers for all threads of a process
 FORWARD_MODE = threading.RLock()
-# seconds to wait for another thread to leave forward mode, before it is taken for one that waits
-# for us
+# Seconds to wait for another thread to leave forward mode. After that it is assumed that the other
+# thread waits for this one.
 PATIENCE = 120.0
 
 
 class Task(ABC):
-    """The function of an operation: holds what all items share; a call gets the item's number and
-    what is its own."""
+    """Is the function of an operation. It holds the values that all items share. A call gets the
+    item's number and its own values."""
 
     def __init__(
         self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, has_aux: bool
@@ -249,7 +257,7 @@ class Task(ABC):
         self.create_graph = create_graph
         self.has_aux = has_aux
         self.seed = draw_seed()
-        self.streams = Streams()  # in a worker: of the generators that `fn` captures
+        self.streams = Streams()  # of the generators that `fn` captures, in a worker
 
     def __call__(self, item: int, *own: Any) -> Any:
         with DIFFERENTIATING.entered():
@@ -257,23 +265,24 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, item: int, *own: Any) -> Any:
-        """The derivative of one item, or a share of it."""
+        """Return the derivative of one item, or a share of it."""
 
     def at(self, item: int, own: Sequence[Any]) -> tuple[PinnedFunction, Any]:
-        """The point, and the vectors that a product is taken with."""
+        """Return the function at the item's arguments, and the vectors that are multiplied with its
+        Jacobian."""
         inputs, vectors = self.form.of(own)
         return PinnedFunction(self, item, inputs), vectors
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each in memory of its own, and without the history that captures would give them, unless
-        it was asked for."""
+        """Return the tensors, each in its own memory, and without the history from captures unless
+        `create_graph` is set."""
         if self.create_graph:
             return list(tensors)
         memory = set[int]()
         return [apart(tensor.detach(), memory) for tensor in tensors]
 
     def beside(self, point: PinnedFunction) -> list[Any]:
-        """What the function returned beside its output, finished."""
+        """Return the function's auxiliary values, finished."""
         if not self.has_aux:
             return []
         leaves, spec = tree_flatten(point.beside)
@@ -281,11 +290,12 @@ class Task(ABC):
 
 
 def apart(tensor: Tensor, memory: set[int]) -> Tensor:
-    """In memory that no other has, of which `memory` keeps account."""
+    """Return the tensor in memory that no other tensor uses. `memory` records the addresses in
+    use."""
     if transforms_are_active() or tensor.layout is not torch.strided:
         return tensor
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor.clone()  # its memory is that of tensors within
+        return tensor.clone()  # tensors within it own its memory
     pointer = tensor.untyped_storage().data_ptr()
     if pointer in memory:
         return tensor.clone()
@@ -294,10 +304,10 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 class PinnedFunction:
-    """A function at one place: the same function at every evaluation, because it meets the same
-    random numbers."""
+    """Is a function at fixed arguments. It is the same function at every evaluation, because it
+    uses the same random numbers."""
 
-    # of what it returned last
+    # of the latest output
     spec: Any
     shapes: list[torch.Size]
     beside: list[Any]
@@ -312,7 +322,7 @@ class PinnedFunction:
         self.size = sum(tensor.numel() for tensor in self.inputs)
 
     def tree(self, values: Sequence[Any]) -> Any:
-        """One value for each output, in the structure of what the function returned."""
+        """Return one value for each output, in the structure of the function's result."""
         return tree_unflatten(values, self.spec)
 
     def seed(self) -> None:
@@ -320,13 +330,13 @@ class PinnedFunction:
         self.task.streams.begin(self.item)
 
     def evaluate(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """The output's leaves, and what comes beside, from the item's own random numbers.
+        """Return the output's leaves and the auxiliary values, from the item's own random numbers.
 
-        Raises where an output is no real tensor.
+        Raise an error if an output is not a real tensor.
         """
         self.seed()
-        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is
-        # many times as large
+        # These are copies, because fn may write to them even if they are leaves or belong to the
+        # caller. A Jacobian is many times as large.
         args = self.given.in_arguments([tensor.clone() for tensor in inputs])
         for number in set(range(len(args))).difference(numbers_in(self.given.argnums)):
             args[number] = tree_map_only(Tensor, torch.clone, args[number])
@@ -341,7 +351,8 @@ class PinnedFunction:
     def moved(
         self, tangents: Mapping[int, Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Any]]:
-        """Outputs, their derivatives along the tangents of some inputs, and what comes beside."""
+        """Return the outputs, their derivatives along the tangents of some inputs, and the
+        auxiliary values."""
 
         def of_some(*some: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
             with refusing_no_grad():
@@ -355,8 +366,8 @@ class PinnedFunction:
 
 
 def fit(tensor: Tensor) -> Tensor:
-    """Derivatives are not followed through inference tensors, and tangents are written into the
-    memory layout of the value."""
+    """Return a tensor that is fit for derivatives. Inference tensors have none, and a tangent has
+    the memory layout of its value."""
     if tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.clone()
@@ -366,15 +377,15 @@ def fit(tensor: Tensor) -> Tensor:
 
 
 class Graph:
-    """One evaluation with a graph, from which any rows of the Jacobian can be had."""
+    """Is one evaluation with a graph, from which any rows of the Jacobian can be computed."""
 
     def __init__(self, point: PinnedFunction, history: bool = False) -> None:
         self.point = point
-        # whether gradients are differentiated in their turn
+        # whether gradients are themselves differentiated
         self.history = history or point.task.create_graph
         self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
         with grad_mode(True):
-            if transforms_are_active():  # where nothing else may ask for gradients
+            if transforms_are_active():  # then only torch.func may compute gradients
                 self.inputs = point.inputs
                 found: Any = torch.func.vjp(point.evaluate, *point.inputs, has_aux=True)
                 self.outputs, self._pull_back, point.beside = found
@@ -384,7 +395,8 @@ class Graph:
         self.size = sum(output.numel() for output in self.outputs)
 
     def pull(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients of the inputs; None stands for outputs that play no part."""
+        """Return the gradients of the inputs. A cotangent is None for an output that is not
+        used."""
         self.point.seed()
         if self._pull_back is not None:
             whole = [
@@ -407,15 +419,15 @@ class Graph:
         return [grad.unsqueeze(0) for grad in self.pull(one)]
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a
-        # chain of tanh
+        # This does not use is_grads_batched, because its older vmap has fewer batching rules. It is
+        # ten times slower for 300 rows of a chain of tanh.
         blocks = basis(self.outputs, start, stop)
         dims = [None if block is None else 0 for block in blocks]
         return list(torch.func.vmap(self.pull, (dims,), randomness="same")(blocks))
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A tensor of ours that needs gradients, with the history and the tangent of this one."""
+    """Return a new tensor that needs gradients, with the history and the tangent of this one."""
     if tensor.requires_grad:
         return tensor.view_as(tensor)
     return (tensor.clone() if has_tangent(tensor) else tensor.detach()).requires_grad_()
@@ -424,7 +436,7 @@ def own(tensor: Tensor) -> Tensor:
 def derivatives(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], history: bool
 ) -> tuple[Tensor, ...]:
-    """Zeros where nothing depends on an input; the graph is kept."""
+    """Return derivatives, which are zero if no output depends on the input. The graph is kept."""
     return torch.autograd.grad(
         outputs,
         inputs,
@@ -437,14 +449,14 @@ def derivatives(
 
 
 def push(point: PinnedFunction, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and their derivatives along the tangents of the inputs."""
+    """Return the outputs, and their derivatives along the tangents of the inputs."""
     with forward_mode():
         outputs, moved, point.beside = point.moved(dict(enumerate(tangents)))
     return list(outputs), list(moved)
 
 
 def column(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
-    """One column, for each output."""
+    """Return one column for each output."""
     tangents = {
         k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
     }
@@ -454,25 +466,25 @@ def column(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
 
 
 def columns(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
-    """Several at once, for each output."""
+    """Return several columns at once for each output."""
     tangents = {
         k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
     }
     with forward_mode():
         batched = torch.func.vmap(lambda tangents: point.moved(tangents)[1:], randomness="same")
         moved, beside = batched(tangents)
-    if beside:  # copies: a view would keep one for each column
+    if beside:  # copies, because a view would keep one for each column
         point.beside = tree_map_only(Tensor, lambda each: each[0].clone(), beside)
     return list(moved)
 
 
 class ForwardModeBusyError(RuntimeError):
-    """No fault of the function's: no other way is taken for it."""
+    """Forward mode is in use. The function did not fail, so no other mode is tried."""
 
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """One thread at a time."""
+    """Enter forward mode, one thread at a time."""
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
         raise ForwardModeBusyError(
             f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this "
@@ -486,8 +498,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
-    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a
-    tensor has no 1 in them."""
+    """Return rows of the identity matrix over the elements of all `likes`, in their shapes. An
+    entry is None if the rows have no 1 in that tensor."""
     blocks: list[Tensor | None] = []
     end = 0
     for like in likes:
@@ -504,15 +516,15 @@ def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]
 # --- tasks
 
 
-# where both are batched, a column costs as much as so many rows
-# (scripts/benchmarks/batch_derivatives.py)
+# If both are batched, a column costs as much as this number of rows
+# (scripts/benchmarks/batch_derivatives.py).
 ROWS_PER_COLUMN = 4
 
 
 class Gradient:
-    """The gradient of a function of one value, as a function.
+    """Is the gradient of a function that returns one value, as a function.
 
-    It returns what `fn` does beside the gradient; before that comes the value, if `and_value`.
+    It returns the gradient and the auxiliary values of `fn`. If `and_value`, the value comes first.
     """
 
     def __init__(
@@ -527,10 +539,11 @@ class Gradient:
         inputs = Inputs(args, self.argnums)
 
         def value_of(*tensors: Tensor) -> tuple[Tensor, list[Any]]:
-            """The value, then in the structure of the output, with what comes beside."""
+            """Return the value, and a list of the value in the output's structure and the auxiliary
+            values."""
             found = self.fn(*inputs.in_arguments([tensor.clone() for tensor in tensors]))
             output, beside = separated(found, self.has_aux)
-            leaves, spec = checked(output, "the output", "a Hessian is of one value")
+            leaves, spec = checked(output, "the output", "a Hessian needs one value")
             if [leaf.numel() for leaf in leaves] != [1]:
                 shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
                 raise ValueError(f"the function must return one value (output shape: {shapes})")
@@ -554,7 +567,7 @@ class Gradient:
 def gradients_and_beside(
     value_of: Callable[..., tuple[Tensor, list[Any]]], inputs: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], list[Any]]:
-    """By ordinary autograd, where no transform is running."""
+    """Compute them with ordinary autograd if no transform is running."""
     history = torch.is_grad_enabled()
     with grad_mode(True):
         for each in inputs:
@@ -569,7 +582,7 @@ def gradients_and_beside(
 
 
 class JacobianMethod(NamedTuple):
-    """How a Jacobian comes about, and the `mode` that asks for it."""
+    """Describes how a Jacobian is computed, and the `mode` that selects it."""
 
     name: str
     mode: str
@@ -590,19 +603,19 @@ WAYS = {
 
 
 class Share(NamedTuple):
-    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
+    """Is a part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
     output."""
 
     by_rows: bool
     tensors: list[Tensor]
     shapes: Any  # of the outputs, in their structure
-    beside: list[Any]  # what the function returned beside its output; the first share has it
-    said: str  # a warning, or ""
+    beside: list[Any]  # the function's auxiliary values, in the first share
+    said: str  # the text of a warning, or ""
 
 
 class Jacobian(Task):
-    """Called for a share of the rows or columns of one item, in the best way that the function goes
-    along with."""
+    """Computes a share of the rows or columns of one item, in the best way that the function
+    supports."""
 
     def __init__(
         self,
@@ -619,8 +632,8 @@ class Jacobian(Task):
         self.chunk_size = chunk_size
 
     def by_rows(self) -> Jacobian:
-        """The same, by rows only: for shares of a matrix of which others could not be had by
-        columns."""
+        """Return the same task, but by rows only. It is needed if other shares of the matrix could
+        not be computed by columns."""
         other = copy.copy(self)
         other.ways = [ROWS, ROW]
         return other
@@ -631,7 +644,7 @@ class Jacobian(Task):
         graph = Graph(point) if ways[-1].by_rows else None
         if graph is not None and not ways[0].by_rows:
             if graph.size > ROWS_PER_COLUMN * point.size:
-                # not to be kept beside dual numbers; made again where these do not work
+                # The graph is not kept during forward mode. It is rebuilt if forward mode fails.
                 graph = None
             else:
                 ways = [ROWS, ROW]
@@ -650,9 +663,9 @@ class Jacobian(Task):
                     raise
                 failures.append(f"{way.name} ({first_line(error)})")
                 if way is ways[-1]:
-                    Graph(point).row(0, 1)  # raises where not the way but the function is at fault
+                    Graph(point).row(0, 1)  # raises if the function, not the mode, is at fault
                     raise NotImplementedError(
-                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: "
+                        f"{name_of(self.fn)} does not support mode {self.mode!r}: "
                         f"{'; '.join(failures)}; "
                         "use mode='auto' or mode='reverse'"
                     ) from error
@@ -661,8 +674,8 @@ class Jacobian(Task):
     def part(
         self, way: JacobianMethod, source: PinnedFunction | Graph, share: int, shares: int
     ) -> list[Tensor]:
-        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output
-        [columns, *its shape]."""
+        """Return share `share` of `shares`: for each input [rows, *its shape], or, by columns, for
+        each output [columns, *its shape]."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
         step = (self.chunk_size or source.size) if way.batched else 1
         if isinstance(source, Graph):
@@ -678,9 +691,10 @@ class Jacobian(Task):
 
 
 def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """Rows or columns `start` to `stop`, so many at a time, and of one tensor at a time.
+    """Return ranges of the rows or columns `start` to `stop`. Each has at most `step`, all of one
+    tensor.
 
-    A batch over two would bring zeros to each from the other's part, and 0 times an infinite
+    In a batch over two tensors, each would get zeros from the other's part, and 0 times an infinite
     derivative is not 0.
     """
     ends = itertools.accumulate(like.numel() for like in likes)
@@ -695,8 +709,7 @@ def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[t
 def gathered(
     of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
 ) -> list[Tensor]:
-    """All batches, one after another; copied to their place as they come, if they have no
-    history."""
+    """Join all batches. If they have no history, each is copied to its place as it arrives."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]
     found = (of_batch(*piece) for piece in pieces)
@@ -712,16 +725,17 @@ def gathered(
 
 
 class Product(NamedTuple):
-    """What one item gives: the output, its derivative's product with vectors, what comes beside."""
+    """Is the result of one item: the output, the product of its derivative with vectors, and the
+    auxiliary values."""
 
     answer: tuple[Any, ...]
-    said: str  # a warning, or ""
+    said: str  # the text of a warning, or ""
 
 
 class Jvp(Task):
-    """The output of one item, and the product of its Jacobian with tangents."""
+    """Computes the output of one item, and the product of its Jacobian with tangents."""
 
-    noun = "tangents"  # what errors call the vectors
+    noun = "tangents"  # the name of the vectors in errors
 
     def answer(self, item: int, *own: Any) -> Product:
         point, tree = self.at(item, own)
@@ -731,7 +745,7 @@ class Jvp(Task):
             outputs, moved = push(point, tangents)
         except ForwardModeBusyError:
             raise
-        except Exception as error:  # or the function's own, which then comes again
+        except Exception as error:  # if the function itself fails, it fails again below
             outputs, moved = push_by_two_backwards(point, tangents)
             said = fallback(self.fn, [f"forward mode ({first_line(error)})"], "two backwards")
         found = point.tree(self.finished(outputs)), point.tree(self.finished(moved))
@@ -739,9 +753,9 @@ class Jvp(Task):
 
 
 class Vjp(Task):
-    """The output of one item, and the product of cotangents with its Jacobian."""
+    """Computes the output of one item, and the product of cotangents with its Jacobian."""
 
-    noun = "cotangents"  # what errors call the vectors
+    noun = "cotangents"  # the name of the vectors in errors
 
     def answer(self, item: int, *own: Any) -> Product:
         point, cotangents = self.at(item, own)
@@ -752,10 +766,10 @@ class Vjp(Task):
 
 
 class Hvp(Task):
-    """Of the function's gradient, whose derivative is symmetric: a product from the left is one
-    from the right."""
+    """Computes the product of vectors with the derivative of the function's gradient. That matrix
+    is symmetric, so a product from the left equals one from the right."""
 
-    noun = "vectors"  # what errors call the vectors
+    noun = "vectors"  # the name of the vectors in errors
 
     def answer(self, item: int, *own: Any) -> Product:
         point, tree = self.at(item, own)
@@ -777,8 +791,8 @@ class Hvp(Task):
 def push_by_two_backwards(
     point: PinnedFunction, tangents: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's
-    product."""
+    """Compute the product with two backwards. Gradients are linear in the cotangents, and their
+    derivative along the tangents is the product with the Jacobian."""
     graph = Graph(point, history=True)
     cotangents = [torch.zeros_like(output).requires_grad_() for output in graph.outputs]
     pairs = [
@@ -793,7 +807,8 @@ def push_by_two_backwards(
 
 
 def alike(name: str, vectors: object, of: str, likes: Sequence[Tensor], spec: Any) -> list[Tensor]:
-    """The leaves of vectors; raises if they differ from `likes` in structure, shape or dtype."""
+    """Return the leaves of the vectors. Raise an error if they differ from `likes` in structure,
+    shape or dtype."""
     leaves, given = tree_flatten(vectors)
     if given != spec:
         raise ValueError(
@@ -825,11 +840,11 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def fallback(fn: Callable[..., Any], failures: Sequence[str], instead: str, mode: str = "") -> str:
-    """The words of a warning that another way was taken; "" where none failed."""
+    """Return the text of a warning that another mode was used; "" if none failed."""
     if not failures:
         return ""
-    remedy = f"; mode={mode!r} goes there at once" if mode else ""
+    remedy = f"; mode={mode!r} uses this at once" if mode else ""
     return (
-        f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the "
-        f"place{remedy}"
+        f"{name_of(fn)} does not support {', nor '.join(failures)}; mpgrad used "
+        f"{instead} instead{remedy}"
     )

@@ -1,10 +1,10 @@
-"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a
-derivative of it. Both sides.
+"""Contains the programs that workers run for a pool call inside a `torch.func` transform: the
+function itself, or a derivative of it. Both sides.
 
-A transform asks for the derivative of a map. This derivative is a map of the function's derivative.
+A transform requests the derivative of a map. This derivative is a map of the function's derivative.
 So workers need the function as a program on plain tensors, and a way to make new programs from it.
-`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, also each other; nested transforms
-are nested wrappers. The caller makes and pickles them, and workers run them.
+`VjpProgram`, `JvpProgram` and `BatchedProgram` wrap any program, including each other. Nested
+transforms are nested wrappers. The caller makes and pickles them, and workers run them.
 
     DirectProgram ─► VjpProgram ─► JvpProgram ─► BatchedProgram ...
     program(load, common, own) ─► tensors
@@ -51,8 +51,8 @@ Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tenso
 
 
 class ProgramRunner:
-    """The function of the operation: runs each call's program on what all calls have in common and
-    its own tensors."""
+    """Is the function of the operation. It runs each call's program on the tensors that all calls
+    share and on the call's own tensors."""
 
     def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
         self.pickled = pickled
@@ -60,22 +60,22 @@ class ProgramRunner:
         self.seed = seed
 
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
-        # a derivative of some items only meets their random numbers again
+        # A derivative of only some items uses the same random numbers as before.
         if self.seed is not None:
             seed_item(self.seed, program.direct.item)
         tensors = program(
             functools.partial(begun, self.pickled, program.direct.item), self.common, own
         )
-        # those of a leaf that somebody else has keep their graph: it is how the caller is told of
-        # that
+        # Outputs that depend on a leaf of another owner keep their graph, because that reports the
+        # leaf to the caller.
         return program.direct.result, [
             each if held_leaves([each], ()) else each.detach() for each in tensors
         ]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
-    """What was pickled, with these as its captures, and the generators that it holds as they are
-    for the item."""
+    """Load the function with these tensors as its captures, and set the generators that it holds to
+    their state for the item."""
     streams = Streams()
     value = loads_whole(pickled, tensors, streams=streams)
     streams.begin(item)
@@ -83,8 +83,8 @@ def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
 
 
 class Program(ABC):
-    """A function of some tensors that all calls share (`common`) and some of its own, which gives
-    tensors."""
+    """Is a function of tensors that all calls share (`common`) and of the call's own tensors. It
+    returns tensors."""
 
     direct: DirectProgram
     batches = 0  # vmaps around the function
@@ -95,13 +95,13 @@ class Program(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where
-        torch.func wants a special kind."""
+        """Whether ordinary autograd can compute everything. It supports any `autograd.Function`,
+        but torch.func supports only a special kind."""
         return self.batches == 0 and self.tangents <= 1
 
 
 class DirectProgram(Program):
-    """One call of the function. `arguments` is the pickle of (args, kwargs) without their
+    """Runs one call of the function. `arguments` is the pickle of (args, kwargs) without their
     tensors."""
 
     def __init__(
@@ -109,9 +109,9 @@ class DirectProgram(Program):
     ) -> None:
         self.item = item
         self.arguments = arguments
-        # whether a tensor requires grad in the function's eyes
+        # whether a tensor requires grad as the function sees it
         self.needs = [*common_needs, *own_needs]
-        self.result = b""  # the result's structure, known when the program has run
+        self.result = b""  # the result's structure, known after the program has run
 
     @property
     def direct(self) -> DirectProgram:  # type: ignore[override]
@@ -133,16 +133,16 @@ class DirectProgram(Program):
         entering = [tensors[k] for k in missing]
         if not missing or not torch.is_grad_enabled():
             return run(*entering)
-        # where no tensor can be made to require grad, but for one more transform
+        # Here a tensor can be made to require grad only by one more transform.
         if transforms_are_active():
             return list(torch.func.vjp(run, *entering)[0])
-        # clones keep a tangent
+        # Clones keep a tangent.
         return run(*(tensor.clone().requires_grad_() for tensor in entering))
 
 
 class DerivedProgram(Program):
-    """A program made from another one; `plain` is settled by the outermost, because the two ways do
-    not mix."""
+    """Is a program that was made from another one. The outermost program sets `plain`, because the
+    two kinds of autograd do not mix."""
 
     def __init__(self, inner: Program) -> None:
         self.inner = inner
@@ -172,8 +172,8 @@ class DerivedProgram(Program):
 
 
 class VjpProgram(DerivedProgram):
-    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of
-    `common_wanted`."""
+    """Takes cotangents of outputs, and returns gradients of inputs: first those of `own_wanted`,
+    then those of `common_wanted`."""
 
     def __init__(
         self,
@@ -185,22 +185,23 @@ class VjpProgram(DerivedProgram):
         modes: Modes,
     ) -> None:
         super().__init__(inner)
-        # of the backward; the function itself runs under those of the forward
+        # These are the modes of the backward. The function itself runs under the modes of the
+        # forward.
         self.modes = modes._replace(grad=True)
         self.own_count = own_count
-        self.outputs = outputs  # those that have a cotangent, in their order
+        self.outputs = outputs  # the outputs that have a cotangent, in their order
         self.own_wanted = own_wanted
         self.common_wanted = common_wanted
 
     def run(
         self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
     ) -> list[torch.Tensor]:
-        """Gradients of the wanted inputs, for cotangents that stand behind the call's own
+        """Return the gradients of the requested inputs. The cotangents follow the call's own
         tensors."""
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
-        # of clones: not leaves, so that it may write to them
+        # The function gets clones, which are not leaves, so it may write to them.
         def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:
             rest = iter(inputs)
             entered_own, entered_common = list(own), list(common)
@@ -228,7 +229,8 @@ def gradients(
     again: bool,
     modes: Modes,
 ) -> list[torch.Tensor]:
-    """Of the inputs, zeros where no output depends on one; `again`: to be differentiated."""
+    """Return the gradients of the inputs, which are zero if no output depends on the input. If
+    `again`, they can be differentiated."""
     with torch.enable_grad():
         entered = [
             (each if each.requires_grad else each.clone().requires_grad_()).clone()
@@ -251,7 +253,7 @@ def gradients(
 
 
 class JvpProgram(DerivedProgram):
-    """Tangents of inputs in, tangents of `outputs` out."""
+    """Takes tangents of inputs, and returns tangents of `outputs`."""
 
     def __init__(
         self,
@@ -268,15 +270,15 @@ class JvpProgram(DerivedProgram):
         self.own_count = own_count
         self.common_count = common_count
         self.outputs = outputs
-        self.own_moving = own_moving  # those that have a tangent
+        self.own_moving = own_moving  # the call's own tensors that have a tangent
         self.common_moving = common_moving
-        self.refusal = refusal  # of `torch.no_grad`
+        self.refusal = refusal  # whether `torch.no_grad` is refused
 
     def run(
         self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool
     ) -> list[torch.Tensor]:
-        """Tangents of the outputs, zeros where one does not move; those that come stand behind
-        their tensors."""
+        """Return the tangents of the outputs, which are zero if an output does not change. The
+        tangents of inputs follow their tensors."""
         own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
         del own[self.own_count :], common[self.common_count :]
@@ -304,7 +306,8 @@ class JvpProgram(DerivedProgram):
 
 
 class BatchedProgram(DerivedProgram):
-    """The program under a vmap; dimensions as in `torch.func.vmap`, of what comes out always 0."""
+    """Runs the program under a vmap. Dimensions are as in `torch.func.vmap`, and always 0 for
+    outputs."""
 
     def __init__(
         self,
@@ -332,5 +335,6 @@ class BatchedProgram(DerivedProgram):
         batch = torch.func.vmap(
             element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness
         )
-        # also where nothing is batched: random numbers may be, or be forbidden
+        # This runs even if no tensor is batched, because random numbers may be batched or
+        # forbidden.
         return list(batch(own, common, torch.empty(self.batch_size, device="cpu")))

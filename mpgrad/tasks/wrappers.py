@@ -1,4 +1,4 @@
-"""Functions of mpgrad that call the user's functions, or replace them, in a worker. Both sides.
+"""Contains functions of mpgrad that call or replace the user's functions in a worker. Both sides.
 
     IndexedFunctions   the functions that joblib was given with `delayed`, as one function
     Initializer        what the workers of an `mpgrad.Executor` run first
@@ -38,21 +38,22 @@ __all__ = [
 
 
 class IndexedFunctions:
-    """Functions, called by their number.
+    """Calls one of several functions by its number.
 
-    They are apart from the arguments: for all calls of the same functions this is the same function
-    to the pool, which pickles it once, and what the functions reach are captures.
+    The functions are separate from the arguments. So the pool sees one function for all calls of
+    the same functions, and pickles it once. Objects that the functions reach are captures.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], nesting_level: int) -> None:
         self.functions = tuple(functions)
-        self.nesting_level = nesting_level  # of a `joblib.Parallel` in one of the functions
+        self.nesting_level = nesting_level  # the level of a `joblib.Parallel` inside the functions
 
     def __call__(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         from joblib import parallel_config  # only workers of a pool that joblib uses have it
         from joblib.parallel import SequentialBackend, register_parallel_backend
 
-        # for functions that name it: the pool has the CPUs already. In the caller it is ours
+        # Functions may name this backend. In a worker it is serial, because the pool uses the CPUs
+        # already.
         if PLACE.in_worker:
             register_parallel_backend("mpgrad", SequentialBackend)
         with parallel_config(
@@ -62,7 +63,7 @@ class IndexedFunctions:
 
 
 class Initializer:
-    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor
+    """Is an initializer whose failure raises `BrokenProcessPool`, as users of an executor
     expect."""
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -78,21 +79,22 @@ class Initializer:
 
 
 class Replicas:
-    """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
+    """Makes the modules of one `parallel_apply` a function of a module's number and its inputs."""
 
-    # replicas look at one copy of the parameters, to which no forward writes
+    # Replicas read one copy of the parameters, to which no forward writes.
     captures_share_memory = True
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self.modules = list(modules)  # one for all, or one for each number
+        self.modules = list(modules)  # one for all numbers, or one for each
 
     def __call__(
         self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The output, and the buffers that replica 0 has written to or replaced."""
+        """Return the output, and the buffers that replica 0 has written to or replaced."""
         module = self.modules[number % len(self.modules)]
         for each in module.modules():
-            # as PyTorch marks its replicas: `zero_grad`, which has no effect on them, then says so
+            # PyTorch marks its replicas like this. Then `zero_grad` warns that it has no effect on
+            # them.
             vars(each)["_is_replica"] = True
         own = dict(module.named_buffers(remove_duplicate=False))
         place = {id(buffer): name for name, buffer in own.items()}
@@ -100,14 +102,15 @@ class Replicas:
         for (
             name,
             buffer,
-            # each call begins with those of the caller, and leaves them to the next as they were
+            # Each call begins with the caller's buffers, and leaves them unchanged for the next
+            # call.
         ) in own.items():
             put(module, name, copies[id(buffer)])
         try:
             output = module(*inputs, **kwargs)
             written = copies.items() if number == 0 else ()
-            # those that it wrote to: what it registered or replaced is lost, as in PyTorch.
-            # Versions do not tell: batch normalization writes without counting
+            # Only buffers that it wrote to are returned. Buffers that it registered or replaced are
+            # lost, as in PyTorch. Version counters do not show writes of batch normalization.
             return output, {
                 place[known]: copy.detach()
                 for known, copy in written
@@ -119,7 +122,7 @@ class Replicas:
 
 
 def put(module: torch.nn.Module, path: str, buffer: torch.Tensor) -> None:
-    """Make `buffer` the one at this path of the module."""
+    """Set the module's buffer at this path to `buffer`."""
     owner, _, name = path.rpartition(".")
     module.get_submodule(owner)._buffers[name] = buffer
 
@@ -127,16 +130,17 @@ def put(module: torch.nn.Module, path: str, buffer: torch.Tensor) -> None:
 # --- reductions
 
 
-# enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
+# These are enough blocks to keep 32 workers evenly busy, and few enough for one worker to merge at
+# the end.
 MOST_BLOCKS = 64
 
 
 class Reduction(ABC):
-    """Guarantees: `merge([fold(a), fold(b)]) == fold(a + b)` but for rounding."""
+    """Guarantees: `merge([fold(a), fold(b)]) == fold(a + b)` except for rounding."""
 
     @abstractmethod
     def fold(self, values: Iterable[Any]) -> Any:
-        """One accumulator from at least one value."""
+        """Return one accumulator of at least one value."""
 
     def merge(self, accumulators: Sequence[Any]) -> Any:
         return self.fold(accumulators)
@@ -146,16 +150,16 @@ class Reduction(ABC):
 
 
 class FunctionReduction(Reduction):
-    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and
-    returns None."""
+    """Calls `fn(accumulator, value)`, which returns the new accumulator, or writes to its argument
+    and returns None."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
 
     def fold(self, values: Iterable[Any]) -> Any:
         first, *rest = values
-        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is
-        # the same
+        # This is a copy, because `fn` may write to it, which autograd forbids for a leaf. The
+        # gradient is the same.
         return self.onto(tree_map_only(torch.Tensor, connected_copy, first), rest)
 
     def onto(self, target: Any, values: Iterable[Any]) -> Any:
@@ -168,12 +172,13 @@ class FunctionReduction(Reduction):
 
 @torch.enable_grad()
 def connected_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the history of `tensor`, also where the fold itself runs without gradients."""
+    """Return a copy with the history of `tensor`, even if the fold itself runs without
+    gradients."""
     return tensor.clone()
 
 
 class PairwiseReduction(Reduction):
-    """A commutative operation of two tensors, folded from left to right."""
+    """Folds a commutative operation of two tensors from left to right."""
 
     def __init__(self, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self.operation = operation
@@ -183,7 +188,7 @@ class PairwiseReduction(Reduction):
 
 
 class Mean(Reduction):
-    """Sums and counts, divided at the end."""
+    """Adds up values and counts, and divides at the end."""
 
     def fold(self, values: Iterable[torch.Tensor]) -> tuple[torch.Tensor, int]:
         return self.merge([(value, 1) for value in values])
@@ -197,8 +202,7 @@ class Mean(Reduction):
 
 
 class Concatenation(Reduction):
-    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined
-    by `torch.cat`."""
+    """Joins tensors along dimension 0. `fold` joins values, and `torch.cat` joins accumulators."""
 
     def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
         self.join = join
@@ -223,11 +227,11 @@ NAMED: dict[str, Reduction] = {
 
 
 def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
-    """The reduction for a function or a name.
+    """Return the reduction for a function or a name.
 
     Raises:
         ValueError: no reduction has this name.
-        TypeError: neither a function nor a name.
+        TypeError: it is neither a function nor a name.
     """
     if isinstance(reduce_fn, str):
         if reduce_fn not in NAMED:
@@ -245,21 +249,21 @@ def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
 
 
 def blocks_of(items: Sequence[Any]) -> list[Sequence[Any]]:
-    """Cut `items` into at most MOST_BLOCKS runs, none longer than another by more than 1."""
+    """Cut `items` into at most MOST_BLOCKS runs, whose lengths differ by at most 1."""
     count = min(len(items), MOST_BLOCKS)
     ends = [len(items) * number // count for number in range(count + 1)] if count else []
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 class Fold:
-    """One call: fold all items onto a target, in order."""
+    """Folds all items onto a target, in order, in one call."""
 
     def __init__(self, reduction: FunctionReduction) -> None:
         self.reduction = reduction
 
     def __call__(self, target: Any, items: Sequence[Any]) -> Any:
         own = set(map(id, tree_leaves(target)))
-        # what is written into the target is no item
+        # A value that is written into the target is not an item.
         if any(id(each) in own for each in tree_leaves(items)):
             items = tree_map_only(
                 torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items
@@ -268,21 +272,21 @@ class Fold:
 
 
 class FoldedBlock:
-    """One call: map the items of a block, where there is a map, and fold them."""
+    """Maps the items of a block, if there is a map, and folds them, in one call."""
 
     def __init__(self, reduction: Reduction, map_fn: Callable[[Any], Any] | None = None) -> None:
         self.reduction = reduction
         self.map_fn = map_fn
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        # no `map`, which a StopIteration of the function would end
+        # This does not use `map`, because a StopIteration of the function would end it.
         return self.reduction.fold(
             items if self.map_fn is None else (self.map_fn(item) for item in items)
         )
 
 
 class FinalMerge:
-    """One call: merge the blocks' accumulators, after a first value where there is one."""
+    """Merges the blocks' accumulators in one call, after a first value if there is one."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction

@@ -1,7 +1,7 @@
 """Checks that PyTorch does what mpgrad relies on beyond its public interface.
 
 The check runs once per process, before a pool is made. A release of PyTorch may rename its private
-parts or change what they do, and a version number says nothing about that. So the check asks for
+parts or change what they do, and a version number says nothing about that. So the check looks for
 each private name. It also tries the behaviours that would silently give wrong gradients if they
 were different (`probes`), in some milliseconds. On a version that differs, making a pool raises
 `UnsupportedTorchError`, which names the differences.
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
-import mpgrad.system  # noqa: F401  # says what a system lacks: that is no fault of PyTorch's
+import mpgrad.system  # noqa: F401  # reports what a system lacks, which is not PyTorch's fault
 from mpgrad.environment import PLACE
 from mpgrad.errors import UnsupportedTorchError
 
@@ -117,10 +117,10 @@ os.register_at_fork(after_in_child=CHECK.unlock)
 
 
 def check() -> None:
-    """Ask for all names, and try all behaviours.
+    """Look for all names, and try all behaviours.
 
     It does nothing if this process, or the process whose worker it is, has done so already. It
-    warns if nobody has tried the version.
+    warns if the version has not been tried.
 
     Raises:
         UnsupportedTorchError: PyTorch does not behave as expected. The error names the expected
@@ -164,7 +164,7 @@ def refuse(failed: Failures) -> None:
     """Raise an error if there are failures."""
     for _, error in failed:
         if isinstance(error, (OSError, MemoryError)):
-            raise error  # the system lacks something; PyTorch was not asked
+            raise error  # the system lacks something, so PyTorch was not checked
     if failed:
         error = failed[0][1]
         raise UnsupportedTorchError(
@@ -173,7 +173,7 @@ def refuse(failed: Failures) -> None:
 
 
 def failures() -> Failures:
-    """Ask for each name; if all are there, try each behaviour that a pool relies on."""
+    """Look for each name. If all exist, try each behaviour that a pool relies on."""
     return list(missing_names()) or tried("BEHAVIOURS")
 
 
@@ -201,7 +201,7 @@ def try_all(which: str, found: Failures) -> None:
     try:
         from mpgrad.torch_state import probes
     except (AttributeError, ImportError) as error:
-        found.append(("the parts of PyTorch that mpgrad imports are there", error))
+        found.append(("PyTorch has the parts that mpgrad imports", error))
         return
     # These warnings come only from the probes. The caller's filters may turn them into errors.
     with warnings.catch_warnings():

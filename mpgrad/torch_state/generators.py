@@ -44,12 +44,12 @@ class Kind(NamedTuple):
     root: Callable[[Any], Any]
     # Called with (generator, root, item). Sets the generator in place, whatever it drew before.
     begin: Callable[[Any, Any, int], None]
-    # Says how pickle rebuilds one, whatever its state is, so that equal functions have equal
+    # Defines how pickle rebuilds one, whatever its state is, so that equal functions have equal
     # pickles.
     blank: Callable[[Any], tuple[Any, ...]]
-    # Returns a generator that nobody else has, so that `begin` may be called with it.
+    # Returns a generator that is not shared, so that `begin` may be called with it.
     own: Callable[[Any], Any] = copy.deepcopy
-    # Says how pickle carries one with its state. None leaves it to pickle.
+    # Defines how pickle saves one with its state. None leaves it to pickle.
     whole: Callable[[Any], tuple[Any, ...] | None] = lambda generator: None
 
 
@@ -185,7 +185,7 @@ def begin_sobol(engine: SobolEngine, root: int, item: int) -> None:
     SobolEngine.__init__(engine, engine.dimension, scramble=True, seed=seed_of(root, item))  # type: ignore[no-untyped-call]
 
 
-# --- numpy's generators; numpy is optional, and nobody has one before it is imported
+# --- numpy's generators; numpy is optional, and none exist before it is imported
 
 
 class SpawnRoot(NamedTuple):
@@ -308,7 +308,7 @@ MISSING = {"numpy.random": of_numpy, "scipy.stats.qmc": of_scipy}
 
 
 def learn() -> None:
-    """Note the classes of modules that have been imported meanwhile."""
+    """Note the classes of modules that have been imported since the last call."""
     for name in [each for each in MISSING if each in sys.modules] if MISSING else ():
         with contextlib.suppress(AttributeError):  # another thread is importing it
             KINDS.update(MISSING[name](sys.modules[name]))

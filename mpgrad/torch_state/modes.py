@@ -212,8 +212,8 @@ class HeldSetting:
 class SharedSettings:
     """The settings that calls set in the whole process, where calls of several threads may overlap.
 
-    The last call to end restores what the first one found, except for the caller's changes
-    meanwhile.
+    The last call to end restores what the first one found, except for changes that the caller has
+    made since.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class SharedSettings:
     def set_to(
         self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool
     ) -> Iterator[dict[str, Any]]:
-        """Set them for the body, and give the values that they had outside of all calls.
+        """Set them for the body, and yield the values that they had outside of all calls.
 
         If it is `nested` in a body of this thread, the values of that body are restored.
         """
@@ -239,7 +239,7 @@ class SharedSettings:
             outside = dict(before)
             for name in [setting.name for setting in shared]:
                 held = self.held.setdefault(name, HeldSetting(before[name]))
-                if before[name] not in held.given:  # the caller has changed it meanwhile
+                if before[name] not in held.given:  # the caller has changed it since
                     held.before = before[name]
                 held.calls += 1
                 if wanted[name] not in held.given:
@@ -270,7 +270,7 @@ os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
     for setting in settings:
-        # They are asked one by one, because setting one may set others, which come later.
+        # They are compared one by one, because setting one may set others, which come later.
         if setting.get() != wanted[setting.name]:
             setting.set(wanted[setting.name])
 
@@ -323,8 +323,7 @@ class ModeCheck:
         for mode in modes:
             if not is_observer(mode):
                 raise NotImplementedError(
-                    f"a mode does not travel to workers (mode: {name_of_mode(mode)}); "
-                    f"{remedy(mode)}"
+                    f"a mode cannot be sent to workers (mode: {name_of_mode(mode)}); {remedy(mode)}"
                 )
         if not (modes or self._noticed or profiler_is_on()):
             return
@@ -334,7 +333,7 @@ class ModeCheck:
         new, self._noticed = on - self._noticed, on
         for name, _ in sorted(new) if not self._in_caller else ():
             warn(
-                f"workers' operations are not seen by {name}: enter it inside the function, or use "
+                f"{name} does not see workers' operations; enter it inside the function, or use "
                 "engine='inline'"
             )
 
@@ -465,7 +464,7 @@ class GloballyHookedFunction:
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for the function and its backward, which may run parts of it again.
 
-        In the function's own process the hooks are there already.
+        In the function's own process the hooks are installed already.
         """
         return registered([] if self.token == PROCESS.token else self.hooks)
 
@@ -532,7 +531,7 @@ class RandomState:
         self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def has_moved(self) -> bool:
-        """Whether anybody has drawn a number since."""
+        """Whether a number has been drawn since."""
         now = RandomState()
         if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True

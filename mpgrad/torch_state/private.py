@@ -10,9 +10,9 @@ Their order is:
 
 Everything else in the package uses the public API, and these attributes of tensors and nodes:
 `_version`, `_is_view`, `_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`,
-`_indices` and `_values`. `behaviours` asks for each name before a pool is made. So there are no
-fallbacks for missing names, because nobody would have tested them. The one exception is
-`never_compile`, on which no result depends.
+`_indices` and `_values`. `behaviours` checks for each name before a pool is made. So there are no
+fallbacks for missing names, because they would be untested. The one exception is `never_compile`,
+on which no result depends.
 """
 
 # long because: it is one door, behind which each function is a few lines
@@ -159,8 +159,8 @@ NODE_IN_PYTHON: Any = torch._C._FunctionBase
 IsSo = Callable[[torch.Tensor], bool]
 
 
-# These are asked for every call and its backward, so they are PyTorch's own functions, without a
-# wrapper. The number of the backward that is running in this thread, or -1 outside a backward:
+# These run for every call and its backward, so they are PyTorch's own functions, without a wrapper.
+# The number of the backward that is running in this thread, or -1 outside a backward:
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`):
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -172,7 +172,7 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def leaf_will_run(node: Any) -> bool:
     """Return `will_run` for a leaf's node.
 
-    PyTorch raises an error instead of answering if `torch.autograd.grad` asked for the leaf.
+    PyTorch raises an error instead of answering if the leaf is an input of `torch.autograd.grad`.
     """
     try:
         return will_run(node)
@@ -215,7 +215,7 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
     """Return an edge from which a backward can start, for a tensor whose node is written in Python.
 
     It keeps the graph behind alive. It may lead to a view of the tensor, so no gradient can be
-    asked for at this edge.
+    computed at this edge.
     """
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
@@ -296,7 +296,8 @@ class CallCounter:
 
     @property
     def may_have_run(self) -> bool:
-        """Whether the method may have been called. In the caller's process nobody counts."""
+        """Whether the method may have been called. In the caller's process the calls are not
+        counted."""
         return self.count > 0 or not self._is_watching
 
     def watch(self) -> None:
@@ -327,7 +328,7 @@ def call_class_method(
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Wait until devices have computed what this thread asked of them for `tensors`.
+    """Wait until devices have finished this thread's work for `tensors`.
 
     Between nodes on one device the engine does this itself, but not after a node on the CPU.
     """
@@ -335,12 +336,11 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-# --- unknown leaves that results depend on; in a worker they belong to somebody else
+# --- unknown leaves that results depend on; in a worker they belong to other code
 #
-#     output ──► the graph behind it, as far as `entries` ──► leaves that somebody holds, and that
-#                                                             are not `known`
-# A leaf that only graphs hold was made by the call. Nobody could ask for its gradient in a serial
-# loop either.
+# output ──► the graph behind it, as far as `entries` ──► leaves that Python code holds, and that
+# are not `known` A leaf that only graphs hold was made by the call. Its gradient could not be read
+# in a serial loop either.
 
 
 DELAYED_ERRORS: Any = torch._C._functions
@@ -354,7 +354,7 @@ with torch.inference_mode(False):
 def held_leaves(
     outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
 ) -> list[Any]:
-    """Return the nodes of leaves that somebody holds and that are not `known`.
+    """Return the nodes of leaves that Python code holds and that are not `known`.
 
     `known` are ids of leaves. `entries` are types of nodes where the graph of the arguments begins.
     """
@@ -433,8 +433,8 @@ def all_leaves() -> list[torch.Tensor]:
 # --- `torch.func` and forward mode
 
 
-# These are PyTorch's own functions too, because they are asked many times per call. Whether a
-# tensor is a wrapper inside `torch.func.grad`, `vmap` and similar transforms:
+# These are also PyTorch's own functions, because they run many times per call. Whether a tensor is
+# a wrapper inside `torch.func.grad`, `vmap` and similar transforms:
 is_functorch_wrapped: IsSo = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether a tensor is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that has ended:
 has_ended: IsSo = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
@@ -480,8 +480,7 @@ class SharedLevel:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Allow dual tensors in the body. If somebody else has opened a level, that level is
-        used."""
+        """Allow dual tensors in the body. If other code has opened a level, that level is used."""
         with self._lock:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
@@ -622,7 +621,7 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # The engine's threads for devices count none. But one is there, the one in which
+        # The engine's threads for devices count none. But there is one, in which
         # `torch.autograd.grad` was called.
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
@@ -655,7 +654,7 @@ def over(
 ) -> list[torch.Tensor | None]:
     """Compute `fn(tensors)` under one vmap per level, over the leading dimensions.
 
-    The results have their batches in front too.
+    The results also have their batches in front.
     """
     if not levels:
         return list(fn(tensors))
@@ -727,7 +726,7 @@ OBSERVERS = (
     "torch.testing._internal.logging_tensor.LoggingTensorMode",
     "torch.utils._debug_mode.",
     "torch.utils.flop_counter.",
-)  # PyTorch's own modes that only look on; where a module has nothing else, its name
+)  # PyTorch's own modes that only observe; if a module has nothing else, its name
 # A checkpoint with a policy is ignored, because stored and recomputed values are the same.
 UNNOTICED = "mpgrad.", "torch.utils.checkpoint._Cach"
 CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
@@ -838,7 +837,7 @@ class NoGradRefusal(TorchFunctionMode):
 def without_refusal() -> contextlib.AbstractContextManager[Any]:
     """Run mpgrad's own code within a function that runs under `refusing_no_grad`.
 
-    Other function modes are off too.
+    Other function modes are also off.
     """
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
@@ -1061,7 +1060,7 @@ def run_as_is(function: F) -> F:
 def never_compile(code: types.CodeType, and_callees: bool = False) -> None:
     """Make the compiler leave frames of `code` alone.
 
-    If it cannot be told so, it compiles them, which is slow but right.
+    If that is not possible, it compiles them, which is slow but correct.
     """
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(

@@ -66,7 +66,7 @@ def leaf() -> Any:
 
 
 def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> Any:
-    """Pass `tensor` through a node that puts the result of `look` into `seen` in a backward."""
+    """Pass `tensor` through a node that adds the result of `look` to `seen` in a backward."""
 
     def backward(grad: Any) -> Any:
         seen.append(look())
@@ -78,9 +78,7 @@ def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> A
 # --- the order in which a backward runs nodes, and its own state
 
 
-@behaviour(
-    "of the nodes that are ready, a backward runs the one with the highest sequence number first"
-)
+@behaviour("a backward runs the ready node with the highest sequence number first")
 def order_by_priority() -> None:
     ran: list[Any] = []
     first, second, third = (through(leaf(), lambda name=name: name, ran) for name in "abc")  # type: ignore[misc]
@@ -119,7 +117,7 @@ def kept_graphs() -> None:
     expect([True, True, False], seen)
 
 
-@behaviour("each backward has a number of its own, also one within another")
+@behaviour("each backward has its own number, even a backward within another one")
 def numbered_backwards() -> None:
     seen: list[Any] = []
     inner = through(leaf(), private.current_graph_task, seen).sum()
@@ -148,10 +146,7 @@ def callbacks_at_the_end() -> None:
 # --- gradients on their way
 
 
-@behaviour(
-    "what a node returns comes to the next node as the very same object, also a number that is "
-    "expanded"
-)
+@behaviour("the next node gets the same object that a node returned, even an expanded number")
 def placeholders_untouched() -> None:
     placeholder = torch.zeros((), dtype=torch.float64, device="cpu").expand(2)
     came: list[Any] = []
@@ -167,9 +162,7 @@ def placeholders_untouched() -> None:
     expect((True, [3.0, 3.0]), (came[0] is placeholder, x.grad.tolist()))
 
 
-@behaviour(
-    "gradients can be asked for at edges of the graph; there are none at what it does not lead to"
-)
+@behaviour("gradients can be computed at edges of the graph; they are None at unconnected edges")
 def gradients_at_edges() -> None:
     def same(tensor: torch.Tensor) -> Any:
         return private.apply(ProbeNode, tensor, lambda grad: grad)
@@ -191,7 +184,7 @@ def gradients_at_edges() -> None:
     )
 
 
-@behaviour("of a leaf in a graph one can tell whether it is held in Python")
+@behaviour("a graph shows whether Python holds one of its leaves")
 def held_leaves() -> None:
     x = leaf()
     nodes: list[Any] = [(each * each.detach()).grad_fn for each in (x, leaf())]
@@ -205,9 +198,7 @@ class DoublingHooks(OrderedDict[int, Any]):
         super().__setitem__(number, lambda grad: 2 * hook(grad))
 
 
-@behaviour(
-    "the first hook on a tensor asks its node for the dictionary, which may be one of another type"
-)
+@behaviour("the first hook on a tensor uses its node's dictionary, which may be of another type")
 def hooks_in_a_dictionary_of_our_own() -> None:
     class Hooked(ProbeNode):
         pass
@@ -227,7 +218,7 @@ def hooks_in_a_dictionary_of_our_own() -> None:
     expect([14.0, 14.0], grad.tolist())
 
 
-@behaviour("calls of PyTorch's methods can be counted, of whatever class they are asked for")
+@behaviour("calls of PyTorch's methods can be counted, whichever class they are called on")
 def counted_calls() -> None:
     before = inspect.getattr_static(torch.autograd.Function, "apply")
     applied = private.CallCounter(torch.autograd.Function, "apply")
@@ -237,13 +228,13 @@ def counted_calls() -> None:
     finally:
         # mypy refuses to assign a method.
         setattr(torch.autograd.Function, "apply", before)  # noqa: B010
-    expect(True, applied.count >= 1)  # other threads may call it too
+    expect(True, applied.count >= 1)  # other threads may also call it
 
 
 # --- tensors, and the modes of a thread
 
 
-@behaviour("a tensor says whether its elements lie in memory as they are, and whether it is a view")
+@behaviour("a tensor shows whether its elements are stored as they are, and whether it is a view")
 def plain_memory() -> None:
     plain = torch.ones(2, dtype=torch.float64, device="cpu")
     conjugated = torch.ones(2, dtype=torch.complex64, device="cpu").conj()
@@ -260,7 +251,7 @@ def plain_memory() -> None:
     expect((1, False, True), (plain._version, plain._is_view(), plain[:1]._is_view()))
 
 
-@behaviour("the innermost hooks for saved tensors can be had")
+@behaviour("the innermost hooks for saved tensors can be read")
 def hooks_for_saved_tensors() -> None:
     outer, inner = (torch.neg, torch.abs), (torch.abs, torch.neg)
     with (
@@ -270,7 +261,7 @@ def hooks_for_saved_tensors() -> None:
         expect(inner, private.saved_tensor_hooks())
 
 
-@behaviour("a mode can see, and refuse, that gradients are turned off")
+@behaviour("a mode can notice, and refuse, that gradients are turned off")
 def refused_no_grad() -> None:
     with torch.enable_grad(), private.refusing_no_grad():
         with private.grad_mode(False):
@@ -282,7 +273,7 @@ def refused_no_grad() -> None:
             pass
 
 
-@behaviour("the modes of a thread can be seen")
+@behaviour("the modes of a thread can be read")
 def seen_modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -307,7 +298,7 @@ def settings_and_hooks() -> None:
     settings.global_hooks()
 
 
-@behaviour("within torch.func.vmap, tensors and levels say what they are")
+@behaviour("within torch.func.vmap, the kinds of tensors and levels can be read")
 def levels_of_vmap() -> None:
     plain, seen = torch.arange(6.0, device="cpu").reshape(3, 2), list[Any]()
 
@@ -334,7 +325,7 @@ def levels_of_vmap() -> None:
     )
 
 
-@behaviour("the vmap before torch.func gives wrappers that say what they are")
+@behaviour("the vmap before torch.func makes wrappers whose levels can be read")
 def the_older_vmap() -> None:
     plain = torch.arange(6.0, device="cpu").reshape(3, 2)
 
@@ -387,7 +378,7 @@ def what_it_was_made_with_can_be_read() -> None:
 
 # These run only if functions made by torch.compile are sent, because they load the compiler.
 OF_THE_COMPILER = {
-    "torch.compile leaves what it was given where it can be read": (
+    "the arguments of torch.compile can be read from its results": (
         what_it_was_made_with_can_be_read
     ),
 }
@@ -398,5 +389,5 @@ def probed(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_its_own(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Stand in for a compiler as a backend that compiles nothing."""
+    """Replace a compiler as a backend that compiles nothing."""
     return graph.forward

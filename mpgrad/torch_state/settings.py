@@ -1,4 +1,4 @@
-"""PyTorch's own settings are a table that says how each is read and set.
+"""PyTorch's own settings are in a table that defines how each is read and set.
 
 PyTorch has no list of its settings, and reads each in its own way. A setting that is not in the
 table is the worker's own. An inventory beside the tests of this package says how mpgrad treats
@@ -7,8 +7,8 @@ setting that differs from its default is sent with each call. The default is a c
 the value at the start of this process, because a program may change settings before it imports
 mpgrad. If a machine has another default, that value is sent each time.
 
-The module also handles the hooks that PyTorch calls for all modules or all optimizers. They are
-code of the user's, in dictionaries of the process.
+The module also handles the hooks that PyTorch calls for all modules or all optimizers. They are the
+user's code, in dictionaries of the process.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ProgressRecord:
     STARTED = 2
     LOADING = -1  # instead of that moment: the worker loads a function
     OFFSET = 3  # of the item in the call, if that is a bundle; -1 while it runs none of them
-    SKIPPED = 4  # this number and the next, written by the parent: a chunk that nobody waits for
+    SKIPPED = 4  # this number and the next: a chunk that is not needed; the parent writes it
 
 
 class ProgressRecordLocation(NamedTuple):

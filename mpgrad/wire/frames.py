@@ -5,11 +5,11 @@ descriptors. If the sides cannot share memory, each keeps replicas of the other'
 A replica has the same numbers and offsets as the slab. An agent keeps replicas of the caller's
 memory, and the caller keeps replicas of each agent's.
 
-    lend a slot ──► carry ──► its bytes stand behind the payload of the next frame
-                                                     ══► written at the same offset ──► borrowed
+    lend a slot ──► carry ──► its bytes follow the payload of the next frame ══► written at the same
+                                                     offset ──► borrowed
 So addresses stay valid, no message is rewritten, and the borrower reads memory of its own machine
-as if it were shared. An own slot is carried once while it is lent. Borrowed memory is carried each
-time, because code that has the borrowed tensor may have written to it in between.
+as if it were shared. An own slot is sent once while it is lent. Borrowed memory is sent each time,
+because code that has the borrowed tensor may have written to it in between.
 
 Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
     the replica until the slab is dropped.
@@ -149,7 +149,8 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
 
 
 def drained(queue: deque[Any]) -> list[Any]:
-    """Remove and return what is in the queue now. Other threads may append or take meanwhile."""
+    """Remove and return what is in the queue now. Other threads may append or take at the same
+    time."""
     found = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):
@@ -183,7 +184,7 @@ class SlabReplicas:
     def enclose(
         self, messages: list[Message], payload: Sequence[bytes]
     ) -> tuple[list[Message], Sequence[bytes]]:
-        """Add the memory that has to be carried to a frame. Memory in a slab that is not introduced
+        """Add the memory that has to be sent to a frame. Memory in a slab that is not introduced
         yet waits for a later frame."""
         for message in messages:
             if isinstance(message, NewSlab):
@@ -205,10 +206,10 @@ class SlabReplicas:
     def open(
         self, messages: list[Message], payload: memoryview
     ) -> tuple[list[Message], memoryview, list[int]]:
-        """Write the carried memory to its place in the replicas.
+        """Write the memory that was sent to its place in the replicas.
 
         Returns:
-            The other messages, the payload without the carried bytes, and the descriptors of
+            The other messages, the payload without the bytes of that memory, and the descriptors of
             replicas of new slabs.
 
         Raises:
@@ -253,7 +254,7 @@ class Link(Protocol):
 
     If the link `shares_memory`, both sides use the same bytes, and a slab is handed over once, with
     its descriptor. Otherwise each side has replicas of the other's slabs, with the same numbers and
-    offsets, and lent memory is carried: its bytes are sent with a frame.
+    offsets, and the bytes of lent memory are sent with a frame.
     """
 
     shares_memory: bool

@@ -408,9 +408,7 @@ def check_carriable(
         reason = f"it has a tangent, which would be lost; for dual tensors, {FOLLOWED}"
     if reason is not None:
         owner = owner if index is None else f"{owner} {index}"
-        raise TypeError(
-            f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}"
-        )
+        raise TypeError(f"{owner} holds a tensor that cannot be sent to or from a worker: {reason}")
 
 
 LAZY = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer

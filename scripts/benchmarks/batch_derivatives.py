@@ -1,9 +1,9 @@
-"""The derivative of every entry of y = routine(c, x) with respect to c: every way to get it, side
-by side, in one run.
+"""Compares all ways to compute the derivative of every entry of y = routine(c, x) with respect to
+c, side by side, in one run.
 
-A loop of `torch.autograd.grad` is the reference: all ways have to agree with it, or nothing is
-timed. They take turns in a random order, and every figure is a median over such rounds, because
-times on a shared machine are worth little alone.
+A loop of `torch.autograd.grad` is the reference. All ways have to agree with it, or nothing is
+timed. They take turns in a random order, and every figure is a median over such rounds, because a
+single time on a shared machine is worth little.
 
 Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of
 the largest resident set (VmHWM) is put back, the way runs once, and the rise over the resident set
@@ -67,7 +67,7 @@ Size = tuple[int, int]  # entries of y, parameters in c
 
 
 def routine(c: Tensor, x: Tensor) -> Tensor:
-    """Entry j is where a relaxation driven by x[j] and by all parameters has come to."""
+    """Return the end of a relaxation for each entry j, which x[j] and all parameters drive."""
     drive = torch.cos(torch.outer(x, torch.arange(1, len(c) + 1, dtype=x.dtype))) @ c
     y = x
     for _ in range(STEPS):
@@ -101,8 +101,8 @@ def loop_of_grad(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
 
 
 def per_item(c: Tensor, x: Tensor, pool: mpgrad.Pool | None) -> Tensor:
-    """Every entry is an item of its own: as it is where y_i = routine(c, x_i) for many x_i that
-    cannot be batched."""
+    """Compute each entry as a separate item, as for y_i = routine(c, x_i) with many x_i that cannot
+    be batched."""
     assert pool is not None
     c = c.detach().requires_grad_()
     results = pool.map(lambda entry: routine(c, entry), x.unsqueeze(1).unbind())
@@ -158,7 +158,7 @@ def ways() -> list[Way]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Holds the sizes and limits of the measurement."""
 
     repeats: int = 7
     sizes: Sequence[Size] = ((10, 1000), (100, 100), (300, 100), (1000, 10), (1000, 1), (3000, 100))
@@ -191,8 +191,8 @@ def measured(size: Size, repeats: int, pool: mpgrad.Pool) -> dict[str, list[floa
 
 
 def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) -> None:
-    """Raise WrongResultError unless each way gives what the first one gives; this is their warm-up
-    too."""
+    """Raise WrongResultError unless each way returns what the first one returns. This is also their
+    warm-up."""
     reference, *others = contenders
     expected = reference.derivative(c, x, None)
     scale = float(expected.abs().max())
@@ -234,8 +234,8 @@ def fresh_peak(name: str, size: Size, processes: int) -> int:
 
 
 def own_peak(name: str, size: Size, processes: int) -> int:
-    """Bytes by which this process, and the workers where there are any, rise while the way runs
-    once."""
+    """Return the bytes by which this process, and the workers if there are any, grow while the way
+    runs once."""
     way = next(way for way in ways() if way.name == name)
     torch.set_num_threads(1)
     with pool_for(way, processes) as pool:

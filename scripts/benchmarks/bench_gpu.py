@@ -1,5 +1,5 @@
-"""Many ragged, launch-bound simulations on one GPU: one after the other, by workers that share it,
-and by streams.
+"""Runs many ragged, launch-bound simulations on one GPU: one after the other, with workers that
+share it, and with streams.
 
 A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel
 after kernel of a few microseconds each. Several processes launch side by side, each with an
@@ -67,7 +67,8 @@ class Simulation(NamedTuple):
 
 
 def simulate(simulation: Simulation) -> Tensor:
-    """The mean square of the last state, by Euler's method: about 20 kernels a step."""
+    """Return the mean square of the last state, by Euler's method, with about 20 kernels per
+    step."""
     state, (sigma, rho, beta) = simulation.state, simulation.parameters.unbind()
     for _ in range(simulation.steps):
         x, y, z = state.unbind(1)
@@ -111,7 +112,7 @@ def serial(simulations: list[Simulation]) -> list[Tensor]:
 
 
 def contenders(workers: Sequence[int], device: str) -> dict[str, dict[str, Any] | None]:
-    """The options of each contender's pool; None for the serial loop."""
+    """Return the options of each contender's pool; None for the serial loop."""
     found: dict[str, dict[str, Any] | None] = {SERIAL: None}
     found |= {f"{count} workers": {"devices": [device] * count} for count in workers}
     found |= {
@@ -132,7 +133,7 @@ def started(options: dict[str, Any] | None) -> Iterator[Loop]:
 
 
 def run(loop: Loop, simulations: list[Simulation]) -> list[Tensor]:
-    """Values, and gradients of the parameters."""
+    """Return the values, and the gradients of the parameters."""
     losses = loop(simulations)
     return [*losses, *torch.autograd.grad(losses, [each.parameters for each in simulations])]
 
@@ -157,7 +158,7 @@ def timed(loop: Loop, simulations: list[Simulation], device: torch.device) -> fl
 
 
 def used_bytes(device: torch.device) -> int:
-    """On the whole GPU, by all processes."""
+    """Return the bytes that all processes use on the whole GPU."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
 

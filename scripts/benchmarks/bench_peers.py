@@ -1,11 +1,11 @@
-"""mpgrad beside its peers: the same losses of N ragged tensors, and the gradients to all of them.
+"""Compares mpgrad with its peers: the same losses of N ragged tensors, and the gradients of all of
+them.
 
-Peers have no gradients between processes. So they get the best that is written by hand around them:
-one call runs forward and backward of several items in the worker, and returns losses and gradients
-as arrays. It may do so because it is told that the loss is a sum, so that every item's incoming
-gradient is known beforehand. Peers that do not cut a map into chunks get those of
-multiprocessing.Pool, four a worker. All have the same number of workers of one intra-op thread, and
-stay warm.
+Peers cannot pass gradients between processes. So their tasks compute gradients by hand: one call
+runs forward and backward of several items in the worker, and returns losses and gradients as
+arrays. This is possible because the loss is a sum, so every item's incoming gradient is known
+beforehand. Peers that do not cut a map into chunks use those of multiprocessing.Pool, four per
+worker. All have the same number of workers of one intra-op thread, and stay warm.
 
 All give the serial loop's losses and gradients in each case before it is timed; then they take
 turns in a random order. The clock runs from tensors in the caller to losses and gradients in the
@@ -92,7 +92,7 @@ Way = Callable[[Function, Batch], Outcome]
 
 
 def by_hand(pairs: Callable[[Function, Sequence[Array]], Sequence[Pair]]) -> Way:
-    """Arrays there, losses and gradients back."""
+    """Send arrays, and return losses and gradients."""
 
     def run(function: Function, batch: Batch) -> Outcome:
         found = pairs(function, [item.detach().numpy() for item in batch.items])
@@ -105,7 +105,7 @@ def by_hand(pairs: Callable[[Function, Sequence[Array]], Sequence[Pair]]) -> Way
 
 
 def in_chunks(mapped: Map, processes: int) -> Way:
-    """For peers that do not cut a map into chunks themselves."""
+    """Cut a map into chunks, for peers that do not do this themselves."""
 
     def pairs(function: Function, items: Sequence[Array]) -> Sequence[Pair]:
         size = -(-len(items) // (CHUNKS * processes))
@@ -148,7 +148,7 @@ def process_pool_executor(processes: int) -> Iterator[Way]:
 
 @contextlib.contextmanager
 def joblib_parallel(processes: int) -> Iterator[Way]:
-    """It makes its own batches, and hands over arrays above 1 MB as files in memory."""
+    """Run joblib, which makes its own batches, and passes arrays above 1 MB as files in memory."""
     joblib = importlib.import_module("joblib")
     with joblib.Parallel(processes, backend="loky", mmap_mode="c") as parallel:
         pair = joblib.delayed(array_pair)
@@ -178,7 +178,7 @@ def ray_tasks(processes: int) -> Iterator[Way]:
 
 @contextlib.contextmanager
 def mpgrad_pool(processes: int) -> Iterator[Way]:
-    """As it is for a user who gives no options."""
+    """Run mpgrad's pool without options."""
     with mpgrad.Pool(processes) as pool:
         yield partial(one_backward, pool.map)
 
@@ -203,7 +203,7 @@ PEERS = [name for name in SYSTEMS if name not in (*SERIAL, "mpgrad")]
 
 
 def version_of(name: str) -> str | None:
-    """The version of what a system needs; None if that is not installed."""
+    """Return the version of the package that a system needs; None if it is not installed."""
     try:
         return importlib.metadata.version(SYSTEMS[name].distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -215,7 +215,7 @@ def version_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Holds the sizes and limits of the measurement."""
 
     grains_ms: Sequence[float] = (0, 0.1, 0.3, 0.5, 1, 3, 10, 50)
     seconds: float = 0.3  # of a serial run
@@ -241,7 +241,7 @@ def title(kind: str, ms: float) -> str:
 
 
 def bench(names: Sequence[str], plan: Plan, processes: int) -> Iterator[Figure]:
-    """The figures as they come: whatever ends the run, those are there."""
+    """Yield the figures one by one, so that they are kept even if the run ends early."""
     with contextlib.ExitStack() as stack:
         ways = {name: stack.enter_context(SYSTEMS[name].start(processes)) for name in names}
         for row, function, items in cases(plan):
@@ -269,7 +269,7 @@ def case_figures(row: str, seconds: Mapping[str, Sequence[float]]) -> Iterator[F
 
 
 def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str | None:
-    """The fastest of those that were measured."""
+    """Return the fastest of the systems that were measured."""
     there = [name for name in names if name in seconds]
     return min(there, key=lambda name: statistics.median(seconds[name]), default=None)
 
@@ -299,7 +299,7 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
         axes.minorticks_off()
-    axes.set_ylim(bottom=TICKS[0])  # what is slower leaves the picture
+    axes.set_ylim(bottom=TICKS[0])  # slower systems leave the picture
     lines, labels = axes.get_legend_handles_labels()
     canvas.legend(lines, labels, frameon=False, ncols=len(names), loc="outside upper center")
     canvas.supxlabel("time of an item in the loop, forward and backward (ms)", fontsize="medium")

@@ -1,5 +1,5 @@
-"""How cost grows: items a second that one parent can hand out and take in, and growth along every
-axis that a map has.
+"""Measures how cost grows: the items per second that one parent can send and receive, and growth
+along every axis of a map.
 
 Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent
 that is measured. Its threads share one interpreter lock, so its CPU seconds an item, p, bound the
@@ -156,7 +156,7 @@ AXES: dict[str, Axis] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Holds the sizes and limits of the measurement."""
 
     workers: Sequence[int] = (2, 4, 8, 16, 64)
     waiting: Sequence[int] = (64, 16)  # workers
@@ -240,7 +240,8 @@ def dispatch_figures(name: str, by_workers: dict[int, Costs]) -> Iterator[Figure
 
 
 def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
-    """p and w as measured with the nearest number of workers that is not larger."""
+    """Compute the grain from p and w, as measured with the nearest number of workers that is not
+    larger."""
     nearest = max((workers for workers in by_workers if workers <= crowd), default=min(by_workers))
     cost = by_workers[nearest]
     return max(0.8 * crowd * cost.median(1), 4 * cost.median(2))
@@ -334,7 +335,8 @@ def point(name: str, count: int, rounds: int) -> dict[str, float]:
 
 
 def peaks(pool: mpgrad.Pool) -> tuple[int, int]:
-    """The most bytes that the parent, and all workers together, have ever had."""
+    """Return the largest number of bytes that the parent, and all workers together, have had so
+    far."""
     return status_bytes(os.getpid(), "VmHWM"), sum(
         status_bytes(worker.pid, "VmHWM") for worker in pool.stats().workers
     )
@@ -364,7 +366,8 @@ def point_figures(row: str, points: dict[int, Record]) -> Iterator[Figure]:
 
 
 def slope(values: dict[int, float]) -> float:
-    """Of the straight line through the last points in a log-log picture, by least squares."""
+    """Return the slope of the straight line through the last points in a log-log picture, by least
+    squares."""
     last = sorted(values.items())[-LAST_POINTS:]
     return statistics.linear_regression(
         *zip(*((math.log(x), math.log(y)) for x, y in last), strict=True)

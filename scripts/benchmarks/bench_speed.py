@@ -1,10 +1,11 @@
-"""How fast the pool is, against the figures that it has to reach: every row of that table, in one
-run.
+"""Measures how fast the pool is, and compares it with the figures that it has to reach. One run
+measures every row of that table.
 
 Contenders take turns in a random order, every figure is the median over such rounds, and ratios are
-taken within a round. Whatever gives values and gradients is compared with the serial loop before it
-is timed. "over one backward" is the speed-up over the serial loop with one backward over all items;
-"over the best order" that over the faster of it and a backward right after each item.
+taken within a round. Each contender that returns values and gradients is compared with the serial
+loop before it is timed. "over one backward" is the speed-up over the serial loop with one backward
+over all items; "over the best order" that over the faster of it and a backward right after each
+item.
 
     row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json
 
@@ -113,7 +114,7 @@ LONE_AIM = 1.25
 OBJECT_AIMS = {"changed": ("<=", 1.0), "unchanged": ("<=", 0.8), "item": ("<=", 1.0)}
 TABLE_AIM, ARRAY_AIM = ("<=", 0.6), ("<=", 1.2)
 SUBMITS = 20  # with an unchanged table, in a round
-STILL = 4  # maps, after which what does not change is known not to
+STILL = 4  # maps, after which an unchanged object is known to be unchanged
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MiB
@@ -121,7 +122,7 @@ NOTHING = ("<=", 0.0)
 PHENOBARBITAL_AIM = (">=", 1.85)
 
 GRAPHS = ("keep", "auto")
-GRADIENTS: Mapping[str, Callable[[int], float]] = {  # what the losses of a map get, by its number
+GRADIENTS: Mapping[str, Callable[[int], float]] = {  # of the losses of a map, by its number
     "the same in each map": lambda number: 1.0,
     "another in each map": lambda number: 1.0 + number,
     "another every 10 maps": lambda number: 1.0 + number // 10,
@@ -135,7 +136,7 @@ MOST_PROGRAMS = 5  # of one kind
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Holds the sizes and limits of the measurement."""
 
     processes: int = 2
     repeats: int = 9
@@ -189,8 +190,8 @@ QUICK = Plan(
 
 
 class Pools:
-    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the
-    others nothing."""
+    """Each pool starts when a row first needs it, and is kept to the end, because an idle pool
+    costs the others nothing."""
 
     def __init__(self, processes: int, stack: contextlib.ExitStack) -> None:
         self._processes = processes
@@ -198,14 +199,14 @@ class Pools:
         self._started: dict[str, mpgrad.Pool] = {}
 
     def __getitem__(self, graphs: str) -> mpgrad.Pool:
-        """The pool with these graphs."""
+        """Return the pool with these graphs."""
         if graphs not in self._started:
             self._started[graphs] = self._stack.enter_context(new_pool(self._processes, graphs))
         return self._started[graphs]
 
 
 def new_pool(processes: int, graphs: str) -> mpgrad.Pool:
-    """A pool with these graphs; "auto" is a pool without options."""
+    """Make a pool with these graphs; "auto" is a pool without options."""
     options: Record = {} if graphs == "auto" else {"graphs": graphs, **sent(mpgrad.Pool)}
     pool: mpgrad.Pool = mpgrad.Pool(processes, **options)
     return pool
@@ -234,7 +235,7 @@ PARTS = ("caller, forward", "workers, forward", "caller, backward", "workers, ba
 
 
 def bench_budget(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """Whose CPU time a tiny call takes."""
+    """Measure the CPU time of a tiny call, of the caller and of the workers."""
     items = [item.requires_grad_() for item in tiny_items(2 * plan.tiny_items)]
     ways = {"one by one": CALLS, "in bundles": None}
     turns = {
@@ -248,7 +249,7 @@ def bench_budget(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def cpu_of_parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | None) -> list[float]:
-    """Microseconds an item, of each of PARTS."""
+    """Return the microseconds per item, of each of PARTS."""
     for item in items:
         item.grad = None
     moments = [cpu_so_far(pool)]
@@ -265,7 +266,7 @@ def cpu_of_parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | No
 
 
 def cpu_so_far(pool: mpgrad.Pool) -> tuple[float, float]:
-    """Seconds of CPU that the caller, and the workers, have used up to now."""
+    """Return the CPU seconds that the caller and the workers have used so far."""
     return time.process_time(), cpu_seconds(worker.pid for worker in pool.stats().workers)
 
 
@@ -323,7 +324,8 @@ def apart(order: str) -> str:
 
 
 def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """CPU time of a step of training by the default pool, over that of loops that share nothing."""
+    """Compare the CPU time of a training step in the default pool with that of loops that share
+    nothing."""
     for work, ms in itertools.product((PYTHON, OP), STEP_AIMS):
         function, items = work_items(work, ms / 1e3, plan.work_seconds)
         run = partial(one_backward, pools["auto"].map, function)
@@ -345,7 +347,7 @@ def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
         yield median_figure(
             row, "both, over loops that share nothing", over_loops, "x", ("<=", STEP_AIM)
         )
-        # by arithmetic: no machine with as many CPUs was at hand
+        # This is computed, because no machine with so many CPUs was available.
         busy = [1e3 * ms / (MANY_WORKERS * caller) for caller in callers]
         yield median_figure(
             row, f"share of the time of {MANY_WORKERS} workers that the caller can fill", busy, ""
@@ -353,7 +355,7 @@ def bench_step(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[float]:
-    """Microseconds an item: of the caller, and of the workers."""
+    """Return the microseconds per item, of the caller and of the workers."""
     batch, before = batch_of(items), cpu_so_far(pool)
     timed(run, batch)
     return [
@@ -361,11 +363,11 @@ def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[fl
     ]
 
 
-# --- calls that go one by one
+# --- single calls
 
 
 def bench_lone(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """Somebody waits for each call before the next."""
+    """Measure calls of which each is awaited before the next one."""
     pool, leaf = pools["auto"], torch.ones(3, requires_grad=True)
     executor = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     ways: dict[str, Callable[[], object]] = {
@@ -404,7 +406,8 @@ def bench_lone(pools: Pools, plan: Plan) -> Iterator[Figure]:
 def cost_of_calls(
     way: Callable[[], object], pool: mpgrad.Pool, count: int
 ) -> tuple[float, float, float]:
-    """Microseconds of a call: by the wall clock, and of CPU time, the caller's and the workers'."""
+    """Return the microseconds of a call: by the wall clock, and the CPU time of the caller and of
+    the workers."""
     before, started = cpu_so_far(pool), time.perf_counter()
     for _ in range(count):
         way()
@@ -417,7 +420,8 @@ WIDTH = 8  # calls of a layer
 
 
 def bench_layers(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """Each call is given the results of two calls of the layer before, which nobody waits for."""
+    """Measure calls whose arguments are the results of two calls of the layer before, without
+    waiting for these."""
     pool = pools["auto"]
     for ms in plan.call_grains_ms:
         for part, backward in (("forward", False), ("forward and backward", True)):
@@ -445,8 +449,8 @@ def sines_of_two(x: Tensor, y: Tensor, steps: int) -> Tensor:
 
 
 def steps_for(seconds: float, backward: bool) -> int:
-    """With as many a call takes so long, forward; with a graph, which takes longer, where there is
-    a backward."""
+    """Return the number of steps with which a forward takes so long. With `backward`, the forward
+    records a graph, which takes longer."""
     x, steps = torch.randn(10, requires_grad=backward), 100
     took = min(timeit.repeat(lambda: sines_of_two(x, x, steps), number=1, repeat=20))
     return max(1, round(steps * seconds / took))
@@ -467,7 +471,7 @@ def seconds_of_layers(call: Callable[[Any, Any], Any], layers: int, backward: bo
 
 
 class Maps:
-    """Maps of a function, one after another, and what gradient their losses get."""
+    """Runs maps of a function, one after another, with given gradients of their losses."""
 
     def __init__(
         self,
@@ -483,7 +487,7 @@ class Maps:
         self._number = itertools.count()  # of all maps so far
 
     def seconds(self, count: int) -> float:
-        """Of a map with its backward, the mean of so many."""
+        """Return the mean seconds of so many maps with their backwards."""
         batches = [batch_of(self._items) for _ in range(count)]
         began = time.perf_counter()
         for batch in batches:
@@ -502,7 +506,7 @@ class Maps:
 
 
 def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """A pool that is new to the function, for each of GRADIENTS."""
+    """Measure a pool that does not know the function yet, for each of GRADIENTS."""
     function, items = work_items(PYTHON, 1e-3, plan.work_seconds / 10)
     for name, gradient in GRADIENTS.items():
         with contextlib.ExitStack() as stack:
@@ -523,7 +527,7 @@ def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def bench_huge(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """The first map of a pool, which knows nothing of its losses yet."""
+    """Measure the first map of a pool, which knows nothing of its losses yet."""
     function, items = work_items(OP, 1e-3, plan.huge_seconds)
     turns = {
         graphs: partial(first_map, plan.processes, graphs, function, items) for graphs in GRAPHS
@@ -542,7 +546,7 @@ def bench_huge(pools: Pools, plan: Plan) -> Iterator[Figure]:
 def first_map(
     processes: int, graphs: str, function: Function, items: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Seconds, and the bytes that the workers take more between forward and backward."""
+    """Return the seconds, and the additional bytes of the workers between forward and backward."""
     batch = batch_of(items)
     with new_pool(processes, graphs) as pool:
         pool.map(time.sleep, [0.01] * 4 * processes, 1)  # all have started
@@ -572,7 +576,7 @@ def bench_transfer(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def with_captures(weights: Sequence[Tensor], x: Tensor, steps: int) -> Tensor:
-    """Each item uses one of the parameters, the whole of it."""
+    """Use one whole parameter for each item."""
     return python_loss(x, steps) * weights[x.numel() % len(weights)].sum()
 
 
@@ -596,7 +600,7 @@ def bench_captures(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 class Captured:
-    """A function and the parameters that it captures, which change before every run, as an
+    """Holds a function and the parameters that it captures. They change before every run, as an
     optimiser would change them."""
 
     def __init__(
@@ -633,11 +637,11 @@ class Captured:
 
 
 class ScriptPart(Part):
-    """The same in a class of the script, which goes by value."""
+    """Is the same in a class of the script, which is pickled by value."""
 
 
 def bench_objects(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """An object of many small parts, that a function captures or an item is; without tensors."""
+    """Measure an object of many small parts, without tensors, as a capture and as an item."""
     for kind, where in ((Part, "module"), (ScriptPart, "script")):
         parts = [kind(number) for number in range(plan.parts)]
         yield from object_figures(
@@ -648,7 +652,7 @@ def bench_objects(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def table_figures(pool: mpgrad.Pool, plan: Plan) -> Iterator[Figure]:
-    """A module's dictionary that does not change, and one C pickle of it."""
+    """Measure a module's dictionary that does not change, and one C pickle of it."""
     jobs.TABLE.update({number: number / 2 for number in range(plan.entries)})
 
     def submits() -> None:
@@ -671,7 +675,7 @@ def table_figures(pool: mpgrad.Pool, plan: Plan) -> Iterator[Figure]:
 
 
 def array_figures(pool: mpgrad.Pool, plan: Plan) -> Iterator[Figure]:
-    """A map with a large array that does not change, and one comparison of its bytes."""
+    """Measure a map with a large array that does not change, and one comparison of its bytes."""
     array = numpy.ones(plan.array_bytes // 8)
     other, constant = array.copy(), array.copy()
     constant.flags.writeable = False
@@ -695,7 +699,8 @@ def interleaved_seconds(
     plan: Plan,
     before: Mapping[str, Callable[[], None]] | None = None,
 ) -> dict[str, list[float]]:
-    """The seconds of each turn in each round; `before` is what comes before some of them."""
+    """Return the seconds of each turn in each round. `before` has functions that run before some of
+    the turns."""
     rounds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(-WARM_UPS, plan.repeats):
         for name, turn in turns.items():
@@ -797,7 +802,7 @@ with Pool(processes, **options) as pool:
 HELD = """
 import logging, re, threading
 
-# it says of tiny functions that they cost more to send than to run
+# it warns that tiny functions are too cheap for a pool
 logging.getLogger("mpgrad").setLevel(logging.ERROR)
 
 def held():
@@ -1067,7 +1072,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     calls = "calls over which memory may grow (default: 20000, quick: 200)"
     parser.add_argument("--calls", type=at_least_1, metavar="N", help=calls)
-    compare = "measure each row with the code of this checkout, too, and print the ratios"
+    compare = "also measure each row with the code of this checkout, and print the ratios"
     parser.add_argument("--compare", type=older_checkout, metavar="CHECKOUT", help=compare)
     add_options(parser)
     return parser

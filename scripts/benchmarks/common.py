@@ -1,9 +1,9 @@
-"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a
-run.
+"""Contains the parts that the benchmarks share: the clock, figures and their files, the description
+of the machine, and the limits of a run.
 
 Contenders take turns in a random order within a round, so that noise of the machine meets them all
 alike. A figure is the median over rounds, and a ratio is taken within a round. Assumes nothing of
-mpgrad, which this module does not import: scripts about other systems use it too.
+mpgrad, which this module does not import: scripts about other systems also use it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -30,9 +31,11 @@ from typing import Any, TypeVar
 
 import psutil
 
-# mpgrad says once of each tiny function that it costs more to send than to run: here that is what
-# is measured
-logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
+# mpgrad logs once for each tiny function that it is too cheap for a pool. That is measured here.
+# Older versions use other words.
+logging.getLogger("mpgrad").addFilter(
+    lambda record: not re.search("too cheap for|cost more to send", str(record.msg))
+)
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -42,11 +45,11 @@ WARM_UPS = 2  # untimed rounds, in which pools learn what a call costs and get t
 
 
 class WrongResultError(Exception):
-    """A contender computed something else than the serial loop."""
+    """A contender computed another result than the serial loop."""
 
 
 def sent(pool: type) -> Record:
-    """The options of a pool that sends all calls: older versions may run cheap ones in the
+    """Return the options of a pool that sends all calls. Older versions may run cheap calls in the
     caller."""
     return {"send": "always"} if "send" in inspect.signature(pool).parameters else {}
 
@@ -55,7 +58,7 @@ def sent(pool: type) -> Record:
 
 
 def interleaved(turns: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each turn gives in every round, in a random order within a round."""
+    """Return the result of each turn in every round. The order within a round is random."""
     results: dict[str, list[T]] = {name: [] for name in turns}
     shuffled = random.Random(0)
     for number in range(-WARM_UPS, rounds):
@@ -67,24 +70,24 @@ def interleaved(turns: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, 
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Ratios within each round."""
+    """Return the ratios within each round."""
     return [one / other for one, other in zip(over, under, strict=True)]
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in
-    steps of 10 ms."""
+    """Return the seconds that all threads of these processes have run, to the nanosecond. `psutil`
+    counts in steps of 10 ms."""
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            with contextlib.suppress(OSError):  # the thread has ended
                 nanoseconds += int(task.read_text().split()[0])
     return nanoseconds / 1e9
 
 
 def status_bytes(pid: int, name: str) -> int:
-    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it
-    had (VmHWM)."""
+    """Return a size from the kernel's account of a process: its resident set (VmRSS), or the
+    largest that it had (VmHWM)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -97,8 +100,7 @@ def status_bytes(pid: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a
-    value."""
+    """Is one number of a benchmark. If it has an aim, that is "<=" or ">=" and a value."""
 
     row: str
     name: str
@@ -130,7 +132,7 @@ def median_figure(
 
 
 def print_figures(figures: Sequence[Figure]) -> None:
-    """Rows that come one after the other share their heading."""
+    """Print the figures. Consecutive figures of one row share their heading."""
     row = None
     for figure in figures:
         if figure.row != row:
@@ -143,7 +145,7 @@ def print_figures(figures: Sequence[Figure]) -> None:
 def report(
     options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any
 ) -> None:
-    """Write the file that `add_options` asks for."""
+    """Write the file of the option `--json`."""
     if options.json is not None:
         record = {
             "surroundings": around,
@@ -192,8 +194,8 @@ def print_surroundings(around: Record) -> None:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds; end the process if it then does not
-    leave the block."""
+    """Raise TimeoutError in the block after so many seconds. If the process does not leave the
+    block then, end it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -218,7 +220,7 @@ def fail(error: Exception) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what all benchmarks take."""
+    """Add the options that all benchmarks have."""
     parser.add_argument(
         "--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there"
     )
@@ -235,7 +237,8 @@ def at_least_1(text: str) -> int:
 
 
 def file_to_write(text: str) -> Path:
-    """A file to be written, which is refused now rather than after the runs."""
+    """Return the path of a file that can be written. A wrong path is refused now rather than after
+    the runs."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")

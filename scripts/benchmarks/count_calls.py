@@ -1,8 +1,8 @@
-"""How many Python functions the caller calls, in its own thread and the pool's, for a call or a map
-of a warm pool.
+"""Counts the Python functions that the caller calls, in its own thread and the pool's, for a call
+or a map of a warm pool.
 
-Counts are the same on every machine, where seconds are not. Of each case the smallest count of
-several runs is shown: what a turn of the pool's thread finds to do depends on when it wakes up.
+Counts are the same on every machine, but seconds are not. Each case shows the smallest count of
+several runs, because the work of a turn of the pool's thread depends on when it wakes up.
 `--functions` lists which functions were called how often.
 """
 
@@ -83,7 +83,7 @@ class Counter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--functions", action="store_true", help="list the functions, too")
+    parser.add_argument("--functions", action="store_true", help="also list the functions")
     parser.add_argument("--json", type=Path, help="a file for the counts")
     options = parser.parse_args()
     found: dict[str, dict[str, int]] = {}
@@ -93,7 +93,7 @@ def main() -> None:
         with mpgrad.Pool(2, **settings) as pool:
             for _ in range(RUNS):
                 run(pool)
-            time.sleep(0.1)  # the pool's thread has told what there was to tell
+            time.sleep(0.1)  # the pool's thread has reported everything
             runs = [counter.counted(run, pool) for _ in range(RUNS)]
         least = min(runs, key=lambda counts: counts.total())
         sums = {

@@ -1,9 +1,9 @@
-"""What the benchmarks map, and how: small and large tensors, losses of a given length, loops with
-their backward.
+"""Contains the work of the benchmarks: small and large tensors, losses of a given length, loops
+with their backward.
 
 The serial loop has two orders. One backward over all items is how a loop is usually written. A
-backward right after each item is faster where graphs are small, because they are still in the
-cache; that is what a pool has to beat.
+backward right after each item is faster if graphs are small, because they are still in the cache. A
+pool has to beat this order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def square_loss(x: Tensor) -> Tensor:
 
 
 def tiny_items(count: int) -> list[Tensor]:
-    """The same lengths in every run."""
+    """Return items whose lengths are the same in every run."""
     lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=count)
     return [torch.randn(length) for length in lengths]
 
@@ -76,7 +76,7 @@ def large_items(count: int, largest_bytes: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Work:
-    """A loss and a kind of item, of a `size` that sets how long a call takes."""
+    """Is a loss and a kind of item. Its `size` determines how long a call takes."""
 
     name: str
     function: Callable[[int], Function]
@@ -96,8 +96,8 @@ OP = Work("op-bound", lambda width: op_loss, op_item)
 
 
 def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list[Tensor]]:
-    """A function and items of which each takes so many seconds, forward and backward, and all
-    together about `total`.
+    """Return a function and items. Each item takes `seconds`, forward and backward, and all
+    together take about `total`.
 
     With 0 seconds the items are the cheapest there are.
     """
@@ -109,8 +109,8 @@ def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list
 
 
 def calibrated(work: Work, seconds: float) -> int:
-    """The size at which forward and backward right after it take about so many seconds in this
-    process."""
+    """Return the size at which a forward and its immediate backward take about so many seconds in
+    this process."""
 
     def own_seconds(size: int) -> float:
         one = partial(backward_at_once, work.function(size))
@@ -129,7 +129,7 @@ def calibrated(work: Work, seconds: float) -> int:
 
 
 class Batch(NamedTuple):
-    """What one run gets: leaves that require gradients, and ones of the items' shapes."""
+    """Is the input of one run: leaves that require gradients, and ones of the items' shapes."""
 
     items: list[Tensor]
     ones: list[Tensor]
@@ -153,7 +153,7 @@ def forward(loop: Loop, function: Function, batch: Batch) -> Outcome:
 
 
 def backward_with_ones(loop: Loop, function: Function, batch: Batch) -> Outcome:
-    """For functions whose results have their items' shapes."""
+    """Run a backward for functions whose results have their items' shapes."""
     values = loop(function, batch.items)
     torch.autograd.backward(values, batch.ones)
     return Outcome(values, [item.grad for item in batch.items])
@@ -180,8 +180,8 @@ def backward_at_once(function: Function, batch: Batch) -> Outcome:
 
 
 class LoopsApart:
-    """Serial loops in processes of their own, each over a part of the items: what no pool can beat.
-    To be closed."""
+    """Runs serial loops in separate processes, each over a part of the items. No pool can be
+    faster. It must be closed."""
 
     def __init__(self, run: Run, items: Sequence[Tensor], processes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -197,11 +197,11 @@ class LoopsApart:
             self._processes.append(process)
 
     def seconds(self) -> float:
-        """Seconds an item, until the last of the loops has ended."""
+        """Return the seconds per item, until the last of the loops has ended."""
         return self._spent(time.perf_counter)
 
     def cpu_seconds(self) -> float:
-        """Seconds of CPU an item, of all loops."""
+        """Return the CPU seconds per item, of all loops."""
         return self._spent(
             lambda: cpu_seconds(
                 [process.pid for process in self._processes if process.pid is not None]
@@ -209,7 +209,7 @@ class LoopsApart:
         )
 
     def _spent(self, clock: Callable[[], float]) -> float:
-        """An item, by what the clock says before the loops and after them."""
+        """Return the time per item, from the clock before and after the loops."""
         self._all_do("copy the items")
         began = clock()
         self._all_do("run")
@@ -245,12 +245,12 @@ def loop_apart(pipe: Connection, run: Run, arrays: Sequence[Array]) -> None:
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Pair = tuple[Array, Array]
 
-# arrays in a store that several processes read cannot be written, and nobody does
+# Arrays in a store that several processes read cannot be written, and no code writes them.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
 def array_pair(function: Function, item: Array) -> Pair:
-    """One item's loss and gradient."""
+    """Return one item's loss and gradient."""
     torch.set_num_threads(1)
     leaf = torch.from_numpy(item).requires_grad_()
     loss = function(leaf)
@@ -266,15 +266,16 @@ def array_pairs(function: Function, items: Sequence[Array]) -> list[Pair]:
 
 
 def batch_of(items: Sequence[Tensor]) -> Batch:
-    """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be
-    another item."""
+    """Return copies of the items. A leaf that has a gradient, or that is stored in shared memory
+    after it was sent, would be a different item."""
     return Batch(
         [item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items]
     )
 
 
 def timed(run: Run, batch: Batch) -> float:
-    """Seconds, the dropping of values and graphs included: a training loop pays for that too."""
+    """Return the seconds of a run. They include the time to drop values and graphs, because a
+    training loop also needs it."""
     began = time.perf_counter()
     outcome = run(batch)
     del outcome
@@ -284,16 +285,16 @@ def timed(run: Run, batch: Batch) -> float:
 def measured(
     contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds an item that each contender takes in every round, once all give what the first one
-    gives."""
+    """Return the seconds per item of each contender in every round, after all have returned what
+    the first one returns."""
     return interleaved(timed_turns(contenders, items), rounds)
 
 
 def timed_turns(
     contenders: Mapping[str, Run], items: Sequence[Tensor]
 ) -> dict[str, Callable[[], float]]:
-    """What measures the seconds an item of each contender, once all give what the first one
-    gives."""
+    """Return functions that measure the seconds per item of each contender, after all have returned
+    what the first one returns."""
     check(contenders, items)
 
     def seconds(run: Run) -> float:
@@ -303,7 +304,7 @@ def timed_turns(
 
 
 def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
-    """Raise WrongResultError unless each contender gives what the first one gives."""
+    """Raise WrongResultError unless each contender returns what the first one returns."""
     reference, *others = contenders
     expected = contenders[reference](batch_of(items))
     for name in others:
@@ -324,7 +325,7 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
 
 
 class Part:
-    """One of many small parts of an object."""
+    """Is one of many small parts of an object."""
 
     def __init__(self, number: int) -> None:
         self.number = number

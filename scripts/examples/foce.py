@@ -2,11 +2,11 @@
 interaction, differentiable.
 
 A population model gives each infant its own clearance and volume, drawn around those of the
-population by random effects `eta` that nobody observes. FOCE replaces the integral over them by its
-Laplace approximation at their most probable value, so an infant's objective holds a minimisation of
-its own. Infants differ in doses, samples and Newton steps, so they cannot be batched. Autograd
-through the steps would be slow, and exact only in the limit; `most_probable` gives autograd the
-implicit function theorem instead, which needs nothing but the optimum.
+population by random effects `eta`, which are not observed. FOCE replaces the integral over them by
+its Laplace approximation at their most probable value, so an infant's objective holds a
+minimisation of its own. Infants differ in doses, samples and Newton steps, so they cannot be
+batched. Autograd through the steps would be slow, and exact only in the limit; `most_probable`
+gives autograd the implicit function theorem instead, which needs nothing but the optimum.
 
     parameters ──┬──► most_probable(infant) ──► eta ──┐
                  │        Newton, no graph            ├──► objective(infant, parameters), a scalar
@@ -27,33 +27,33 @@ __all__ = ["estimates", "log_concentration", "most_probable", "objective", "scal
 LOW_APGAR = 5  # below it, the volume of distribution is 1 + th3 times as large
 
 NEWTON_STEPS = 100  # about 5 are needed; a saddle far from the optimum may take twenty
-# Newton squares the error at each step, so after one this small only round-off is left
+# Newton squares the error at each step, so after a step this small only round-off is left.
 STEP_ENOUGH = 1e-8
-ROUND_OFF = 1e-12  # relative; a rise of the objective below it says nothing
+ROUND_OFF = 1e-12  # relative; a smaller rise of the objective means nothing
 
 
 def scaled(natural: Tensor) -> Tensor:
-    """Parameters that may take any real value, from (th1, th2, th3, om1, om2, s2) in the model's
-    units.
+    """Convert (th1, th2, th3, om1, om2, s2) in the model's units to parameters that may take any
+    real value.
 
-    They are the logarithms of all but th3, which is a relative change and may be negative, and of 1
-    + th3.
+    These are the logarithms of all parameters except th3, and of 1 + th3. th3 is a relative change
+    and may be negative.
     """
     return (natural + natural.new_tensor([0, 0, 1, 0, 0, 0])).log()
 
 
 def estimates(parameters: Tensor) -> Tensor:
-    """The inverse of `scaled`."""
+    """Return the estimates in the model's units, as the inverse of `scaled`."""
     return parameters.exp() - parameters.new_tensor([0, 0, 1, 0, 0, 0])
 
 
 def log_concentration(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
-    """The logarithm of the predicted concentrations (mg/l) at the infant's samples, of shape
+    """Return the logarithm of the predicted concentrations (mg/l) at the infant's samples, of shape
     (samples,).
 
-    One compartment, eliminated at rate clearance / volume; doses add up. In logarithms because eta
-    and parameters enter there linearly, because the objective asks for no more, and because a drug
-    that is all but gone stays above zero.
+    The model has one compartment, from which the drug is eliminated at rate clearance / volume;
+    doses add up. It uses logarithms, because eta and parameters enter linearly there, the objective
+    needs nothing else, and a tiny concentration stays above zero.
     """
     log_weight = math.log(infant.weight)
     log_clearance = parameters[0] + log_weight + eta[0]
@@ -68,8 +68,8 @@ def log_concentration(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor
 
 
 def surprise(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
-    """-2 log of the joint density of the infant's samples and `eta`, up to a constant: what
-    `most_probable` minimises.
+    """Return -2 log of the joint density of the infant's samples and `eta`, up to a constant.
+    `most_probable` minimises it.
 
     sum_j [(y_j - f_j)^2 / R_j + log R_j] + eta' Om^-1 eta, where R_j = f_j^2 s2 grows with the
     prediction f_j (the "interaction").
@@ -82,8 +82,8 @@ def surprise(infant: Infant, parameters: Tensor, eta: Tensor) -> Tensor:
 
 
 def objective(infant: Infant, parameters: Tensor) -> Tensor:
-    """The infant's share of NONMEM's objective (FOCE with interaction, without the N log 2 pi
-    term).
+    """Return the infant's share of NONMEM's objective (FOCE with interaction, without the N log 2
+    pi term).
 
     surprise + log |Om| + log |H| at the most probable `eta`, where H takes the expected curvature
     of the samples, sum_j [grad f_j grad f_j' / R_j + 1/2 c_j c_j'] with c_j = grad R_j / R_j. As
@@ -108,14 +108,14 @@ def objective(infant: Infant, parameters: Tensor) -> Tensor:
 
 
 def most_probable(infant: Infant, parameters: Tensor) -> Tensor:
-    """The random effects on log clearance and log volume that minimise `surprise`, of shape (2,),
-    differentiable."""
+    """Return the random effects on log clearance and log volume that minimise `surprise`, of shape
+    (2,). They are differentiable."""
     eta: Tensor = MostProbable.apply(parameters, infant)  # type: ignore[no-untyped-call]
     return eta
 
 
 class MostProbable(torch.autograd.Function):
-    """The optimum by Newton, its derivative by the implicit function theorem.
+    """Computes the optimum by Newton's method, and its derivative by the implicit function theorem.
 
     At the optimum d surprise / d eta = 0 for all parameters, so d eta / d parameters = -H^-1 M,
     with H the Hessian of `surprise` in eta and M its mixed derivative. Backward is itself
@@ -133,7 +133,7 @@ class MostProbable(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views, because eta depends on the parameters, and the theorem asks for partial
+            # These are views, because eta depends on the parameters, and the theorem needs partial
             # derivatives.
             parameters, eta = (saved.view_as(saved) for saved in ctx.saved_tensors)
             gradient = differentiate(surprise(ctx.infant, parameters, eta), eta)
@@ -143,7 +143,7 @@ class MostProbable(torch.autograd.Function):
 
 
 class Expansion(NamedTuple):
-    """`surprise` around one eta, to second order."""
+    """Is `surprise` around one eta, to second order."""
 
     value: Tensor
     gradient: Tensor
@@ -151,7 +151,7 @@ class Expansion(NamedTuple):
 
 
 def minimise_surprise(infant: Infant, parameters: Tensor) -> Tensor:
-    """Newton with step halving, from zero: a call then depends on nothing but its arguments,
+    """Run Newton's method with step halving, from zero. So a call depends only on its arguments,
     wherever it runs."""
     here = torch.zeros_like(parameters[:2])
     around = expand(infant, parameters, here)
@@ -188,8 +188,8 @@ def expand(infant: Infant, parameters: Tensor, eta: Tensor) -> Expansion:
 
 
 def downhill(around: Expansion) -> Tensor:
-    """Newton's step, with curvatures taken as positive: near an optimum they are, elsewhere the
-    step still descends."""
+    """Return Newton's step, with curvatures taken as positive. Near an optimum they are positive;
+    elsewhere the step still descends."""
     curvatures, directions = torch.linalg.eigh(around.hessian)
     slopes = torch.mv(directions.T, around.gradient)
     return -torch.mv(directions, slopes / curvatures.abs())
@@ -201,6 +201,6 @@ def differentiate(value: Tensor, point: Tensor) -> Tensor:
 
 
 def jacobian(values: Tensor, point: Tensor) -> Tensor:
-    """d values / d point, of shape (values, point): one row at a time, for a handful of rows is
-    quicker than vmap."""
+    """Return d values / d point, of shape (values, point). It is computed one row at a time, which
+    for a handful of rows is quicker than vmap."""
     return torch.stack([differentiate(value, point) for value in values])

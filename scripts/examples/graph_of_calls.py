@@ -1,5 +1,5 @@
-"""`Pool.submit`: a graph of calls that is handed over at once. What only calls ask for goes from
-worker to worker."""
+"""Shows `Pool.submit` with a graph of calls that is submitted at once. Values that only calls need
+go from worker to worker."""
 
 import time
 
@@ -23,7 +23,8 @@ def joined(left, right):
 
 
 def run(submit):
-    """The same program for both: `submit(function, *arguments)` gives a value or a future."""
+    """Run the same program in both ways: `submit(function, *arguments)` returns a value or a
+    future."""
     top = submit(torch.sin, x)
     # two branches side by side
     return submit(joined, submit(branch, top, 1), submit(branch, top, -1))
@@ -39,5 +40,5 @@ with mpgrad.Pool(2) as pool:
 
 right = run(lambda function, *arguments: function(*arguments))
 torch.testing.assert_close([value, ours], [right, *torch.autograd.grad(right, x)])
-print(f"4 calls handed over in {1e3 * handed_over:.1f} ms, before the first had ended")
+print(f"4 calls submitted in {1e3 * handed_over:.1f} ms, before the first had ended")
 print(f"value {value:.6f}, norm of the gradient {ours.norm():.6f}: as the serial program has them")

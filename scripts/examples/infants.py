@@ -1,8 +1,8 @@
-"""The infants of a population fit, read from a CSV file; data/README.md says what its columns are.
+"""Reads the infants of a population fit from a CSV file. data/README.md describes its columns.
 
-The model asks for logarithms of doses, weights and concentrations, and for a dose before every
-sample. A file that breaks such a rule would come out of a fit as a `nan` hours from its cause, so
-it is refused here, at the cell.
+The model needs logarithms of doses, weights and concentrations, and a dose before every sample. A
+file that breaks such a rule would show up in a fit as a `nan`, hours after its cause. So it is
+refused here, and the error names the cell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ("subject", "time_h", "dose_mg", "weight_kg", "apgar", "concentration_
 
 @dataclass(frozen=True)
 class Infant:
-    """What was done to one infant, and what was measured.
+    """Holds the doses and measurements of one infant.
 
     Arguments:
         subject: its number.
@@ -56,7 +56,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the file, which knows where it stands."""
+    """Is one line of the file, which knows its position."""
 
     path: Path
     number: int
@@ -89,7 +89,7 @@ class Line:
 
 
 class Event(NamedTuple):
-    """A dose (mg), or a sample with its concentration (mg/l); the other one is None."""
+    """Is a dose (mg), or a sample with its concentration (mg/l). The other one is None."""
 
     line: Line
     subject: int
@@ -101,7 +101,7 @@ class Event(NamedTuple):
 
 
 def read_infants(path: Path) -> list[Infant]:
-    """The infants of a data file, in the order of their first lines.
+    """Return the infants of a data file, in the order of their first lines.
 
     Raises:
         DataError: the file cannot be read, or breaks one of the rules above.
@@ -125,7 +125,7 @@ def read_infants(path: Path) -> list[Infant]:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All lines that are not empty, and the first one in any case."""
+    """Yield all lines that are not empty, and the first one in any case."""
     start = Line(path, 1, [])
     try:
         content = path.read_bytes()
@@ -176,7 +176,7 @@ def read_event(line: Line) -> Event:
 
 
 def infant_of(events: Sequence[Event]) -> Infant:
-    """One infant from its lines, in the order of the file."""
+    """Make one infant from its lines, in the order of the file."""
     first = events[0]
     for before, event in itertools.pairwise(events):
         check_succession(before, event)
@@ -210,7 +210,7 @@ def infant_of(events: Sequence[Event]) -> Infant:
 
 
 def check_succession(before: Event, event: Event) -> None:
-    """One infant's lines go forward in time, and agree on what it was born with."""
+    """Check that one infant's lines go forward in time, and agree on its weight and Apgar score."""
     if event.time < before.time:
         what = (
             f"earlier than line {before.line.number} ({event.time:g} after {before.time:g}); sort "

@@ -1,5 +1,5 @@
-"""`mpgrad.jacobian`: the derivative of every output of a simulation, rows and columns shared by the
-workers."""
+"""Shows `mpgrad.jacobian`: the derivative of every output of a simulation, with rows and columns
+shared by the workers."""
 
 import time
 

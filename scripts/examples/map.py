@@ -1,5 +1,5 @@
-"""`Pool.map`: one model of how springs swing, fitted to series of different lengths. Compared with
-the serial loop."""
+"""Shows `Pool.map` with one model of how springs swing, fitted to series of different lengths, and
+compares it with the serial loop."""
 
 import time
 
@@ -9,7 +9,7 @@ import mpgrad
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # as each worker has
-# shared by all series; the function reaches it, nobody passes it
+# It is shared by all series. The function captures it, so it is not an argument.
 stiffness = torch.tensor(2.0, requires_grad=True)
 # ragged: they cannot be batched
 starts = [torch.randn(1 + n % 5, requires_grad=True) for n in range(16)]

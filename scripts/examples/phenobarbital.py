@@ -1,5 +1,5 @@
-"""A population fit on real data: phenobarbital in 59 newborns, whose objectives are mapped over a
-pool.
+"""Fits a population model to real data: phenobarbital in 59 newborns, whose objectives are mapped
+over a pool.
 
     infants ──► pool.map(objective) ──► 59 scalars ──► sum ──► backward ──► BFGS ──► six estimates
                      ▲ each with its own Newton optimum inside                │
@@ -67,7 +67,7 @@ GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in anoth
 # in every scaled parameter; the objective is then within 1e-9 of its minimum
 GRADIENT_ENOUGH = 1e-4
 ENGINES = ("process", "thread", "inline", "ray")
-TAKEN = 0.25  # CPUs that others may take before it is worth a remark
+TAKEN = 0.25  # CPUs that other programs may use without a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -90,7 +90,7 @@ class Fit(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Evaluations of two loops at the same parameters, measured in turns."""
+    """Holds evaluations of two loops at the same parameters, measured in turns."""
 
     serial: list[Evaluation]
     pool: list[Evaluation]
@@ -100,8 +100,8 @@ class Comparison(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """The median over rounds of serial to pool time; the two halves of a round share the
-        machine's mood."""
+        """Return the median over rounds of serial time over pool time. Noise of the machine affects
+        both halves of a round."""
         return statistics.median(one.seconds / other.seconds for one, other in self.rounds)
 
     @property
@@ -114,10 +114,11 @@ class Comparison(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """What a reader has to know who would take the speed-up for that of a quiet machine."""
+        """Return a remark if other programs were so busy that the speed-up is not that of a quiet
+        machine."""
         taken = statistics.median(self.taken)
         return (
-            f"(others used {taken:.1f} CPUs meanwhile: more on a quiet machine)"
+            f"(other programs used {taken:.1f} CPUs: more on a quiet machine)"
             if taken > TAKEN
             else ""
         )
@@ -131,8 +132,8 @@ def serial(function: Callable[[Infant], Tensor], infants: Sequence[Infant]) -> S
 
 
 def evaluate(loop: Loop, infants: Sequence[Infant], parameters: Tensor) -> Evaluation:
-    """The objective over all infants, and its gradient in the scaled parameters, which the mapped
-    function captures."""
+    """Return the objective over all infants, and its gradient in the scaled parameters, which the
+    mapped function captures."""
     parameters = parameters.detach().requires_grad_()
     began = time.perf_counter()
     total = torch.stack(tuple(loop(partial(objective, parameters=parameters), infants))).sum()
@@ -253,7 +254,7 @@ def median_seconds(evaluations: Sequence[Evaluation]) -> float:
 
 
 def complaints(fitted: Fit, comparison: Comparison, with_nonmem: bool) -> Iterator[str]:
-    """What is wrong with the result; nothing, usually."""
+    """Yield the faults of the result. Usually there are none."""
     if fitted.complaint:
         yield f"the optimiser stopped early ({fitted.complaint})"
     differences = {"largest gradient": (comparison.gradient_difference, GRADIENT_TOLERANCE)}
@@ -461,7 +462,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def file_to_write(text: str) -> Path:
-    """Refused now rather than after the fit."""
+    """Return the path of a file that can be written. A wrong path is refused now rather than after
+    the fit."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")

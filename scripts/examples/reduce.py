@@ -1,5 +1,5 @@
-"""`Pool.map_reduce` and `Pool.reduce`: a log-likelihood summed by the workers, and two folds side
-by side."""
+"""Shows `Pool.map_reduce` and `Pool.reduce`: a log-likelihood that the workers sum, and two folds
+side by side."""
 
 import torch
 

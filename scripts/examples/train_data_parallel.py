@@ -1,5 +1,5 @@
-"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over
-gloo.
+"""Trains one model in three ways: in one process, with `mpgrad.nn.DataParallel`, and with
+DistributedDataParallel over gloo.
 
 PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with
 its own copy of the model, gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves
@@ -67,7 +67,7 @@ BRIGHTEST = 16.0  # of a pixel
 TO_END = 30.0  # seconds that a process has for it
 RATE, MOMENTUM = 0.05, 0.9  # rate for the mean over a batch: the sum's is divided by its size
 Record = dict[str, Any]
-Losses = list[float]  # one a batch, each summed over the batch's images
+Losses = list[float]  # one per batch, each summed over the batch's images
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def load_images() -> Digits:
 
 
 def network(width: int) -> nn.Module:
-    """The same parameters whenever and wherever it is called."""
+    """Return a network with the same parameters whenever and wherever it is called."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
@@ -137,7 +137,7 @@ def network(width: int) -> nn.Module:
 
 
 class Share(NamedTuple):
-    """The part of each batch that a process trains on, and what its loss is multiplied by before
+    """Holds the part of each batch that a process trains on, and the factor of its loss before
     backward."""
 
     part: int = 0
@@ -147,8 +147,8 @@ class Share(NamedTuple):
 
 @dataclass
 class Training:
-    """A model with its optimizer. All ways run this code; they differ in the model, and in the
-    share of a batch."""
+    """Holds a model with its optimizer. All ways run this code. They differ in the model, and in
+    the share of a batch."""
 
     model: nn.Module
     digits: Digits
@@ -161,7 +161,7 @@ class Training:
     def epoch(self, number: int) -> Losses:
         losses = []
         for rows in torch.split(shuffled(len(self.digits.labels), number), self.plan.batch):
-            # maybe none of a short last batch: a sum over nothing
+            # possibly no image of a short last batch, whose sum is zero
             own = rows.tensor_split(self.share.parts)[self.share.part]
             self.optimizer.zero_grad()
             logits = self.model(self.digits.images[own])
@@ -215,7 +215,7 @@ def over_workers(digits: Digits, plan: Plan, perturb: float) -> Iterator[Way]:
 def processes(
     run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
 ) -> Iterator[list[Connection[Any, Any]]]:
-    """One for each `arguments`; `run` gets its end of the pipe behind them."""
+    """Start one process for each `arguments`. `run` gets its end of the pipe after them."""
     spawning = torch.multiprocessing.get_context("spawn")
     connections: list[Connection[Any, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -259,7 +259,7 @@ def received(connection: Connection[Any, Any]) -> Any:
 
 @contextlib.contextmanager
 def over_ranks(digits: Digits, plan: Plan) -> Iterator[Way]:
-    """Each rank answers an epoch's number with its losses."""
+    """Run ranks, each of which answers an epoch's number with its losses."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [(rank, digits, plan, f"{folder}/rendezvous") for rank in range(plan.processes)]
         with processes(run_rank, ranks) as connections:
@@ -280,7 +280,7 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    # else gloo looks up the host's name, which need not have an address
+    # otherwise gloo looks up the host's name, which may have no address
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.processes
@@ -307,7 +307,7 @@ def run_rank(
 class Result:
     way: Way
     losses: Losses
-    seconds: list[float]  # one an epoch
+    seconds: list[float]  # one per epoch
     accuracy: float = 0.0
 
     def record(self, one: Result, gloo: Result) -> Record:
@@ -329,7 +329,7 @@ class Result:
 
 
 def largest_difference(found: Losses, expected: Losses) -> float:
-    """Relative; infinite where a loss is not a number in either."""
+    """Return the largest relative difference, which is infinite if any loss is not a number."""
     pairs = torch.tensor([found, expected], dtype=torch.float64)
     relative = (pairs[0] - pairs[1]).abs() / pairs[1].abs()
     return float(relative.nan_to_num(nan=float("inf")).max())

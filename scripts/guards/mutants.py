@@ -38,8 +38,8 @@ class Mutant(NamedTuple):
 
 
 def mutants_in(text: str) -> list[Mutant]:
-    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # is for
-    people."""
+    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # begins
+    a comment."""
     found = []
     for paragraph in text.split("\n\n"):
         lines = [line for line in paragraph.splitlines() if line[:2] in ("- ", "+ ", "? ")]
@@ -50,7 +50,7 @@ def mutants_in(text: str) -> list[Mutant]:
 
 
 class Found(NamedTuple):
-    """What became of a mutant: killed, survived, or not found."""
+    """Describes the outcome of a mutant: killed, survived, or not found."""
 
     outcome: str
     file: str
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 def copy_of(tree: Path, folder: Path) -> Path:
-    """Copy what git tracks, links as links: mpgrad/workers is one."""
+    """Copy the files that git tracks, and copy links as links, such as mpgrad/workers."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
     ).stdout
@@ -77,12 +77,12 @@ def sources(tree: Path) -> list[Path]:
 
 
 def places(tree: Path, text: str) -> list[Path]:
-    """The file of each occurrence of a text."""
+    """Return the file of each occurrence of a text."""
     return [file for file in sources(tree) for _ in range(file.read_text().count(text))]
 
 
 def plant(tree: Path, mutant: Mutant) -> Path | None:
-    """Replace the text; the file, or None where there is not one such place."""
+    """Replace the text. Return the file, or None unless the text appears exactly once."""
     found = places(tree, mutant.old)
     if len(found) != 1:
         return None
@@ -91,7 +91,7 @@ def plant(tree: Path, mutant: Mutant) -> Path | None:
 
 
 def run_tests(tree: Path, tests: Sequence[str], seconds: float) -> str:
-    """Run tests until one fails: its name, or "" if all pass."""
+    """Run tests until one fails. Return its name, or "" if all pass."""
     names = [f"tests/{test}" for test in tests]
     command = [
         sys.executable,

@@ -3,8 +3,8 @@
     python scripts/guards/planted_faults.py [--only WORD ...] [--histories 10000]
 
 The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of
-tests. Each runs in a copy of what git tracks. Printed is after how many histories it was found, and
-by which check. The exit code is 1 if one is not found.
+tests. Each runs in a copy of what git tracks. The script prints after how many histories the fault
+was found, and by which check. The exit code is 1 if one is not found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOUND = re.compile(r"found within (\d+) histories.*\n([^:\n]*)")
 
 
 def found_by(fault: Mutant, histories: int, tree: Path) -> tuple[bool, str]:
-    """Whether the simulation finds it, and that in words."""
+    """Return whether the simulation finds the fault, and a description."""
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of(tree, Path(folder))
         if plant(copy, fault) is None:

@@ -4,8 +4,8 @@
 
 A seed makes a program against the public interface: options of a pool, steps that use what earlier
 steps have made, and derivatives. Most programs compute with whole numbers in float64. Sums of these
-are exact, so the order in which gradients are added does not matter, and the serial loop must give
-the same bits too. Other programs compute with real numbers, and only what docs/guarantees.md
+are exact, so the order in which gradients are added does not matter, and the serial loop must also
+give the same bits. Other programs compute with real numbers, and only what docs/guarantees.md
 promises bit for bit: a deterministic pool, where each item uses a capture once.
 
 Each version has one process for all programs, with its tree as PYTHONPATH (`--serve`). It reads
@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 SHAPES = [(), (1,), (3,), (2, 3), (4, 1), (0,), (2, 1, 2)]
 
 
-# --- what the pool is asked to run
+# --- the functions that the pool runs
 
 
 class Square(torch.autograd.Function):
@@ -186,7 +186,7 @@ class Future:
 
 
 class AncestorFailedError(Exception):
-    """Stands for mpgrad's error of this name."""
+    """Replaces mpgrad's error of this name."""
 
 
 class Loop:
@@ -356,7 +356,7 @@ class Program:
         self.attempt(label, self.choose.choice([collected, added]))
 
     def graph(self, label: str) -> None:
-        """Run calls that take futures; the values are asked for early, late or never."""
+        """Run calls that take futures; the values are read early, late or never."""
         choose, made = self.choose, [*self.some(2)]
         futures: list[Any] = []
         for _ in range(choose.randrange(2, 7)):

@@ -22,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "simulation"))
 
 from history import Fault, History, fault_in, in_words, program_of, shortest
 
-AT_ONCE = 500  # histories, between two looks whether somebody else has found a fault
+AT_ONCE = 500  # histories, between two checks whether another process has found a fault
 
 
 def faulty_seed(seeds: range) -> int | None:
-    """The first of these seeds whose history has a fault."""
+    """Return the first of these seeds whose history has a fault."""
     return next((seed for seed in seeds if fault_in(program_of(seed)) is not None), None)
 
 
 def looked_at(seeds: range, processes: int) -> Iterator[tuple[int, int | None]]:
-    """How many histories have been checked so far, and the first seed with a fault among the last
-    ones."""
+    """Yield how many histories have been checked so far, and the first seed with a fault among the
+    last ones."""
     parts = [seeds[start : start + AT_ONCE] for start in range(0, len(seeds), AT_ONCE)]
     counts = itertools.accumulate(map(len, parts))
     if processes == 1:
@@ -43,7 +43,7 @@ def looked_at(seeds: range, processes: int) -> Iterator[tuple[int, int | None]]:
 
 
 def replay(seed: int) -> int:
-    """Print one history; 1 if it has a fault."""
+    """Print one history. Return 1 if it has a fault."""
     history = History(program_of(seed), listens=True)
     fault: Fault | None = fault_in(program_of(seed))
     if fault is not None:

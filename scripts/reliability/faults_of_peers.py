@@ -1,5 +1,5 @@
-"""What worker pools do when something goes wrong: mpgrad and its peers under the same faults, by
-the same code.
+"""Compares what mpgrad and its peers do when something goes wrong, with the same faults and the
+same code.
 
 Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky.
 All run as they come: their own start method, chunks and number of retries. Each fault gets a fresh
@@ -41,17 +41,18 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules 
 
 from common import at_least_1, print_surroundings, surroundings
 
-# mpgrad is imported only where it is the peer: what the others do must not depend on it
+# mpgrad is imported only if it is the peer, because the behaviour of the others must not depend on
+# it.
 
 EPILOG = "exit status: 0 if everything was measured, whatever was found, 2 for wrong arguments"
 
 PROCESSES = 2
 ITEMS = 20
-VICTIM = 7  # the item that something happens to
+VICTIM = 7  # the item that the fault hits
 CALL = 0.02  # seconds
-BUSY_CALL = 5.0  # after the caller's end, for workers that finish what they are at
+BUSY_CALL = 5.0  # after the caller's end, for workers that finish their calls
 LONG_CALL = 60.0  # beyond every limit
-TIME_LIMIT = 1.0  # of a call, where there is one
+TIME_LIMIT = 1.0  # of a call, if the peer has a limit
 AFTER_BEGINNING = 0.5  # seconds from the beginning of a call to its worker's end
 PATIENCE = 20.0  # seconds for workers to go after the end of their caller
 START_LIMIT = 60.0  # seconds
@@ -66,8 +67,8 @@ class Peer(Protocol):
     def map(
         self, function: Callable[[Any], Any], items: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
-        """Results, or an error once a limit is exceeded: that of a call if the peer has one, else
-        that of the wait."""
+        """Return results, or raise an error when a limit is exceeded. The limit is that of a call
+        if the peer has one, and otherwise that of the wait."""
         ...
 
     def close(self) -> None: ...
@@ -100,8 +101,8 @@ class Executor:
 
 
 class Joblib:
-    """Every map is a `Parallel` of its own, which takes the workers of the one before, or new ones
-    if those are broken."""
+    """Runs every map as a separate `Parallel`, which uses the workers of the one before, or new
+    ones if those are broken."""
 
     def __init__(self) -> None:
         self._joblib = importlib.import_module("joblib")
@@ -141,7 +142,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
 }
 
 
-# --- what workers run; a folder is where they leave word
+# --- what workers run; they write their reports into a folder
 
 
 def doubled(item: Item) -> Tensor:
@@ -184,8 +185,8 @@ def endless(folder: Path, item: Item) -> Tensor:
 
 
 class TwoPartsError(Exception):
-    """Can be pickled, but not loaded again: pickle calls the class with one argument. Nothing
-    unusual in a library."""
+    """Can be pickled, but not loaded, because pickle calls the class with one argument. Libraries
+    have such classes."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"code {code}, {detail}")
@@ -200,7 +201,7 @@ def raising(item: Item) -> Tensor:
 def busy(folder: Path, item: int) -> None:
     leave_word(folder, f"busy-{item}")
     ends = time.monotonic() + BUSY_CALL
-    # computes, as a worker does that has no time to look whether its caller is there
+    # It computes, like a worker that has no time to check whether its caller is alive.
     while time.monotonic() < ends:
         pass
 
@@ -217,7 +218,7 @@ def word(folder: Path, name: str) -> int:
     return int((folder / name).read_text())
 
 
-# --- the faults: each gives what came of it
+# --- the faults: each returns a description of the outcome
 
 
 def numbered() -> list[Item]:
@@ -300,7 +301,7 @@ def cannot_be_loaded(peer: Peer, folder: Path) -> str:
 
 
 def caller_killed(peer: Peer, folder: Path) -> str:
-    """Who watches is told what the caller has started."""
+    """Report the processes that the caller has started to the watching process."""
     function = functools.partial(busy, folder)
     threading.Thread(target=peer.map, args=(function, range(PROCESSES)), daemon=True).start()
     for number in range(PROCESSES):
@@ -337,7 +338,7 @@ FAULTS = {
 
 
 def run_case(fault: str, name: str, folder: str) -> int:
-    """In a fresh process: what came of the fault."""
+    """Run a fault in a fresh process, and print the outcome."""
     torch.set_num_threads(1)
     peer = PEERS[name]()
     peer.map(doubled, numbered())
@@ -380,7 +381,7 @@ def said(file: Path) -> list[str]:
 
 
 def waited(seconds: float, until: Callable[[], bool]) -> bool:
-    """Whether it came true in time."""
+    """Return whether the condition became true in time."""
     ends = time.monotonic() + seconds
     while not until():
         if time.monotonic() > ends:
@@ -400,7 +401,7 @@ def seconds_until_gone(pids: Iterable[int]) -> str:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """What several trials gave."""
+    """Join the outcomes of several trials."""
     counts = collections.Counter(texts)
     if len(counts) == 1:
         return texts[0]

@@ -1,4 +1,4 @@
-"""A small model is trained in a pool whose workers are hurt all the time; then again in one whose
+"""Trains a small model in a pool whose workers are hurt all the time, and then in a pool whose
 workers are left alone.
 
 Every step maps an encoder over ragged items and a head over what came out, with dropout; every few
@@ -62,7 +62,7 @@ ITEMS = 24  # in a step
 KEPT = 60  # items in all
 FEATURES, HIDDEN = 6, 16
 LENGTHS = (3, 60)  # of most items, which are inline in a message
-LONG = 1200  # of a few, which lie in shared memory
+LONG = 1200  # of a few, which are stored in shared memory
 SECOND_ORDER_EVERY = 4  # steps
 # steps, after which memory, descriptors and threads are first looked at, and injuries begin
 WARM_UP = 5
@@ -72,7 +72,7 @@ INJURIES = {"kill": 0.85, "stop": 0.05, "slow": 0.10}  # how likely each is
 SHARE_OF_BURSTS = 0.1  # of the gaps between injuries are next to nothing
 BURST_GAP = 1e-3  # seconds
 LONGEST_SLOW = 0.2  # seconds
-PATIENCE = 10.0  # seconds for all workers to be there again
+PATIENCE = 10.0  # seconds for all workers to run again
 
 MIB = 2**20
 Record = dict[str, Any]
@@ -82,8 +82,8 @@ Record = dict[str, Any]
 
 
 class Model(nn.Module):
-    """Both halves are captures of what is mapped: their parameters get gradients from every
-    item."""
+    """Both halves are captures of the mapped functions, so their parameters get gradients from
+    every item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,8 @@ def data() -> list[tuple[Tensor, float]]:
 
 
 class Training:
-    """The same steps each time: all that is random comes from the number of the step."""
+    """Runs the same steps each time, because all random numbers depend only on the number of the
+    step."""
 
     def __init__(self, pool: mpgrad.Pool) -> None:
         torch.manual_seed(0)
@@ -152,7 +153,7 @@ def mark_of(model: nn.Module) -> str:
 
 
 def perturb(model: nn.Module) -> None:
-    """By as little as there is: the comparison has to notice."""
+    """Change a parameter by the smallest possible amount, which the comparison has to notice."""
     with torch.no_grad():
         entry = next(model.parameters()).view(-1)[:1]
         entry.copy_(torch.nextafter(entry, torch.full_like(entry, math.inf)))
@@ -169,7 +170,7 @@ class Slowed(NamedTuple):
 
 @dataclass
 class Harm:
-    """What was done to the workers."""
+    """Counts the injuries of the workers."""
 
     kills: int = 0
     stops: int = 0
@@ -179,8 +180,8 @@ class Harm:
 class Tormentor:
     """A thread that hurts the pool's workers until it has killed enough, or is told to stop.
 
-    Its random numbers are its own, so that training does not depend on it. What becomes of the pool
-    it sees in `Pool.stats`.
+    It has its own random numbers, so that training does not depend on it. It reads the state of the
+    pool from `Pool.stats`.
     """
 
     def __init__(self, pool: mpgrad.Pool, plan: Plan) -> None:
@@ -200,7 +201,7 @@ class Tormentor:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Raises: what went wrong in the thread."""
+        """Raise the error of the thread, if there was one."""
         self._over.set()
         self._thread.join()
         if self._error is not None:
@@ -211,8 +212,8 @@ class Tormentor:
         return not self._thread.is_alive()
 
     def all_deaths_seen(self) -> bool:
-        """After the end: whether the pool knows of all deaths, also of those that only a timeout
-        brings to light."""
+        """Return whether the pool, after its end, knows of all deaths, including those that only a
+        timeout shows."""
         self._look()
         return not self._doomed
 
@@ -272,7 +273,7 @@ class Tormentor:
         released = [slowed for slowed in self._slowed if whom(slowed)]
         self._slowed = [slowed for slowed in self._slowed if slowed not in released]
         for slowed in released:
-            with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it was killed before
                 if wake:
                     signal.pidfd_send_signal(slowed.descriptor, signal.SIGCONT)
             os.close(slowed.descriptor)
@@ -311,7 +312,7 @@ def held(pid: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is done."""
+    """Holds the sizes and limits of a run."""
 
     processes: int = 4
     seconds: float = math.inf  # of injuries
@@ -328,7 +329,7 @@ QUICK = Plan(seconds=20, kills=20, gap=0.15, timeout=0.5, hang=30)
 
 
 class Held(NamedTuple):
-    """What a run holds at a moment between two steps."""
+    """Holds the resources of a run at a moment between two steps."""
 
     parent_bytes: int
     workers_bytes: int
@@ -375,7 +376,7 @@ def held_by(pool: mpgrad.Pool, plan: Plan) -> Held:
 
 
 def injured(plan: Plan) -> Run:
-    """Until enough workers have been hurt for long enough."""
+    """Run until enough workers have been hurt for long enough."""
     run = Run()
     with started(plan) as pool, watched(run, pool):
         training = Training(pool)
@@ -435,24 +436,25 @@ def take_steps(run: Run, training: Training, plan: Plan, enough: Callable[[], bo
 
 @contextlib.contextmanager
 def watched(run: Run, pool: mpgrad.Pool) -> Iterator[None]:
-    """Note what a run ends with, also one that ends before its time: a hang, or an error that no
+    """Note the end of a run, even of a run that ends early with a hang or with an error that no
     step should raise."""
     try:
         yield
     except Exception as error:
-        # the pool's own error is a TimeoutError too, of a call that was given up
+        # the pool's own error is also a TimeoutError, of a call that was given up
         run.hangs = int(
             isinstance(error, TimeoutError) and not isinstance(error, mpgrad.CallTimeoutError)
         )
         run.error = f"{type(error).__name__} in step {len(run.marks)}: {error}"
         traceback.print_exc()
-        faulthandler.dump_traceback(all_threads=True)  # what the pool's thread was at
+        faulthandler.dump_traceback(all_threads=True)  # shows what the pool's thread was doing
     stats = pool.stats()
     run.deaths, run.reruns = stats.deaths, stats.reruns
 
 
 def first_difference(marks: Sequence[str], others: Sequence[str]) -> int | None:
-    """The first step after which two runs have other parameters; None for none."""
+    """Return the first step after which the parameters of two runs differ; None if there is
+    none."""
     for number, (one, other) in enumerate(zip(marks, others, strict=False)):
         if one != other:
             return number

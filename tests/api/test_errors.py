@@ -144,7 +144,7 @@ def test_what_mpgrad_itself_raises_shows_where(pool2: mpgrad.Pool) -> None:
     with pytest.raises(TypeError) as caught:
         pool2.map(abs, [1], chunksize="two")
     assert count_of_own(caught.value) > 1
-    with pytest.raises(TypeError, match="the result cannot be carried") as caught:
+    with pytest.raises(TypeError, match="the result cannot be sent") as caught:
         pool2.map(lambda x: (each for each in ()), [1])
     assert os.path.join(OWN_FOLDER, "workers") in str(caught.value.__cause__)
 

@@ -334,7 +334,7 @@ def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
 def test_what_cannot_be_carried_is_refused_by_name(
     pool: mpgrad.Pool, make: Callable[[], torch.Tensor], reason: str
 ) -> None:
-    tensor, cannot = make(), "(holds a tensor that )?cannot be carried"
+    tensor, cannot = make(), "(holds a tensor that )?cannot be sent"
     with pytest.raises(TypeError, match=rf"item 1 {cannot}.*{reason}"):
         pool.map(lambda x: x, [torch.ones(1), tensor])
     with pytest.raises(TypeError, match=rf"the function {cannot}.*{reason}"):
@@ -344,7 +344,7 @@ def test_what_cannot_be_carried_is_refused_by_name(
 
 def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> None:
     with pytest.raises(
-        TypeError, match=r"the result holds a tensor that cannot be carried.*_mkldnn"
+        TypeError, match=r"the result holds a tensor that cannot be sent.*_mkldnn"
     ) as caught:
         pool.map(lambda x: x.to_mkldnn() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
     assert any("item 1" in note for note in caught.value.__notes__)

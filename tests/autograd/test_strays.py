@@ -413,7 +413,7 @@ def test_the_oracle_sees_what_pickling_loses(
         (
             without,
             items(),
-            r"gradient of a leaf that is neither input nor capture \(.*: the pool gave None",
+            r"gradient of a leaf that is not an input or a capture \(.*: the pool returned None",
         ),
         (call, [(without, x) for x in items()], "the pickling of WithoutGrad leaves out"),
     ]

@@ -317,7 +317,7 @@ def test_a_function_without_forward_derivative(where: mpgrad.Pool | None) -> Non
     c = tensor()
     expected = functional.jacobian(fn, c)
     with pytest.warns(
-        UserWarning, match="fn does not .* batched forward mode .*batched rows took the place"
+        UserWarning, match="fn does not .* batched forward mode .*used batched rows instead"
     ) as said:
         assert_equal(jacobian(fn, c, pool=where), expected)
     assert len(said) == 1 and said[0].filename == __file__
@@ -340,17 +340,17 @@ def test_a_function_without_batching_rule(where: mpgrad.Pool | None) -> None:
     expected = functional.jacobian(fn, c)
     with pytest.warns(
         UserWarning,
-        match="batched rows .*one row at a time took the place; mode='reverse' goes there at once",
+        match="batched rows .*used one row at a time instead; mode='reverse' uses this at once",
     ):
         assert_equal(jacobian(fn, c, pool=where), expected, exact=True)
     with pytest.raises(
         NotImplementedError,
-        match=r"fn does not go along with mode 'batched': batched rows \(RuntimeError: ",
+        match=r"fn does not support mode 'batched': batched rows \(RuntimeError: ",
     ):
         jacobian(fn, c, mode="batched", pool=where)
     with pytest.warns(
         UserWarning,
-        match="batched forward mode .* nor with forward mode, one .* nor with batched rows",
+        match="batched forward mode .* nor forward mode, one .* nor batched rows",
     ):
         jacobian(lambda c: fn(c).repeat(9), c, pool=where)
 
@@ -380,7 +380,8 @@ def test_forward_one_column_at_a_time(where: mpgrad.Pool | None) -> None:
     c = tensor(2)
     expected = functional.jacobian(NoBatches.apply, c)
     with pytest.warns(
-        UserWarning, match="one column at a time took the place; mode='forward' goes there"
+        UserWarning,
+        match="used forward mode, one column at a time instead; mode='forward' uses this",
     ):
         assert_equal(jacobian(NoBatches, c, mode="forward", pool=where), expected)
     assert_equal(
@@ -392,12 +393,12 @@ def test_products_without_forward_derivative(where: mpgrad.Pool | None) -> None:
     c, v = tensor(3), tensor(3, seed=1)
     with pytest.warns(
         UserWarning,
-        match=r"apply does not go along with forward mode \(.*\); two backwards took the place",
+        match=r"apply does not support forward mode \(.*\); mpgrad used two backwards instead",
     ):
         assert_equal(jvp(OldSine, c, v, pool=where), (c.sin(), c.cos() * v))
     with pytest.warns(
         UserWarning,
-        match="the gradient of .* forward over reverse .*; reverse over reverse took the place",
+        match="the gradient of .* forward over reverse .*; mpgrad used reverse over reverse",
     ):
         assert_equal(
             hvp(lambda c: OldSine.apply(c).sum(), c, v, pool=where), (c.sin().sum(), -c.sin() * v)

@@ -87,12 +87,12 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
     c, x = leaf(), leaf(3)
     results = pool2.map(lambda x: x * c, [x, x * 2])
     cases: list[tuple[Any, Any, Any, str]] = [
-        ([x], c, None, r"results\[0\] is not a tensor as a pool returned it.*it is: Tensor"),
+        ([x], c, None, r"results\[0\] is not an unchanged result of a pool.*it is: Tensor"),
         (
             [results[0] * 2],
             c,
             None,
-            r"results\[0\] is not a tensor as a pool returned it.*it is: Tensor",
+            r"results\[0\] is not an unchanged result of a pool.*it is: Tensor",
         ),
         (results, c, None, r"results\[0\] has several elements.*shape: \(3,\)"),
         (results, x, [torch.ones(3), torch.ones(3)], r"an input for results\[1\] is neither"),
@@ -145,5 +145,7 @@ def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> No
 def test_a_complex_result_has_no_implied_gradient(pool2: mpgrad.Pool) -> None:
     x = torch.ones(1, dtype=torch.complex64, requires_grad=True)
     results = pool2.map(lambda x: x * 2, [x])
-    with pytest.raises(ValueError, match=r"results\[0\] is complex, and no grad_outputs says"):
+    with pytest.raises(
+        ValueError, match=r"results\[0\] is complex, so its gradient must be passed"
+    ):
         mpgrad.per_item_grad(results, x)

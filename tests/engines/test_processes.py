@@ -32,6 +32,7 @@ from mpgrad.engines.launch import (
     SpawnLauncher,
     is_python,
     process_launcher,
+    program,
 )
 from mpgrad.environment import InheritedState, inherited, take_over
 from mpgrad.system import PORTABLE
@@ -519,9 +520,9 @@ def test_a_program_that_is_no_python_is_not_started_again_and_again(
     (tmp_path / "main.py").write_text(main)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     expected = (
-        f"this program's is none (executable: {str(program) if name else ''!r})"
+        f"this program's executable is not one (executable: {str(program) if name else ''!r})"
         if name
-        else "is none (executable: '')"
+        else "is not one (executable: '')"
     )
     assert expected in done.stdout and 'use context="fork"' in done.stdout and done.stderr == ""
     assert (tmp_path / "starts").read_text().count("started") == starts
@@ -725,3 +726,18 @@ def test_first_use_after_the_main_thread_has_ended(use: str) -> None:
     imported before."""
     done = run(LATE.format(use=use))
     assert (done.stdout, done.stderr) == ("[1, 2]\n", "")
+
+
+def test_pytorchs_warning_of_a_missing_numpy_is_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "warning.py").write_text(
+        "import warnings\n"
+        "warnings.warn('Failed to initialize NumPy: No module named numpy')\n"
+        "warnings.warn('another')\n"
+        "def main(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert program("warning", "main").wait(20) == 0
+    warned = capfd.readouterr().err
+    assert "another" in warned and "NumPy" not in warned

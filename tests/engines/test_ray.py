@@ -382,7 +382,7 @@ def test_an_autoscaler_adds_nodes_and_removes_them() -> None:
         faulthandler.cancel_dump_traceback_later()
         command = [sys.executable, "-c", code, address]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    refused = "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"
+    refused = "no node of the cluster has room for a worker; free some CPUs, or set `processes`"
     assert ended.stdout.splitlines() == [refused, "[6.0, 6.0, 6.0, 6.0, 6.0] 3", "released"], (
         ended.stderr[-3000:]
     )

@@ -459,7 +459,7 @@ def test_a_future_that_failed_before_it_was_sent() -> None:
             executor.submit(abs, future).result()
         assert caught.value.__cause__ is future.exception()
         with pytest.raises(
-            TypeError, match="item 0 cannot be carried to or from a worker: cannot pickle"
+            TypeError, match="item 0 cannot be sent to or from a worker: cannot pickle"
         ):
             future.result()
         with pytest.raises(TypeError, match="the function must be callable"):

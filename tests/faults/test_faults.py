@@ -170,15 +170,15 @@ def test_unpicklable_functions_items_and_results(pool: mpgrad.Pool) -> None:
     numbers = iter(k for k in range(3))
     with pytest.raises(
         TypeError,
-        match=r"the function cannot be carried to or from a worker: cannot pickle 'generator'",
+        match=r"the function cannot be sent to or from a worker: cannot pickle 'generator'",
     ):
         pool.map(lambda x: numbers, [1])
     with pytest.raises(
-        TypeError, match=r"item 2 cannot be carried to or from a worker: cannot pickle 'generator'"
+        TypeError, match=r"item 2 cannot be sent to or from a worker: cannot pickle 'generator'"
     ):
         pool.map(abs, [1, 2, numbers])
     with pytest.raises(
-        TypeError, match="the result cannot be carried to or from a worker: cannot pickle"
+        TypeError, match="the result cannot be sent to or from a worker: cannot pickle"
     ) as caught:
         pool.map(lambda k: (j for j in range(k)) if k else k, [0, 1])
     assert any("item 1" in note and "phase: result" in note for note in caught.value.__notes__)
@@ -205,18 +205,16 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
         pool.map(abs, [1, Refuses(error)])
     assert caught.value is error and error.__cause__ is None
     # the last one: from Python 3.14 on, pickle adds notes of its own
-    assert error.__notes__[-1] == "item 1 cannot be carried to or from a worker"
+    assert error.__notes__[-1] == "item 1 cannot be sent to or from a worker"
     with pytest.raises(RuntimeError, match="no function") as caught:
         pool.map(functools.partial(abs, Refuses(RuntimeError("no function"))), [1])
-    assert (
-        caught.value.__notes__[-1] == "the function cannot be carried to or from a worker (args[0])"
-    )
+    assert caught.value.__notes__[-1] == "the function cannot be sent to or from a worker (args[0])"
     # it must not be taken for the end of the items
     results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])
     assert next(results) == 1
     with pytest.raises(
         pickle.PicklingError,
-        match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)",
+        match=r"item 1 cannot be sent to or from a worker: StopIteration\(3\)",
     ):
         next(results)
     works(pool)
@@ -242,7 +240,7 @@ def test_a_result_that_cannot_be_carried_is_a_maybe_encoding_error(pool: mpgrad.
         ),
     ):
         with pytest.raises(
-            multiprocessing.pool.MaybeEncodingError, match=r"the result .*cannot be carried"
+            multiprocessing.pool.MaybeEncodingError, match=r"the result .*cannot be sent"
         ) as caught:
             pool.map(fn, [1])
         assert isinstance(caught.value, pickle.PicklingError) and isinstance(

@@ -47,8 +47,8 @@ import faulthandler, gc, logging, os, resource, sys, time
 faulthandler.dump_traceback_later(50, exit=True)
 import torch, mpgrad
 
-# these tiny calls do cost more to send
-logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
+# these tiny calls are too cheap
+logging.getLogger("mpgrad").addFilter(lambda record: "too cheap for" not in str(record.msg))
 MIB = 1 << 20
 
 def works(pool):

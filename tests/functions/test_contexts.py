@@ -1042,7 +1042,7 @@ def test_the_first_failing_call_is_raised_when_all_have_ended() -> None:
     assert not ended.is_set()  # the late one had its turn
     assert caught.value.args == ("x", 3)
     assert notes(caught.value) == [
-        "raised in call 1, phase: forward; call 3 failed too (KeyError: ('x', 3))"
+        "raised in call 1, phase: forward; call 3 failed (KeyError: ('x', 3))"
     ]
 
 
@@ -1053,7 +1053,7 @@ def test_a_failing_backward_is_named() -> None:
     )
     with pytest.raises(ZeroDivisionError) as caught:
         sum(each.sum() for each in outputs).backward()
-    expected = "raised in call 1, phase: backward; call 2 failed too (RuntimeError: Function Picky"
+    expected = "raised in call 1, phase: backward; call 2 failed (RuntimeError: Function Picky"
     assert notes(caught.value)[0].startswith(expected)
     assert x.grad is None
 
@@ -1247,6 +1247,6 @@ def test_in_a_pool_all_calls_end_before_the_first_error_is_raised(
         map_with_parallel_backward(Fails, (x, 0), (x, 1), pool=pool2)
     assert (tmp_path / "1").exists()
     assert (
-        "raised in call 0, phase: forward; call 1 failed too (ArithmeticError: later)"
+        "raised in call 0, phase: forward; call 1 failed (ArithmeticError: later)"
         in caught.value.__notes__
     )

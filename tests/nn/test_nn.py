@@ -303,7 +303,7 @@ def test_gather() -> None:
         ([], "nothing to gather"),
         ([{"a": x}, {"b": x}], "the same keys"),
         ([(x,), (x, x)], "the same length"),
-        ([x, 3], "must be tensors where one is"),
+        ([x, 3], "must be tensors if one is"),
         (["a", "b"], "types: str, str"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -426,7 +426,7 @@ def test_what_cannot_be_carried_is_refused_by_name(
 ) -> None:
     tensor = make()
     ran = f"ran with {reason}"
-    cannot = "(holds a tensor that )?cannot be carried"
+    cannot = "(holds a tensor that )?cannot be sent"
     for item in (tensor, {"inside": [tensor]}):
         with pytest.raises(TypeError, match=rf"item 1 {cannot}.*{reason}"):
             pool2.map(lambda x: ran, [1, item])

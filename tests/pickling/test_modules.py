@@ -371,7 +371,7 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, fork_server: mpgra
             held.LOG = open(__file__)  # noqa: SIM115
             with pytest.raises(
                 TypeError,
-                match=r"held\.LOG was replaced by what cannot be carried \(TextIOWrapper\)",
+                match=r"held\.LOG was replaced by what cannot be sent \(TextIOWrapper\)",
             ):
                 pool.map(held.f, xs(4))
             held.LOG.close()
@@ -530,7 +530,7 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, fork_server: mpgrad.Pool) 
             check(pool, mixed.f, xs(3))
             mixed.MIXED["dt"] = 9.0
             with pytest.raises(
-                TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"
+                TypeError, match=r"mixed\.MIXED was written to, and cannot be sent \(dict\)"
             ):
                 pool.map(mixed.f, xs(3))
             for _ in range(2):
@@ -614,7 +614,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, fork_server: mp
             assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
             with pytest.raises(
                 TypeError,
-                match=r"readers\.Reader\.later cannot be carried.*the worker's own import has none",
+                match=r"readers\.Reader\.later cannot be sent.*the worker's own import has none",
             ):
                 pool.map(readers.added_later, [0])
     finally:

@@ -102,10 +102,10 @@ def test_the_path_to_what_cannot_travel(pool: mpgrad.Pool, log: Log) -> None:
         (log.__init__, "file"),  # a method
     ):
         said = refusal(pool, fn)
-        assert said.startswith("the function cannot be carried to or from a worker: cannot pickle")
+        assert said.startswith("the function cannot be sent to or from a worker: cannot pickle")
         assert f"({path}); pass its name, and open it in the function" in said
     assert (
-        "item 1 cannot be carried" in (said := refusal(pool, str, 1, [2, {"log": log}]))
+        "item 1 cannot be sent" in (said := refusal(pool, str, 1, [2, {"log": log}]))
         and "([1]['log'].file)" in said
     )
     with pytest.raises(TypeError, match=r"item 0 .*\(\['1'\].file\)"):
@@ -148,7 +148,7 @@ def test_open_files_are_refused(kind: str, name: str, pool2: mpgrad.Pool) -> Non
     try:
         for fn, item in ((str, file), (str, [held]), (lambda x: held.file, 1), (file.close, 1)):
             said = refusal(pool2, fn, item)
-            assert "cannot be carried to or from a worker: " in said
+            assert "cannot be sent to or from a worker: " in said
             assert "; pass its name, and open it in the function, or once a worker" in said
     finally:
         if kind != "input":

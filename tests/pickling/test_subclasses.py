@@ -532,7 +532,7 @@ REFUSED = {
 def test_others_are_refused_by_name_and_path(pool2: mpgrad.Pool, name: str) -> None:
     make, words = REFUSED[name]
     tensor, called = make(), rf"a tensor of class {Seen.__module__}\.{name}"
-    words = f"cannot be carried to or from a worker: {called}, {words}"
+    words = f"cannot be sent to or from a worker: {called}, {words}"
     with pytest.raises(TypeError, match=rf"item 1 {words}.*\(\['a'\]\[0\]\)$"):
         pool2.map(lambda x: 1, [1, {"a": [tensor]}])
     with pytest.raises(TypeError, match=f"item 0 {words}"):

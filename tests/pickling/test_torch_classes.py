@@ -431,7 +431,7 @@ def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
     loader = iter(DataLoader(DATA, 2))
     for value, words in (
         (future, "pass what it gives (wait())"),
-        (loader, "item 0 cannot be carried to or from a worker"),
+        (loader, "item 0 cannot be sent to or from a worker"),
     ):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             pool.map(lambda x: x, [value])
@@ -446,9 +446,9 @@ def test_exported_programs(pool: mpgrad.Pool) -> None:
     x = torch.ones(1, 2)
     program = torch.export.export(nn.Linear(2, 2), (x,))
     for each in (program, program.module(), program.graph_module, nn.Sequential(program.module())):
-        with pytest.raises(TypeError, match=r"item 0 cannot be carried.*torch\.export\.load"):
+        with pytest.raises(TypeError, match=r"item 0 cannot be sent.*torch\.export\.load"):
             pool.map(lambda x: x, [each])
-        with pytest.raises(TypeError, match=r"the function cannot be carried.*torch\.export\.load"):
+        with pytest.raises(TypeError, match=r"the function cannot be sent.*torch\.export\.load"):
             pool.map(lambda x: each, [0])
     traced = torch.fx.symbolic_trace(nn.Linear(2, 2))
     assert torch.equal(pool.map(lambda x: traced(x), [x])[0], traced(x))

@@ -245,3 +245,7 @@ def test_long_items_are_run_a_few_times(
     found = advice_on(long, [torch.ones(3)] * 12, capfd, seconds=0.4)
     assert found.pays and found.processes == 2 and len(found.item_seconds) == 2
     assert len((tmp_path / "calls").read_text()) <= 7
+
+
+def test_it_is_a_table_in_a_notebook() -> None:
+    assert repr(FOUND) == str(FOUND) and "\n" in repr(FOUND)

@@ -51,7 +51,7 @@ def test_few_descriptors_and_one_cpu() -> None:
     ended = run("-c", RESTRICTED)
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
-    assert lines[0] == "A pool works here. Look at what is marked !."
+    assert lines[0] == "A pool works here. See the lines marked !."
     if not PORTABLE:  # there nobody says which CPUs a process may use
         assert (
             any(line.startswith("! CPUs         1 of") for line in lines)
@@ -80,7 +80,7 @@ def test_an_unsupported_torch(tmp_path: Path) -> None:
     ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert (ended.returncode, ended.stderr) == (1, "")
     lines = ended.stdout.splitlines()
-    assert lines[0] == "NO POOL CAN WORK HERE. Look at what is marked X."
+    assert lines[0] == "No pool can work here. See the lines marked X."
     (amiss,) = [line for line in lines if line.startswith("X")]
     assert amiss.startswith("X torch ") and "install what was tried: torch 2." in " ".join(
         ended.stdout.split()
@@ -98,7 +98,7 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
         "X torch importing torch failed (ImportError: lib.so: no such file) -> install PyTorch "
         "again" in told
     )
-    assert "no file of yours is named torch" in told
+    assert "none of your files is named torch" in told
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_trial_that_dies(tmp_path: Path) -> None:
     before, died = tried([sys.executable, "-c", BROKEN, str(tmp_path / "pid")], LIMIT)
     assert before == Finding("before", "found")
     assert died == Finding(
-        "pool", "", "running a pool died (SIGKILL); it said: some words", "mend it", fatal=True
+        "pool", "", "running a pool died (SIGKILL); it printed: some words", "mend it", fatal=True
     )
     assert gone([int((tmp_path / "pid").read_text())], within=20)
 
@@ -260,9 +260,9 @@ def test_the_page_marks_what_is_amiss() -> None:
     odd = Finding("open files", "32", "few", "raise it")
     bad = Finding("pool", "", "hung", "see above", fatal=True)
     assert page([fine]).splitlines()[0] == "A pool works here."
-    assert page([fine, odd]).splitlines()[0] == "A pool works here. Look at what is marked !."
+    assert page([fine, odd]).splitlines()[0] == "A pool works here. See the lines marked !."
     assert page([fine, odd, bad]).splitlines()[:-2] == [
-        "NO POOL CAN WORK HERE. Look at what is marked X.",
+        "No pool can work here. See the lines marked X.",
         "",
         "  torch        2.13.0",
         "! open files   32",

@@ -623,14 +623,14 @@ def test_the_oracle_fails_on_what_is_wrong(fork_server: mpgrad.Pool) -> None:
                 "gradient of input 0: the pool and the serial loop differ by up to",
             ),
             (wrong_value, "item 0, value: the pool and the serial loop differ by up to"),
-            (wrong_structure, "item 0: the pool gave a Tensor, the serial loop a list"),
+            (wrong_structure, "item 0: the pool returned a Tensor, the loop a list"),
             (negative_zero, "item 0, value: the pool and the serial loop differ by up to 0"),
             (
                 transposed,
-                r"item 0, value: the pool gave a .* strides \(1, 2\), the serial loop a .* strides "
-                r"\(2, 1\)",
+                r"item 0, value: the pool returned a .* strides \(1, 2\), the serial loop a .* "
+                r"strides \(2, 1\)",
             ),
-            (detached, "item 0: requires_grad is False, serially True"),
+            (detached, "item 0: requires_grad is False, in the loop True"),
         ):
             with pytest.raises(AssertionError, match=message):
                 assert_same_as_serial(fn, items, pool)
@@ -711,7 +711,7 @@ def test_the_oracle_fails_on_what_depends_on_other_calls(pool2: mpgrad.Pool, cou
     ]:
         with pytest.raises(
             AssertionError,
-            match=r"item \d+: the function gives something else when it is called again, or in",
+            match=r"item \d+: the function returns another value when it is called again, or in",
         ):
             assert_same_as_serial(fn, items, pool2)
 
@@ -766,12 +766,12 @@ def test_the_oracle_looks_into_objects(pool2: mpgrad.Pool, kind: Callable[..., A
         (lambda x: kind(counts(x)), again),
         (lambda x: kind(x, counts(torch.ones(())).item()), again),
         (lambda x: kind(x, numpy.full(5000, counts(torch.ones(())).item())), again),
-        (lambda x: kind(x * torch.rand(())), "draws random numbers, which are others in a pool"),
+        (lambda x: kind(x * torch.rand(())), "draws random numbers, which differ in a pool"),
         (
             lambda x: kind(x.detach() if os.getpid() == caller else x),
-            "item 0: requires_grad is True, serially False",
+            "item 0: requires_grad is True, in the loop False",
         ),
-        (lambda x: kind(x, os.getpid() == caller), "item 0: the pool gave .*, the serial loop"),
+        (lambda x: kind(x, os.getpid() == caller), "item 0: the pool returned .*, the serial loop"),
         (
             lambda x: [kind(x, x) if os.getpid() == caller else kind(x, x * 1)],
             "item 0: the results differ in structure",
@@ -840,7 +840,7 @@ def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> N
     ]
     for fn in [*draw, torch.nn.Dropout(0.5)]:
         with pytest.raises(
-            AssertionError, match=r"draws random numbers, which are others in a pool.* a seed"
+            AssertionError, match=r"draws random numbers, which differ in a pool.* a seed"
         ):
             assert_same_as_serial(fn, items, pool2)
     assert_same_as_serial(lambda x: (torch.rand(2), x * 2)[1], items, pool2)  # they change nothing
@@ -899,7 +899,7 @@ def test_the_oracle_looks_at_each_way_to_run(fork_server: mpgrad.Pool) -> None:
         assert_same_as_serial(
             lambda x: x * 2, items, pool, run=lambda pool, fn, items: pool.imap(fn, items)
         )
-        with pytest.raises(AssertionError, match=r"the pool gave 2 results, the serial loop 1"):
+        with pytest.raises(AssertionError, match=r"the pool returned 2 results, the serial loop 1"):
             assert_same_as_serial(
                 lambda x: x * 2,
                 items,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import mpgrad
+from mpgrad.callbacks import report
 
 PATIENCE = 50.0  # seconds
 SHORT = 20.0  # seconds, of which a held lock or a slow callback may take a part
@@ -320,3 +321,13 @@ def test_callbacks_in_a_task_run(context: str | None) -> None:
     forked it."""
     with mpgrad.Pool(1, context=context) as pool:
         assert pool.map(told_in_a_task, [0]) == [["future", "map"]]
+
+
+@pytest.mark.quick
+def test_a_report_without_handlers_names_the_logger(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(logging.WARNING, "first")  # a handler would show the name by itself
+    monkeypatch.setattr(logging.root, "handlers", [])
+    report(logging.WARNING, "worker %d died", 7)
+    assert capsys.readouterr().err == "mpgrad: worker 7 died\n"

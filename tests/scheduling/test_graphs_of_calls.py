@@ -588,7 +588,7 @@ def test_futures_where_they_cannot_be(pool2: mpgrad.Pool, fresh_pool: mpgrad.Poo
     assert fresh_pool.submit(abs, future).result() == 1  # it is a value now
     with (
         concurrent.futures.ThreadPoolExecutor(1) as threads,
-        pytest.raises(TypeError, match="item 0 cannot be carried"),
+        pytest.raises(TypeError, match="item 0 cannot be sent"),
     ):
         pool2.submit(abs, threads.submit(abs, -1))
     assert pool2.map(abs, [-1]) == [1]

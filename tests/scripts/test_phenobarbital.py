@@ -452,7 +452,7 @@ class TestComplaints:
 class TestSpeedUp:
     @pytest.mark.parametrize(
         ("taken", "told"),
-        [(0.1, "2.00"), (0.9, "2.00 (others used 0.9 CPUs meanwhile: more on a quiet machine)")],
+        [(0.1, "2.00"), (0.9, "2.00 (other programs used 0.9 CPUs: more on a quiet machine)")],
     )
     def test_says_where_others_use_the_cpus(
         self, taken: float, told: str, capsys: pytest.CaptureFixture[str]

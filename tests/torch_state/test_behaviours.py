@@ -168,7 +168,7 @@ def numbered_from_0(patch: Patch) -> None:
 
 FUNCTORCH = torch._C._functorch
 TAKEN_AWAY: dict[str, list[Mutation]] = {
-    "of the nodes that are ready, a backward runs the one with the highest sequence number first": [
+    "a backward runs the ready node with the highest sequence number first": [
         replaced(BackwardCFunction, "_set_sequence_nr", lambda node, number: None)
     ],
     "a node can ask which other nodes the running backward will run": [
@@ -179,13 +179,14 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "graph_is_kept", lambda: True),
         replaced(private, "graph_is_kept", lambda: False),
     ],
-    "each backward has a number of its own, also one within another": [
+    "each backward has its own number, even a backward within another one": [
         replaced(private, "current_graph_task", lambda: 0),
         replaced(private, "current_graph_task", itertools.count().__next__),
     ],
-    "what a node returns comes to the next node as the very same object, also a number that is "
-    "expanded": [replaced(private, "apply", behind_one_more)],
-    "of a leaf in a graph one can tell whether it is held in Python": [
+    "the next node gets the same object that a node returned, even an expanded number": [
+        replaced(private, "apply", behind_one_more)
+    ],
+    "a graph shows whether Python holds one of its leaves": [
         replaced(private, "references_of_graphs", lambda: 99),
         replaced(private, "references_of_graphs", lambda: 0),
     ],
@@ -193,25 +194,23 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
         replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
-    "the first hook on a tensor asks its node for the dictionary, which may be one of another "
-    "type": [
+    "the first hook on a tensor uses its node's dictionary, which may be of another type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
         past_the_dictionary,
     ],
-    "the innermost hooks for saved tensors can be had": [
+    "the innermost hooks for saved tensors can be read": [
         replaced(
             torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None
         )
     ],
-    "gradients can be asked for at edges of the graph; there are none at what it does not lead "
-    "to": [
+    "gradients can be computed at edges of the graph; they are None at unconnected edges": [
         replaced(private, "edge_that_keeps", edge_of_its_object),
         replaced(private, "ENGINE", OtherEngine(run_backward=to_all)),
     ],
-    "calls of PyTorch's methods can be counted, of whatever class they are asked for": [
+    "calls of PyTorch's methods can be counted, whichever class they are called on": [
         apply_out_of_reach
     ],
-    "a tensor says whether its elements lie in memory as they are, and whether it is a view": [
+    "a tensor shows whether its elements are stored as they are, and whether it is a view": [
         replaced(
             private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)
         ),
@@ -219,11 +218,11 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch.Tensor, "_is_view", lambda tensor: False),
         replaced(torch.Tensor, "_version", 0),
     ],
-    "a mode can see, and refuse, that gradients are turned off": [
+    "a mode can notice, and refuse, that gradients are turned off": [
         replaced(torch.overrides, "_push_mode", lambda mode: None),
         replaced(torch._C, "DisableTorchFunction", contextlib.nullcontext),
     ],
-    "the modes of a thread can be seen": [
+    "the modes of a thread can be read": [
         replaced(torch._C, "_len_torch_dispatch_stack", lambda: 0),
         replaced(torch._C, "_len_torch_function_stack", lambda: 0),
         replaced(torch.overrides, "_get_current_function_mode_stack", list),
@@ -233,14 +232,14 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message", None),
         replaced(torch.nn.modules.module, "_global_forward_hooks", 7),
     ],
-    "within torch.func.vmap, tensors and levels say what they are": [
+    "within torch.func.vmap, the kinds of tensors and levels can be read": [
         replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
         numbered_from_0,
         replaced(private, "level_of", lambda tensor: 7),
         replaced(private, "is_batched", lambda tensor: False),
         replaced(private, "transforms_are_active", lambda: True),
     ],
-    "the vmap before torch.func gives wrappers that say what they are": [
+    "the vmap before torch.func makes wrappers whose levels can be read": [
         replaced(private, "is_batched_the_older_way", lambda tensor: False),
         replaced(torch._C, "_vmapmode_increment_nesting", lambda: 1),
         replaced(torch, "_add_batch_dim", lambda tensor, dim, level: tensor),
@@ -619,7 +618,7 @@ def test_compiled_functions_of_another_compiler_are_refused(
         OTHER_COMPILERS[name](patch)
         with pytest.raises(
             UnsupportedTorchError,
-            match=r"torch\.compile leaves what it was given where it can be read",
+            match=r"the arguments of torch\.compile can be read from its results",
         ):
             behaviours.check_compiler()
     assert torch.equal(pool2.map(compiled, [torch.ones(2)])[0], torch.ones(2).sin())
