@@ -731,7 +731,7 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     # Only numpy makes buffers from tensors again.
     if memory.nbytes <= INLINE_BYTES or numpy is None:
         return True
-    with torch.inference_mode(False):  # others write to the buffer, and no tensor counts that
+    with torch.inference_mode():  # no tensor counts what others write to the buffer
         tensor = torch.from_numpy(numpy.asarray(ReadOnlyMemory(memory)))
     tensor.is_constant = is_constant(memory.obj)  # type: ignore[attr-defined]
     taken_out.append(tensor)

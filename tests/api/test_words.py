@@ -44,8 +44,8 @@ def test_each_docstring_says_which_timeout_it_is(function: Any, words: str) -> N
 
 def test_each_error_says_which_timeout_it_was(fresh_pool: mpgrad.Pool) -> None:
     later = fresh_pool.apply_async(time.sleep, (2,))
-    future = fresh_pool.submit(time.sleep, 0)
-    results = fresh_pool.imap(time.sleep, [0])
+    future = fresh_pool.submit(time.sleep, 2)
+    results = fresh_pool.imap(time.sleep, [2])
     wait = r"^no result within the timeout of {} \(0.01 s\); the call goes on"
     for error, method, ask in [
         (multiprocessing.TimeoutError, "get", later.get),

@@ -328,6 +328,7 @@ def test_random_losses(pool: mpgrad.Pool, seed: int) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(
     own_pool: mpgrad.Pool,
 ) -> None:

@@ -522,6 +522,7 @@ def keeps_its_argument(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[0].sum()
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_inputs_that_the_function_keeps(fork_server: mpgrad.Pool) -> None:
     """Whether it is used cannot be told then; the gradients are right, and none comes."""
     x, y = leaf(3), leaf(3, seed=1)

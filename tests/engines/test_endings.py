@@ -235,6 +235,7 @@ def begins_a_thread(path: str) -> None:
 thread: list[Any] = []
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # on purpose
 def test_threads_of_tasks_are_waited_for(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     pool = mpgrad.Pool(1)
     pool.apply(begins_a_thread, (str(tmp_path / "left"),))
