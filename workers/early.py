@@ -92,7 +92,8 @@ class EarlyAnswers:
             return
         self._thread = 0
         self._bell.acquire(blocking=False)
-        self._bell.release()
+        with contextlib.suppress(RuntimeError):  # another thread, which forks, has rung it
+            self._bell.release()
         ended.acquire()
         ended.release()
         self._is_asleep = True

@@ -540,9 +540,9 @@ def test_a_shutdown_that_waits_before_the_workers_retire(monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatcher, "Waiter", make_noting)
     retire_all = scheduler.supervisor.retire_all
 
-    def late() -> None:
+    def late(now: float) -> None:
         if waits.is_set():
-            retire_all()
+            retire_all(now)
 
     monkeypatch.setattr(scheduler.supervisor, "retire_all", late)
     thread = threading.Thread(target=executor.shutdown, daemon=True)
