@@ -167,7 +167,7 @@ def test_each_capture_is_placed_once_a_map(pool2: mpgrad.Pool) -> None:
 
 def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
     weight = torch.randn(200, 200, requires_grad=True)
-    results = pool2.map(lambda k: weight * k, range(50), 5)
+    results = pool2.map(lambda k: weight * k, range(50), 1)
     returned: list[int] = []
     scheduler = pool2._scheduler
     receive = scheduler.receiver._receive
