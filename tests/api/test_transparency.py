@@ -401,6 +401,7 @@ def a_checkpoint_inside_it(loop: Loop, reentrant: bool) -> list[Any]:
     return [*results, *[x.grad for x in items], c.grad]
 
 
+@pytest.mark.slow
 def test_a_reentrant_checkpoint_inside_it(pool2: mpgrad.Pool) -> None:
     """It works with `backward()` only, not with `torch.autograd.grad`, which is what workers
     otherwise use."""

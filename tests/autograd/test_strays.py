@@ -180,6 +180,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_looks_into_modules(
     engine: str, monkeypatch: pytest.MonkeyPatch, fork_server: mpgrad.Pool
@@ -457,6 +458,7 @@ def test_a_leaf_that_is_returned(any_pool: mpgrad.Pool, installed: Any) -> None:
     assert weight.grad == 4
 
 
+@pytest.mark.slow
 def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
     # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a
     # copy that had gone

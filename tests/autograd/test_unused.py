@@ -590,6 +590,7 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(
         same(gradients(pool.map), gradients(serial))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["keep", "auto"])
 def test_parts_of_a_graph_with_a_reentrant_checkpoint(
     fork_server: mpgrad.Pool, graphs: Any

@@ -28,7 +28,9 @@ MODES = ["auto", "batched", "forward", "reverse"]
 Compute = Callable[..., Any]
 
 
-@pytest.fixture(params=[False, True], ids=["here", "in a pool"])
+@pytest.fixture(
+    params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["here", "in a pool"]
+)
 def where(request: pytest.FixtureRequest, pool2: mpgrad.Pool) -> mpgrad.Pool | None:
     return pool2 if request.param else None
 

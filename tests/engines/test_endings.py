@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import gone, linux_only, staffed
+from conftest import first_are_quick, gone, linux_only, staffed
 
 import mpgrad
 from mpgrad.pickling.modules import UncarriedName
@@ -190,7 +190,7 @@ def test_what_tasks_have_written_is_there(
         pytest.param("forkserver", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("ends", [joins, leaves_the_block])
+@pytest.mark.parametrize("ends", first_are_quick(1, [joins, leaves_the_block]))
 def test_with_each_start_method(
     fork_server: mpgrad.Pool, tmp_path: Path, ends: Callable[..., None], context: str
 ) -> None:
