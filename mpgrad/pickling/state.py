@@ -67,7 +67,6 @@ from mpgrad.pickling.structure import (
     ProbePickler,
     TensorPickler,
     TensorUnpickler,
-    Way,
     held_by_class,
     pairs_of,
     size_alone,
@@ -114,6 +113,8 @@ ELEMENTS = {list, tuple, dict, set, frozenset}
 
 class StatePickler(CallerPickler):
     """Pickles functions and classes of the user's modules by value, then what their code uses."""
+
+    refuses_files = True
 
     def __init__(self, left: dict[WantedName, OwnValueReference]) -> None:
         super().__init__(io.BytesIO())
@@ -183,11 +184,6 @@ class StatePickler(CallerPickler):
         if wanted in self._left:
             self.look(held_by, value)
         return True
-
-    def _way_of(self, kind: type) -> Way | None:
-        if issubclass(kind, io.IOBase):
-            return refuse_files
-        return super()._way_of(kind)
 
     def _reduce_code(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
@@ -273,20 +269,6 @@ def held_by(value: Any) -> Sequence[Any]:
     return pairs_of(own) if own else ()
 
 
-def refuse_files(pickler: CallerPickler, value: Any) -> Any:
-    if not isinstance(value, io.StringIO | io.BytesIO):
-        # cloudpickle would send the contents of the file.
-        raise TypeError(f"cannot pickle an open file ({value!r})")
-    return value.__reduce_ex__(5)
-
-
-class FilelessPickler(CallerPickler):
-    """Finds out whether something can be pickled."""
-
-    def _way_of(self, kind: type) -> Way | None:
-        return refuse_files if issubclass(kind, io.IOBase) else super()._way_of(kind)
-
-
 def member_or_left(kind: type, name: str, member: Any) -> Any:
     """Return what a pickle contains for an attribute of a class.
 
@@ -299,7 +281,9 @@ def member_or_left(kind: type, name: str, member: Any) -> Any:
     ):
         return member
     try:
-        FilelessPickler(io.BytesIO()).dump(member)
+        pickler = CallerPickler(io.BytesIO())
+        pickler.refuses_files = True
+        pickler.dump(member)
     except Exception:
         return OwnValueReference(
             kind.__module__, f"{kind.__qualname__}.{name}", type(member).__qualname__

@@ -463,6 +463,7 @@ class CallerPickler(TensorPickler):
 
     to_caller = False
     follows_lookups = True  # sends the names that functions may find at run time
+    refuses_files = False  # cloudpickle would send the contents of open files
 
     def __init__(
         self, buffer: io.BytesIO, dependencies: list[Any] | None = None, travel: Travel = captured
@@ -501,6 +502,8 @@ class CallerPickler(TensorPickler):
         self.looks.append((held, value))
 
     def _way_of(self, kind: type) -> Way | None:
+        if self.refuses_files and issubclass(kind, io.IOBase):
+            return refuse_files
         if issubclass(kind, types.FunctionType | type | functools._lru_cache_wrapper):
             return type(self)._reduce_code
         if kind in PLACES:
@@ -618,6 +621,12 @@ class CallerPickler(TensorPickler):
         here = self.globals_ref.setdefault(id(namespace), {"__name__": "__main__"})
         state = self._names_of(namespace, frozenset(), here)
         return main_of, (here,), state, None, None, fill_main
+
+
+def refuse_files(pickler: CallerPickler, value: Any) -> Any:
+    if not isinstance(value, io.StringIO | io.BytesIO):
+        raise TypeError(f"cannot pickle an open file ({value!r})")
+    return value.__reduce_ex__(5)
 
 
 class ProbePickler(CallerPickler):
