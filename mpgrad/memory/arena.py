@@ -25,7 +25,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import resource
@@ -65,7 +64,8 @@ IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touc
 # Up to this size a copy is cheaper than a private mapping, whose pages fault (64 KiB: 5 us for the
 # copy, 16 us for the mapping).
 COPY_BYTES = 1 << 20
-MOST_KEPT = 8  # slots, in `KeptSlots`
+# what `KeptSlots` keeps, besides the newest slot
+MOST_KEPT, MOST_KEPT_BYTES = 64, 4 << 30
 
 
 class Slab:
@@ -167,18 +167,19 @@ class Slot:
 
 
 class KeptSlot(NamedTuple):
-    """A slot, if it is still there, and what it was copied from if nobody can write to that."""
+    """A slot, which is there for as long as others keep it, unless it is kept here, too."""
 
-    find: Callable[[], Slot | None]
-    constant: object
+    weak: weakref.ref[Slot]
+    kept: Slot | None = None
+    constant: object = None  # what it was copied from, if nobody can write to that
 
 
 class KeptSlots:
     """Slots that are lent once more if what they were copied from has the same bytes as before.
 
     Functions that run again and again capture the same tables. To compare them takes less time than
-    to copy them, and constants are not even compared. A slot is kept from the second time on, so
-    what is new each time is not kept.
+    to copy them, and constants are not even compared. A slot is kept once its bytes were the same,
+    so what changes each time is not kept.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -198,28 +199,39 @@ class KeptSlots:
         key = pointer, nbytes
         with self._lock:
             known = self._known.pop(key, None)
-        slot = None if known is None else known.find()
+        slot = None if known is None else known.weak()
         is_constant = known is not None and None not in (constant, known.constant)
-        if slot is None or not (is_constant or has_bytes(slot, *key)):
-            slot = self._arena.allocate(nbytes)
-            ctypes.memmove(slot.pointer, pointer, nbytes)
-            self.bytes_copied += nbytes
-        find = weakref.ref(slot) if known is None else functools.partial(itself, slot)
+        if slot is not None and (is_constant or has_bytes(slot, *key)):
+            found = KeptSlot(weakref.ref(slot), slot, constant)
+        else:
+            slot = self._copied(*key)
+            found = KeptSlot(weakref.ref(slot))
         with self._lock:
-            self._known[key] = KeptSlot(find, constant)
-            if len(self._known) > MOST_KEPT:
+            self._known[key] = found
+            while len(self._known) > 1 and self._is_too_much():
                 self._known.popitem(last=False)
         return slot
+
+    def _copied(self, pointer: int, nbytes: int) -> Slot:
+        try:
+            slot = self._arena.allocate(nbytes)
+        except SharedMemoryError:
+            with self._lock:
+                self._known.clear()
+            slot = self._arena.allocate(nbytes)
+        ctypes.memmove(slot.pointer, pointer, nbytes)
+        self.bytes_copied += nbytes
+        return slot
+
+    def _is_too_much(self) -> bool:
+        kept = sum(nbytes for (_, nbytes), each in self._known.items() if each.kept is not None)
+        return len(self._known) > MOST_KEPT or kept > MOST_KEPT_BYTES
 
 
 def has_bytes(slot: Slot, pointer: int, nbytes: int) -> bool:
     """Whether the slot has the bytes at `pointer`."""
     difference: int = LIBC.memcmp(*map(ctypes.c_void_p, (slot.pointer, pointer, nbytes)))
     return difference == 0
-
-
-def itself(slot: Slot) -> Slot:
-    return slot
 
 
 class BorrowedMemory(NamedTuple):

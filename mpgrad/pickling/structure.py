@@ -101,6 +101,7 @@ from mpgrad.torch_state.generators import is_generator_class, learn
 from mpgrad.torch_state.private import is_leaf_with_grad, plain_alias
 from mpgrad.wire.messages import Structure, with_tensors
 from mpgrad.wire.tensor_refs import (
+    CONSTANT,
     INLINE_BYTES,
     PLAIN,
     check_carriable,
@@ -742,7 +743,8 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
         return True
     with torch.inference_mode():  # no tensor counts what others write to the buffer
         tensor = torch.from_numpy(numpy.asarray(ReadOnlyMemory(memory)))
-    tensor.is_constant = is_constant(memory.obj)  # type: ignore[attr-defined]
+    if is_constant(memory.obj):
+        vars(tensor)[CONSTANT] = True
     taken_out.append(tensor)
     return False
 
@@ -762,11 +764,16 @@ class ReadOnlyMemory:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a number or array of numpy's that nobody can write to, as its base cannot."""
+    """Whether it is a number or array of numpy's that is read-only, as its base is.
+
+    With `flags.writeable = False` users say that an array is a constant.
+    """
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None or isinstance(value, numpy.generic):
-        return numpy is not None and not isinstance(value, numpy.void)
-    while isinstance(value, numpy.ndarray) and not value.flags.writeable:
+    if numpy is None:
+        return False
+    if isinstance(value, numpy.generic):
+        return type(value).__module__ == "numpy" and type(value) is not numpy.void
+    while type(value) is numpy.ndarray and not value.flags.writeable:
         value = value.base
     return value is None or type(value) is bytes
 

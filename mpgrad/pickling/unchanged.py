@@ -175,7 +175,7 @@ class ContentRecord:
             and are_alike(now[2], before[2])
         )
 
-    def _held(self) -> tuple[list[Any], list[int], WholePickle]:
+    def _held(self) -> tuple[list[Any], list[Any], WholePickle]:
         parts: list[Any] = gc.get_referents(*self._shown)
         parts += itertools.chain.from_iterable(self._keyed)
         for member, values in self._slots:
@@ -183,13 +183,18 @@ class ContentRecord:
         for look, value in self._looks:
             parts += look(value)
             parts.append(BETWEEN)
-        parts += map(is_constant, self._constants)
         parts += map(type, self._tensors)
         pickler = CallerPickler(io.BytesIO())
         if self._opaque:
             pickler.memo = self._beside.memo
             pickler.dump(self._opaque)
-        return parts, [*map(len, self._sized)], whole_of(pickler)
+        facts = [*map(len, self._sized), *map(facts_of_constant, self._constants)]
+        return parts, facts, whole_of(pickler)
+
+
+def facts_of_constant(value: Any) -> tuple[Any, ...] | None:
+    """Return what may change of a constant, whose elements cannot; None if they can by now."""
+    return (value.shape, value.dtype, value.strides) if is_constant(value) else None
 
 
 def are_same_objects(some: list[Any], others: list[Any]) -> bool:
@@ -234,8 +239,9 @@ class KnownPickle:
         self.pickler = pickler
         self._whole = whole_of(pickler)
         self._came_alike = 0  # times that it was made again, with the same result
-        self._record: ContentRecord | None = None
-        self._is_sure = False  # whether the record belongs to this pickle
+        # the record, and whether it is known to belong to this pickle; replaced at once, because
+        # other threads may be here, too
+        self._kept: tuple[ContentRecord, bool] | None = None
 
     def renewed(self, make: Callable[[], CallerPickler]) -> CallerPickler:
         """Return the pickler if its pickle is still true, and otherwise one that `make` gives.
@@ -243,16 +249,17 @@ class KnownPickle:
         What changes often is worth no record. Another thread may write while an object is pickled.
         So a record has to lie between two equal pickles.
         """
-        if self._is_sure and self._record is not None and self._record.holds():
+        record, is_sure = self._kept or (None, False)
+        if is_sure and record is not None and record.holds():
             return self.pickler
         pickler = make()
         if not are_alike(whole_of(pickler), self._whole):
             return pickler
         self._came_alike += 1
-        if self._record is not None and self._record.holds():
-            self._is_sure = True
+        if record is not None and record.holds():
+            self._kept = record, True
         elif self._came_alike > 1:
-            self._record, self._is_sure = ContentRecord(pickler), False
+            self._kept = ContentRecord(pickler), False
         return self.pickler
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "ALIGNMENT",
     "ANSWERED_BYTES",
     "BUCKETED_BYTES",
+    "CONSTANT",
     "DEVICE",
     "DTYPES",
     "GAPPED",
@@ -767,6 +768,7 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 # --- the sender: tensors into messages and slots
 
 
+CONSTANT = "mpgrad: constant"  # marks a buffer that nobody can write to
 INLINE_TOGETHER = 32768  # the most bytes of a bucket that is inline in the message
 BUCKETED_BYTES = 256 << 10  # the most bytes of a tensor in a bucket; a larger one gets its own slot
 # The same for results. The caller copies them out of the bucket, so that one does not keep all.
@@ -840,8 +842,7 @@ class Packer:
         most_bucketed: int = BUCKETED_BYTES,
         kept_slots: KeptSlots | None = None,
     ) -> None:
-        self._arena = arena
-        self._kept_slots = kept_slots
+        self._arena, self._kept_slots = arena, kept_slots
         self._known = known
         self._devices = devices
         # the kind of devices whose tensors can be packed
@@ -1021,20 +1022,21 @@ class Packer:
         if not staged and self._way(tensor) is not None:
             code = device_code(tensor)
             return self._pack_for_device(tensor, flags_of(tensor), code, staged=False)
-        if self._kept_slots is None or sharing or tensor.requires_grad or not tensor.is_cpu:
+        is_plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
+        if self._kept_slots is None or sharing or not is_plain or tensor.nbytes <= COPY_BYTES:
             return None
         core, form, how = dense_core(tensor)
         nbytes = core.numel() * core.element_size()
-        if nbytes <= COPY_BYTES:
+        if nbytes <= COPY_BYTES or how & SPREAD:  # or a copy, which is new each time
             return None
-        constant = tensor if getattr(tensor, "is_constant", False) else None
+        constant = tensor if CONSTANT in tensor.__dict__ else None
         slot = self._kept_slots.slot_with(core.data_ptr(), nbytes, constant)
         return packed_in(slot, tensor, form, flags_of(tensor) | how | SHARED)
 
 
 def packed_in(slot: Slot, tensor: torch.Tensor, form: Form, flags: int) -> PackedTensor:
-    number, nbytes = NUMBER_OF_DTYPE[tensor.dtype], slot.memory.nbytes
-    return PackedTensor(number, tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
+    shape, number = tuple(tensor.shape), NUMBER_OF_DTYPE[tensor.dtype]
+    return PackedTensor(number, shape, form, slot.address, slot.memory.nbytes, flags, None, slot)
 
 
 def staged_again(

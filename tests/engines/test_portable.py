@@ -154,7 +154,7 @@ def test_a_pool_without_anything_that_only_linux_has(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=58, env=environment)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
     (death,) = done.stderr.splitlines()
-    assert re.match(r"worker \d was killed by SIGKILL \(phase: ", death)
+    assert re.match(r"mpgrad: worker \d was killed by SIGKILL \(phase: ", death)
 
 
 WINDOWS = """

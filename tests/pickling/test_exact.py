@@ -9,6 +9,7 @@ import random
 import sys
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from conftest import first_are_quick
 
 import mpgrad
-from mpgrad.memory.arena import COPY_BYTES
+from mpgrad.memory.arena import COPY_BYTES, Arena, KeptSlots
 from mpgrad.pickling import state, unchanged
 
 pytestmark = pytest.mark.quick
@@ -207,6 +208,50 @@ def test_a_large_array_is_copied_once(a_pool: mpgrad.Pool, is_constant: bool) ->
     if not is_constant:
         table[-1] = 3.0
         assert a_pool.map(last, [1.0, 2.0]) == [3.0, 6.0]
+
+
+def test_kept_slots() -> None:
+    """A slot is kept once its bytes were the same, and only as long as they are."""
+    slots = KeptSlots(Arena(0))
+    table = torch.zeros(10)
+    first = slots.slot_with(table.data_ptr(), table.nbytes)
+    assert slots.slot_with(table.data_ptr(), table.nbytes) is first
+    kept = weakref.ref(first)
+    del first
+    assert kept() is not None
+    table[3] = 1.0
+    second = slots.slot_with(table.data_ptr(), table.nbytes)
+    assert second is not kept() and bytes(second.memory) == bytes(table.numpy())
+    assert kept() is None
+    kept = weakref.ref(second)
+    del second
+    assert kept() is None  # its bytes came once
+
+
+@pytest.mark.parametrize("size", [10, COPY_BYTES])
+def test_what_is_no_constant(a_pool: mpgrad.Pool, size: int) -> None:
+    """Other shapes of read-only arrays, masks; and attributes of tensors that have a name like
+    ours."""
+    numpy = pytest.importorskip("numpy")
+    table = numpy.ones(size)
+    table.flags.writeable = False
+    masked, tensor = numpy.ma.array(table), torch.ones(size)
+    tensor.is_constant = True  # type: ignore[attr-defined]
+
+    def facts(x: float) -> Any:
+        return table.shape, int(masked.mask.sum()), float(tensor[0])
+
+    def check() -> None:
+        for _ in range(6):
+            assert a_pool.map(facts, [1.0]) == [facts(1.0)]
+
+    check()
+    table.shape = (2, size // 2)
+    check()
+    masked.mask = [True] * size
+    check()
+    tensor[0] = 7.0
+    check()
 
 
 def test_writes_to_a_large_array_stay_in_their_operation(a_pool: mpgrad.Pool) -> None:

@@ -27,7 +27,7 @@ ROWS = {
         *["layers"] * 2,
     ],
     ("step",): ["step"] * 6,
-    ("objects",): ["objects"] * 6,
+    ("objects",): ["objects"] * 9,
 }
 
 

@@ -882,8 +882,10 @@ class SimulatedLink:
         if self._answers:
             frame = self._answers.popleft()
             if 0 in self._lies:
-                self._tell_truth()
-                self._had_traceback = None  # the truth is told once
+                # The scheduler blames the lie, which may have answered the call. The truth is told
+                # once.
+                self._had_traceback = None
+                self._tell_truth(is_sure=False)
                 return frame
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
@@ -933,7 +935,7 @@ class SimulatedLink:
         if not self.keeps_time and (worker.is_loading or now < started + limit):
             raise CheckFailed("a worker is ended before its time", f"worker {worker.number}")
 
-    def _tell_truth(self) -> None:
+    def _tell_truth(self, is_sure: bool = True) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
         chunk, parts = next(iter(self._unanswered.items()), (None, []))
         has_begun = self.numbers[ProgressRecord.CHUNK] == chunk
@@ -953,7 +955,9 @@ class SimulatedLink:
         if isinstance(part, tuple):
             counts = self.world.backward_timeouts if is_overdue else self.world.backward_deaths
             counts[part] += 1
-        elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
+        elif has_begun and (
+            not is_sure or (not self.worker.at_call and self.worker._is_skipped(chunk))
+        ):
             # it was about to leave it out; the scheduler may have taken it back
             part.unsure_deaths += not is_overdue
             part.unsure_timeouts += is_overdue
