@@ -723,7 +723,9 @@ def object_figures(row: str, parts: Sequence[Part], pools: Pools, plan: Plan) ->
         parts[0].rate += 1.0
 
     still = copy.deepcopy(parts)
-    pool, pickled, items = pools["auto"], cloudpickle.dumps(parts), [parts, parts]
+    # Loading a class of this script here would give it new methods, which is a change.
+    pickled = cloudpickle.dumps([Part(number) for number in range(len(parts))])
+    pool, items = pools["auto"], [parts, parts]
     turns: dict[str, Callable[[], object]] = {
         "cloudpickle.dumps": lambda: cloudpickle.dumps(parts),
         "pickle.loads": lambda: pickle.loads(pickled),
