@@ -393,6 +393,7 @@ PACKAGES: dict[str, str] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* changed .* only the worker's copy")  # a cache counts
 @pytest.mark.parametrize("package", PACKAGES)
 def test_objects_of_packages(pool2: mpgrad.Pool, package: str) -> None:
     name = package.partition(",")[0]
