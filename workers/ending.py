@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpgrad.pickling.initialized import INITIALIZED
-from mpgrad.pickling.modules import installed
+from mpgrad.pickling.modules import installed, is_of_libraries
 
 __all__ = [
     "begin",
@@ -115,7 +115,10 @@ def own_globals(objects: list[Any]) -> list[dict[str, Any]]:
         for each in {
             id(function.__globals__): function.__globals__ for function in functions
         }.values()
-        if not str(each.get("__file__")).startswith(libraries)
+        if not (
+            str(each.get("__file__")).startswith(libraries)
+            or is_of_libraries(each.get("__name__"))  # this package, if it runs in a clone
+        )
     }
     # others are the caller's, if this process is its fork
     made = [each for each in objects if type(each) is dict and id(each) in places]

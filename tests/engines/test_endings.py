@@ -222,6 +222,14 @@ def test_forks_leave_what_is_the_callers_alone(fork_server: mpgrad.Pool, tmp_pat
     unwritten.close()
 
 
+def test_a_worker_leaves_the_package_alone() -> None:
+    """Symptom: a NameError at the end of a forked worker, now and then. Cause: in a clone, this
+    package counted as the user's, and its globals were dropped."""
+    found = ending.own_globals([ending.clear, vars(ending), writes, globals()])
+    assert any(each is globals() for each in found)
+    assert not any(each is vars(ending) for each in found)
+
+
 def begins_a_thread(path: str) -> None:
     def waits_and_writes() -> None:
         time.sleep(0.1)
