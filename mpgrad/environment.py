@@ -181,7 +181,7 @@ def set_recursion_limit(limit: int) -> None:
 def log_levels_in_use() -> dict[str, int]:
     """Return the levels of the loggers that have one. `setLevel` empties the caches of all loggers,
     where this is kept."""
-    cache: dict[Any, Any] = vars(logging.root)["_cache"]
+    cache: dict[Any, Any] = logging.root._cache  # type: ignore[attr-defined]
     found: dict[str, int] | None = cache.get(OF_LEVELS)
     if found is None:
         with logging._lock:  # type: ignore[attr-defined]  # `setLevel` takes it to empty the caches

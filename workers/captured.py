@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad.pickling.initialized import INITIALIZED
-from mpgrad.pickling.modules import CarriedModule, is_users_own, uses_in
+from mpgrad.pickling.modules import CarriedModule, closure_of, is_users_own, uses_in
 from mpgrad.pickling.unchanged import are_same_objects
 from mpgrad.workers.console import TaskWarnings
 
@@ -128,9 +128,7 @@ def inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     kind = type(value)
     joint = f"{name}." if name else ""
     if kind is types.FunctionType:
-        names = value.__code__.co_freevars
-        for each, cell in zip(names, value.__closure__ or (), strict=True):
-            yield from ((each, contents) for contents in gc.get_referents(cell))
+        yield from closure_of(value).items()
         defaults = value.__defaults__ or ()
         count = value.__code__.co_argcount
         yield from zip(

@@ -200,7 +200,7 @@ class KeptSlots:
         with self._lock:
             known = self._known.pop(key, None)
         slot = None if known is None else known.weak()
-        is_constant = known is not None and None not in (constant, known.constant)
+        is_constant = not (constant is None or known is None or known.constant is None)
         if slot is not None and (is_constant or has_bytes(slot, *key)):
             found = KeptSlot(weakref.ref(slot), slot, constant)
         else:

@@ -81,6 +81,7 @@ __all__ = [
     "WantedName",
     "at_path",
     "attribute_here",
+    "closure_of",
     "contents_of",
     "fill_main",
     "find_in",
@@ -247,10 +248,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
     `given` are the values of its globals.
     """
     uses = uses_in(function.__code__)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
     found: dict[str, bool] = {}  # whether all of the module is used, by module
-    for name, value in itertools.chain(given.items(), closure.items()):
+    for name, value in itertools.chain(given.items(), closure_of(function).items()):
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
     for name, level, renamed in uses.imports:
@@ -309,6 +308,12 @@ def is_pythons_builtin(name: str, value: Any) -> bool:
 
 CONSTANTS = None, True, False, Ellipsis, NotImplemented
 ALIASES = "EnvironmentError", "IOError"  # of OSError
+
+
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values that the function captures, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: contents for name, cell in cells for contents in contents_of(cell)}
 
 
 def contents_of(cell: types.CellType) -> list[Any]:

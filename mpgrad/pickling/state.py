@@ -43,7 +43,7 @@ from mpgrad.pickling.modules import (
     Namespaces,
     OwnValueReference,
     WantedName,
-    contents_of,
+    closure_of,
     is_own,
     make_function,
     module_of,
@@ -584,7 +584,7 @@ def dumps_function(
     if state is None or not state.has_some_of(tensors):
         mark = b"" if state is None else state.mark
         return SharingPickle(kept.pickled + mark, tensors, state)
-    return KnownFunction(function_pickler(function)).dumps_beside(function, state)
+    return dumps_beside(function, CallerPickler, function_pickler(function), state)
 
 
 def largest_part(function: Any, state: ModuleSnapshot | None) -> str | None:
@@ -592,10 +592,7 @@ def largest_part(function: Any, state: ModuleSnapshot | None) -> str | None:
     used = {} if state is None else state.values
     code = getattr(function, "__func__", function)
     if isinstance(code, types.FunctionType):
-        cells = zip(code.__code__.co_freevars, code.__closure__ or (), strict=True)
-        used |= globals_used(code) | {
-            name: each for name, cell in cells for each in contents_of(cell)
-        }
+        used |= globals_used(code) | closure_of(code)
     sizes = {}
     for name, value in used.items():
         with contextlib.suppress(Exception):  # it cannot be pickled by itself

@@ -392,7 +392,7 @@ NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cach
 NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_initial_value", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
 NOT_TORCH |= {"_exitfunc", "_registered_with_atexit", "_registry"}  # of weakref.finalize
-NOT_TORCH |= {"_handlerList", "_shutdown"}  # of logging and threading
+NOT_TORCH |= {"_cache", "_handlerList", "_shutdown"}  # of logging and threading
 NOT_TORCH |= {"_accessors", "_accessor", "_get_dump"}  # of pandas and abc
 # of multiprocessing, atexit, ctypes, numpy and scipy
 NOT_TORCH |= {
