@@ -12,13 +12,17 @@ If the initializer changed an object in place, this object takes the place of th
 caller sends, under all names that led to it when the pool began.
 
 Assumes: an initializer writes to modules that are imported when it begins, or that it names. What
-    only closures share has no name.
+    only closures share has no name. It changes no memory in place that a file or another library
+    owns and an array only shows.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
+import pickle
+import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.torch_state.private import without_subclasses
 
 __all__ = [
     "INITIALIZED",
@@ -205,8 +210,35 @@ def held_by(value: Any) -> list[int]:
     """Return what tells whether the value was changed in place."""
     parts = [*gc.get_referents(value), *(value if isinstance(value, dict) else ())]
     if isinstance(value, torch.Tensor):
-        return [*map(id, parts), value._version, value.data_ptr()]
+        with without_subclasses():
+            version = checksum(value) if value.is_inference() else value._version
+            address = value.data_ptr() if value.layout is torch.strided else 0
+        return [*map(id, parts), version, address]
     try:
-        return [*map(id, parts), zlib.crc32(memoryview(value).cast("B"))]
-    except (TypeError, ValueError, BufferError):  # it shows no memory
-        return [*map(id, parts)]
+        content = [zlib.crc32(memoryview(value).cast("B"))] if shows_own_memory(value) else []
+    except (TypeError, ValueError, BufferError):  # a released view, or items that are objects
+        content = []
+    return [*map(id, parts), *content]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a checksum of an inference tensor, because such tensors count no versions."""
+    return zlib.crc32(pickle.dumps(tensor))
+
+
+def shows_own_memory(value: Any) -> bool:
+    """Whether the value's bytes belong to a Python object.
+
+    Other memory may have been unmapped. Reading it would kill the worker.
+    """
+    arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
+    while not isinstance(value, bytes | bytearray | array.array):
+        if isinstance(value, arrays):
+            if value.flags.owndata:
+                return True
+            value = value.base
+        elif isinstance(value, memoryview):
+            value = value.obj
+        else:
+            return False
+    return True

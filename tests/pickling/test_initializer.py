@@ -7,14 +7,17 @@ for names that only the initializer makes, which were a NameError.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import importlib
 import itertools
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -277,6 +280,36 @@ def test_a_script_whose_initializer_sets_a_name_in_its_module(folder: Path) -> N
     )
     with mpgrad.Pool(1, initializer=names["init"]) as pool:
         assert pool.map(names["task"], [2.0]) == [20.0]
+
+
+with torch.inference_mode():
+    counts_no_versions = torch.ones(2)
+sparse = torch.eye(2).to_sparse()
+initialized = 0.0
+
+
+def initialize_here(value: float) -> None:
+    global initialized
+    initialized = value
+    with torch.inference_mode():
+        counts_no_versions.add_(value)
+
+
+def read_here(x: float) -> float:
+    return x * initialized * float(counts_no_versions.sum())
+
+
+def test_memory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's modules may lead to tensors without versions, and to memory that is unmapped."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = libc.mmap(None, ctypes.c_size_t(mmap.PAGESIZE), 0, how, -1, ctypes.c_long(0))
+    unreadable = (ctypes.c_char * mmap.PAGESIZE).from_address(start)
+    names = {"unreadable": unreadable, "array": np.frombuffer(unreadable, np.uint8)}
+    monkeypatch.setattr(sys.modules[__name__], "sparse", [sparse, names])
+    with mpgrad.Pool(1, initializer=initialize_here, initargs=(2.0,), context="fork") as pool:
+        assert pool.map(read_here, [1.0]) == [12.0]
 
 
 kept: list[torch.Tensor] = []
