@@ -20,6 +20,8 @@ from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
 from mpgrad.autograd.remote_graph import (
     Backward,
+    BackwardRequest,
+    ExpectedGradients,
     OperationGradients,
     PendingOutcome,
     Promise,
@@ -267,21 +269,12 @@ def send_backward(
     apart: bool,
 ) -> Any:
     """The backward. `promise`: another one, whose gradient this one needs."""
-    backward = Backward(
-        graph,
-        graph_task,
-        keep=keep,
-        whole=whole,
-        create=create,
-        wanted=(0,),
-        captures=captures,
-        apart=apart,
-    )
+    asked = BackwardRequest(graph_task, keep, whole, create, wanted=(0,), captures=captures)
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
-    backward.give([[part]], (), promise is not None)
+    backward = Backward(graph, asked, [[part]], apart, waits=promise is not None)
     graph.owner.link.send(backward)
     if captures and not apart:
-        graph.owner.add_to_sum(backward)
+        graph.owner.add_to_sum(ExpectedGradients(backward))
     return backward
 
 
@@ -310,7 +303,7 @@ def error_of_reply(reply: Any) -> BaseException:
 
 def forget(reply: Any) -> None:
     """Its gates take nothing any more."""
-    reply.forget()
+    reply.let_go()
 
 
 # --- where calls are
