@@ -3,7 +3,7 @@ caller forgets them. This module also holds the sums of captures' gradients, and
 Worker's side.
 
     Define ──► FunctionTable: FunctionPickle, which operations share; Function, of one
-    backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
+    backwards ──► CaptureSums: captures' gradients, added up until the caller collects them
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
@@ -33,6 +33,7 @@ import gc
 import sys
 import time
 import types
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -72,7 +73,7 @@ from mpgrad.torch_state.private import (
     outputs_leading_to,
     plus,
 )
-from mpgrad.wire.messages import MOST_SUMS, Define, Failure, Forget, ModulesState
+from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.captured import CapturedContainers
 from mpgrad.workers.console import failure
@@ -84,7 +85,6 @@ __all__ = [
     "Copies",
     "Function",
     "FunctionPickle",
-    "FunctionSums",
     "FunctionTable",
     "StrayLeaves",
     "copied_in",
@@ -177,7 +177,8 @@ class Function(NamedTuple):
     # the caller's devices of the captures that need gradients, in a pool with devices
     caller_devices: Sequence[int] | None
     search: CaptureSearch
-    sums: FunctionSums
+    # of captures' gradients, by backward and levels; the backward is None for eager ones
+    sums: defaultdict[tuple[int | None, tuple[Level, ...]], CaptureSums]
     streams: Streams  # for the generators that it captures
     strays: StrayLeaves
     containers: CapturedContainers
@@ -285,7 +286,7 @@ class FunctionTable(dict[int, Function | Failure]):
             search=CaptureSearch(
                 {id(edges[number]): number for number in with_more_behind(message.captures)}
             ),
-            sums=FunctionSums(),
+            sums=defaultdict(CaptureSums),
             streams=streams,
             strays=StrayLeaves(
                 (code.pickled, b"" if state is None else state.pickled or b""),
@@ -301,6 +302,9 @@ class FunctionTable(dict[int, Function | Failure]):
             self._drop(number)
         for code in message.codes:
             self._codes.pop(code, None)
+        for number, graph_task, levels in message.sums:
+            if isinstance(function := self.get(number), Function):
+                function.sums.pop((graph_task, levels), None)
         self._forgotten_bytes += message.nbytes
         # a recursive function is a reference cycle, which would keep its captures for long
         if self._forgotten_bytes > GARBAGE_BYTES:
@@ -332,17 +336,19 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 class CaptureSums:
     """Capture gradients of one function in one backward, added up over a number of calls."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self.calls = 0
-        self.sums: list[torch.Tensor | None] = [None] * count
+        self.sums: list[torch.Tensor | None] = []
         # The first gradient may share memory with other tensors. A sum that was made here does not.
-        self._owned = [False] * count
+        self._owned: list[bool] = []
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a call, one for each capture, or None.
 
         This writes only to sums that were made here.
         """
+        if not self.sums:
+            self.sums, self._owned = [None] * len(grads), [False] * len(grads)
         self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]
@@ -355,27 +361,6 @@ class CaptureSums:
             else:
                 total = self.sums[k] = plus(held, grad)
                 self._owned[k] = total.layout is torch.strided
-
-
-class FunctionSums:
-    """All sums of one function: one for each backward, and one (key None) for eager backwards."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
-
-    def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
-        """Return the sum of a backward, for `count` captures."""
-        key = graph_task, levels
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = CaptureSums(count)
-            if len(self._sums) > MOST_SUMS:  # a failed backward leaves its sum behind
-                del self._sums[next(key for key in self._sums if key[0] is not None)]
-        return sums
-
-    def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """Return the sum and forget it."""
-        return self._sums.pop((graph_task, levels), None)
 
 
 # --- strays

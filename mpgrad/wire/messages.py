@@ -35,7 +35,6 @@ from mpgrad.wire.agent_messages import CrashTraceback, LackingMemory, ProgressRe
 from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
-    "MOST_SUMS",
     "SCALARS",
     "TRACEBACK_SIGNAL",
     "BackwardCall",
@@ -90,8 +89,6 @@ __all__ = [
 # The one message that is a signal. It tells a worker that is stuck in a call to write its stack and
 # end.
 TRACEBACK_SIGNAL = signal.SIGUSR2
-# A worker keeps so many sums of captures' gradients of one function, and the caller counts on it.
-MOST_SUMS = 256
 
 # How the tensors of arguments, or of a result, are put together:
 # - None: one bare tensor.
@@ -269,12 +266,14 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Functions that no call needs any more, and pickles to forget. If such a pickle is needed
-    again, the caller sends it again."""
+    """Forget functions that no call needs any more, and pickles, which the caller sends again if
+    they are needed again. Also forget sums of captures' gradients that nobody collects."""
 
     functions: list[int]
     codes: list[int]
     nbytes: int  # of the functions' captures
+    # functions, each with a backward and its levels, as in `Collect`
+    sums: list[tuple[int, int, tuple[Level, ...]]]
 
 
 class ForwardCall(NamedTuple):

@@ -37,6 +37,7 @@ from mpgrad.calls.operations import (
 )
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
+from mpgrad.machine import ledger
 from mpgrad.machine.story import Story
 from mpgrad.memory import arena
 from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
@@ -80,6 +81,7 @@ def simulated(world: World) -> Iterator[None]:
             (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
+            (ledger, "MOST_SUMS", 2),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
@@ -378,6 +380,15 @@ def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
 def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
     unfinished = scheduler.admissions.unfinished
     return any(call.index < operation.limit for operation in unfinished for call in operation.queue)
+
+
+def sums_of_worker(worker: Any) -> set[tuple[int, int | None]]:
+    """The sums that the scheduler believes the worker has, by function and backward."""
+    return {
+        (function, graph_task)
+        for function, sums in worker.sums._sums.items()
+        for graph_task, _ in sums
+    }
 
 
 def kept_of_worker(worker: Any) -> dict[str, int]:
