@@ -4,7 +4,7 @@ The states of a graph, and the events that change them (`AFTER` is the whole tab
 
     keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED ──┐
                │                                                                          │
-               ├── drop, miss: the worker has dropped it, or lacks it ──► LOST            │
+               ├── drop: the worker has dropped it, or lacks it ──► LOST                  │
                └── last: a backward is sent of which nothing is left ──► CONSUMED ────────┤
                          fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED              │
                          cancel: CONSUMED ──► LOST          released: forgotten ◄─────────┘
@@ -29,7 +29,6 @@ __all__ = [
     "KEEP",
     "LAST",
     "LOST",
-    "MISS",
     "RUN",
     "TAKE",
     "GraphLedger",
@@ -60,9 +59,8 @@ FAIL = "fail"
 RUN = "run"
 # The last backward was cancelled. Nobody knows how far it came, so another one starts anew.
 CANCEL = "cancel"
-# The worker lacks the graph that a backward needs.
-MISS = "miss"
-# The worker has dropped the graph. It may have been released meanwhile.
+# The worker has dropped the graph, or lacks the graph that a backward needs. The caller may have
+# released it since.
 DROP = "drop"
 # The last backward was an eager one, and its gradients were taken.
 TAKE = "take"
@@ -75,7 +73,6 @@ AFTER: dict[str, dict[str | None, str]] = {
     FAIL: {LOST: FREED, CONSUMED: FREED},
     RUN: {FREED: CONSUMED},
     CANCEL: {CONSUMED: LOST},
-    MISS: dict.fromkeys((None, ALIVE, FREED, LOST), LOST),
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
     TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
 }

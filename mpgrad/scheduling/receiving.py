@@ -21,7 +21,7 @@ from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError, write
-from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, MISS, RUN
+from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, RUN
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
@@ -122,8 +122,7 @@ class Receiver:
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
-            worker.link.kill()
-            self._supervisor.lose(worker, now)
+            self._supervisor.kill(worker, now, blames=True)
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
@@ -148,8 +147,7 @@ class Receiver:
             if each is not None:
                 write(each.with_traceback(None), "__context__", None)
         worker.garbled = error
-        worker.link.kill()
-        self._supervisor.lose(worker, now)
+        self._supervisor.kill(worker, now, blames=True)
 
     def _take(self, worker: WorkerHandle, number: int, now: float, more: bool = False) -> Chunk:
         """Take the chunk that a message answers. If more of it follows, the chunk stays."""
@@ -363,7 +361,7 @@ class Answers:
                 graph = self._graph_kept(worker, operation.owner, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
-                    worker.graphs.handle(number, MISS)
+                    worker.graphs.handle(number, DROP)
                 if not operation.options.eager.apart and operation.owner.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
@@ -413,8 +411,7 @@ class Answers:
                 words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
                 story[item] = (*story.get(item, ()), (now, words, worker.number))
             if isinstance(found, MissingGraph):
-                worker.graphs.handle(backward.call, MISS)
-                # The sum may have been collected already.
+                # The message's `dropped` has the graph. The sum may have been collected already.
                 backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:

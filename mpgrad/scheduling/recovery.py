@@ -30,6 +30,7 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
 from mpgrad.machine.deaths import failing, judged, successor
 from mpgrad.machine.ledger import CANCEL
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import (
     BACKWARD_MOVED,
     DIED_AT,
@@ -70,14 +71,16 @@ class Recovery:
         function_cache: FunctionCache,
         settings: Settings,
         life: Lifecycle,
+        queue: CallQueue,
         readmit: Callable[[Operation, float], None],
     ) -> None:
-        """Take `readmit`, which is called if an operation has calls for workers again."""
+        """Take `readmit`, which is called for each operation that a worker had calls of."""
         self._workers = workers
         self._function_cache = function_cache
         self._retries = settings.retries
         self._timeout_retries = settings.timeout_retries
         self._life = life
+        self._queue = queue
         self._readmit = readmit
         self._kills_for_memory = kills_for_memory()
         # calls and backwards that were given to another worker
@@ -218,15 +221,12 @@ class Recovery:
         # The order is reversed, so that the first calls are first in the queue again.
         for chunk in reversed(chunks):
             if chunk.operation is not None:
-                wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
-                self.reruns += len(wanted)
-                for call in wanted:
-                    note(call, (now, LOST, worker.number))
-                chunk.operation.queue.extendleft(reversed(wanted))
+                calls = [call for _, call in chunk.calls]
+                self.reruns += self._queue.put_back(
+                    chunk.operation, calls, now, LOST, worker.number
+                )
                 self._readmit(chunk.operation, now)
-            worker.backlog.extendleft(reversed(chunk.backwards))
-            if chunk.request is not None:
-                worker.backlog.appendleft(chunk.request)
+            worker.backlog.put_back([*chunk.backwards, *filter(None, [chunk.request])])
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle, now: float) -> bool:
         """Give a backward of a worker that is gone to another worker, which rebuilds the graph.

@@ -116,7 +116,7 @@ class Scheduler(ABC):
         )
         self._settling = Settlement(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(
-            self.workers, function_cache, settings, self.life, self.admissions.admit
+            self.workers, function_cache, settings, self.life, queue, self.admissions.admit
         )
         self.supervisor = WorkerSupervisor(
             self,

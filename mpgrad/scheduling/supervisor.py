@@ -34,6 +34,7 @@ from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["WorkerSupervisor"]
@@ -338,13 +339,10 @@ class WorkerSupervisor:
             self.fill(now)
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
-    def kill(self, worker: WorkerHandle, now: float) -> None:
-        """Kill the worker for its running call, which nobody wants any more.
-
-        The call is not blamed.
-        """
+    def kill(self, worker: WorkerHandle, now: float, blames: bool = False) -> None:
+        """Kill the worker, and blame its running call unless nobody wants that any more."""
         worker.link.kill()
-        self.lose(worker, now, blames=False)
+        self.lose(worker, now, blames)
 
     def lose(self, worker: WorkerHandle, now: float, blames: bool = True) -> None:
         """Remove a worker that died. Its work goes to other workers, except for a call that has
@@ -433,17 +431,11 @@ class WorkerSupervisor:
         """
         if worker.number in self._ending and self._ending[worker.number].death is not None:
             return
-        waiting = []
-        while worker.backlog:
-            try:
-                item = worker.backlog.popleft()
-            # After the pool's end several threads may do this.
-            except IndexError:
-                break
-            if not self._recovery.revive(item, worker, now):
-                waiting.append(item)
+        # After the pool's end several threads may do this.
+        items = drained(worker.backlog)
+        waiting = [item for item in items if not self._recovery.revive(item, worker, now)]
         if waiting:
-            worker.backlog.extendleft(reversed(waiting))
+            worker.backlog.put_back(waiting)
             if worker not in self.unplaced:
                 self.unplaced.append(worker)
         self._driver.tell_waiters()

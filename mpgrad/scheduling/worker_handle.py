@@ -13,7 +13,6 @@ Guarantees: other threads append to the backlog and to the deques of updates, an
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, SumRequest
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
@@ -29,6 +28,7 @@ from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
 from mpgrad.machine.ledger import TAKE, GraphLedger, SumLedger
 from mpgrad.machine.policy import SEEN
+from mpgrad.machine.queue import Backlog
 from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, LentSlots
@@ -105,7 +105,7 @@ class WorkerHandle:
         self.sums = SumLedger()
         self.lent_slots = LentSlots(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
-        self.backlog: deque[Backward | SumRequest] = deque()
+        self.backlog = Backlog()
         self.under_way = SentChunks()
 
         # when a message was last sent, on the clock of time.monotonic
@@ -209,12 +209,8 @@ class WorkerHandle:
 
         Threads that wait for it get the error.
         """
-        for item in list(self.backlog):
-            if item.graph_task == graph_task:
-                # After the pool's end several threads may take from the backlog.
-                with contextlib.suppress(ValueError):
-                    self.backlog.remove(item)
-                item.settle(error_maker(error))
+        for item in self.backlog.cancel(graph_task):
+            item.settle(error_maker(error))
         self.under_way.cancel_backward(graph_task, error, now)
 
     # --- messages to the worker

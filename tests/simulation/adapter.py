@@ -351,7 +351,7 @@ def takers(scheduler: SimulatedScheduler) -> set[int]:
     return {each.number for each in scheduler.workers.values() if each.ready and not each.retiring}
 
 
-def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, int]) -> int:
+def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, ...]) -> int:
     """How many wanted calls the worker has behind that one of a chunk, which others may run."""
     worker, found = scheduler.workers[number], 0
     chunks = worker.under_way.chunks

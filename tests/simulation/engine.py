@@ -203,6 +203,9 @@ class World:
         self.starts_fail = False  # the pool may break for it
         self.refused_until = 0.0  # by the system: all starts
         self.lost_nodes = False
+        self.calls_per_worker: int | None = None
+        self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
+        self.used_up_graphs: set[int] = set()  # by a backward that left nothing
         self._places = itertools.count()
         self._own_slab = SimulatedSlab(0)
 
@@ -297,6 +300,7 @@ class SimulatedWorker:
         self.excused: set[int] = set()  # of what had to be made again, and was skipped
         self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
         self.lent: set[int] = set()
+        self.calls_begun = 0
         self.environment = b""
         # sends what a chunk has given, while a later call of it runs; None where there is nothing
         self._early: Callable[[], None] | None = None
@@ -323,10 +327,10 @@ class SimulatedWorker:
         early()
 
     @property
-    def running(self) -> tuple[int, int]:
-        """The chunk and the position of the call that it runs now; (-1, -1) if none."""
+    def running(self) -> tuple[int, ...]:
+        """The chunk and the position of the call that it runs now, and since when; -1 if none."""
         is_at = self.alive and self.at_call and not self.link.has_more()
-        return tuple(self.numbers[:2]) if is_at else (-1, -1)  # type: ignore[return-value]
+        return tuple(self.numbers[:3]) if is_at else (-1, -1, -1)
 
     def step(self) -> None:
         try:
@@ -389,6 +393,7 @@ class SimulatedWorker:
             case Backwards():
                 yield from self._backward(message)
             case Collect():
+                yield
                 self._collect(message)
             case Define():
                 yield from self._load(message)
@@ -570,6 +575,13 @@ class SimulatedWorker:
             if self._is_skipped(message.chunk):
                 break
             self.at_call = True
+            self.calls_begun += 1
+            limit = self.world.calls_per_worker
+            self.check(
+                limit is None or self.calls_begun <= limit,
+                "a worker runs more calls than it may",
+                self.calls_begun,
+            )
             self._early = early if outcomes else None
             task = self._task_of(call, message.function)
             self.check(
@@ -730,6 +742,18 @@ class SimulatedWorker:
             "a call runs again in the environment of another",
             task.number,
         )
+        fails = "fails backward" in task.traits
+        known = self.graphs.get(call.call)
+        if step.consumed:
+            self.check(
+                known is not None or fails or call.call in self.world.used_up_graphs,
+                "a graph is used up that no backward has used up",
+                call.call,
+            )
+        elif known is not None and not known.is_emptied:
+            # Several backwards may have found that it was missing.
+            is_excused = fails or call.call in self.world.cancelled_graphs | self.excused
+            self.check(is_excused, "a graph is made again that is still there", call.call)
         held = self._lent_to_us(call.tensors)
         if step.consumed and call.call in self.graphs:
             self._returns.update(held)
@@ -753,7 +777,7 @@ class SimulatedWorker:
             return None
         if graph.is_emptied:
             return failure("backward", graph.task.number, TWICE)
-        if "fails backward" in graph.task.traits:
+        if "fails backward" in graph.task.traits and self.world.random.random() < 0.6:
             return failure("backward", graph.task.number)
         flags = 0 if call.graph is None else REQUIRES_GRAD
         refs = [
@@ -769,6 +793,7 @@ class SimulatedWorker:
             self._release(call.graph)
             self.graphs[call.graph] = WorkerGraph(graph.task, [], graph)
         elif call.last:
+            self.world.used_up_graphs.add(call.call)
             self._release(call.call)
         elif not call.keep:
             graph.empty()
