@@ -439,6 +439,12 @@ class Backward(PendingOutcome):
         """This is not kept, because the owner may have the backward in its sums."""
         return self.graph.owner
 
+    def note(self, transition: Any) -> None:
+        """Note what happens to the backward in the story of its call, unless it was cancelled."""
+        if (graph := self.held) is not None:
+            item = graph.index if isinstance(graph.index, int) else graph.index.start
+            graph.owner.story.note(item, transition)
+
     @property
     def items(self) -> int | range:
         """The item, or the items of a bundle to whose results gradients have come."""

@@ -145,9 +145,6 @@ class SumLedger:
         # sums that the worker is told to forget with the next message
         self.forgotten: list[Any] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
     def __len__(self) -> int:
         return len(self._sums)
 

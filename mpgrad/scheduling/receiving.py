@@ -30,7 +30,7 @@ from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
@@ -72,7 +72,7 @@ class Receiver:
         settings: Settings,
         life: Lifecycle,
         memory: CallerMemory,
-        function_cache: FunctionCache,
+        functions: KnownFunctions,
         queue: CallQueue,
         deliveries: Deliveries,
         admissions: Admissions,
@@ -81,7 +81,7 @@ class Receiver:
         self._settings = settings
         self._life = life
         self._memory = memory
-        self._function_cache = function_cache
+        self._functions = functions
         self._queue = queue
         self._deliveries = deliveries
         self._admissions = admissions
@@ -272,9 +272,7 @@ class Receiver:
                 ]
             ):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
-                self._function_cache.note_results(
-                    operation.options.function, message, measured, share
-                )
+                self._functions.note_results(operation.options.function, message, measured, share)
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload, now)
         self._reading = False
@@ -404,12 +402,8 @@ class Answers:
         for position, (backward, found) in enumerate(
             zip(chunk.backwards, message.outcomes, strict=False)
         ):
-            if (graph := backward.held) is not None:
-                story, item = graph.owner.story.calls, graph.index
-                item = item.start if isinstance(item, range) else item
-                missing = type(found) is MissingGraph
-                words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
-                story[item] = (*story.get(item, ()), (now, words, worker.number))
+            words = GRAPH_MISSING if type(found) is MissingGraph else BACKWARD_ANSWERED
+            backward.note((now, words, worker.number))
             if isinstance(found, MissingGraph):
                 # The message's `dropped` has the graph. The sum may have been collected already.
                 backward.apart = backward.asked.captures

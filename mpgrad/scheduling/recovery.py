@@ -39,7 +39,7 @@ from mpgrad.machine.story import (
     Transition,
 )
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import kills_for_memory
@@ -68,7 +68,7 @@ class Recovery:
     def __init__(
         self,
         workers: Mapping[int, WorkerHandle],
-        function_cache: FunctionCache,
+        functions: KnownFunctions,
         settings: Settings,
         life: Lifecycle,
         queue: CallQueue,
@@ -76,7 +76,7 @@ class Recovery:
     ) -> None:
         """Take `readmit`, which is called for each operation that a worker had calls of."""
         self._workers = workers
-        self._function_cache = function_cache
+        self._functions = functions
         self._retries = settings.retries
         self._timeout_retries = settings.timeout_retries
         self._life = life
@@ -262,7 +262,7 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
-            note(item, (now, BACKWARD_MOVED, worker.number))
+            item.note((now, BACKWARD_MOVED, worker.number))
             # The sum that the gradients were to be part of was in the worker that is gone.
             item.apart = item.asked.captures
             worker.backlog.append(item)
@@ -283,7 +283,7 @@ class Recovery:
             worker = self._move_elsewhere(lineage.graph)
         else:
             assert isinstance(lineage, PackedCall)
-            self._function_cache.number(lineage.options.function)
+            self._functions.number(lineage.options.function)
             worker = successor(self._workers.values(), gone.device)
         if worker is None:
             return None
@@ -304,9 +304,10 @@ def place_in_story(part: Part) -> tuple[Story, int] | None:
 
 
 def note(part: Part, transition: Transition) -> None:
-    if (place := place_in_story(part)) is not None:
-        story, item = place
-        story.note(item, transition)
+    if isinstance(part, Backward):
+        part.note(transition)
+    else:
+        part.options.story.note(part.item, transition)
 
 
 def told(error: BaseException, part: Part) -> BaseException:

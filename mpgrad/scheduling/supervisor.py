@@ -238,7 +238,7 @@ class WorkerSupervisor:
             worker.begin_retiring()
             # This may send the worker off at once, if no other can be started beside it.
             self.fill(now)
-        if worker.gone is None and (worker.is_done or self._is_unneeded(worker)):
+        if worker.gone is None and worker.is_done(self._first_wanted()):
             self._send_off(worker, f"has ended after {worker.calls_done} calls", now)
             # A start may have failed before, because this worker took the resources.
             self.fill(now)
@@ -249,17 +249,15 @@ class WorkerSupervisor:
         self.requeue(worker, now)
         self._driver.tell_waiters()
 
-    def _is_unneeded(self, worker: WorkerHandle) -> bool:
-        """Whether the worker only keeps sums of earlier backwards.
+    def _first_wanted(self) -> int:
+        """Return the number of the first backward whose sums may be wanted.
 
-        These backwards seem to have failed, because there are later ones. A sum that is wanted is
-        computed again.
+        If there are many retiring workers, sums of earlier backwards than the last one are not
+        waited for. These backwards seem to have failed. A sum that is wanted is computed again.
         """
-        is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
-        stays = self._life.phase is Phase.LEAVING
-        return (
-            is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
-        )
+        are_many = sum(each.retiring for each in self._workers.values()) > self.wanted
+        stay = self._life.phase is Phase.LEAVING
+        return self._gradients.last_backward if are_many and not stay else 0
 
     def retire_all(self, now: float) -> None:
         """Retire all workers. Each ends as soon as nobody needs it."""

@@ -172,13 +172,9 @@ class WorkerHandle:
         waiting = sum(isinstance(each, Backward) for each in list(self.backlog))
         return waiting + sum(len(chunk.backwards) for chunk in list(self.under_way.chunks.values()))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is under way or waiting, and no backward needs anything of the worker."""
-        return not self.sums and self.has_sums_before(0)
-
-    def has_sums_before(self, graph_task: int) -> bool:
-        """Whether the worker would be done, except for sums of earlier backwards than this one."""
+    def is_done(self, graph_task: int) -> bool:
+        """Whether nothing is under way or waiting, and no backward from this one on needs anything
+        of the worker."""
         if (
             self.under_way
             or self.backlog
@@ -217,9 +213,8 @@ class WorkerHandle:
 
     @property
     def has_updates(self) -> bool:
-        of_memory = self.returns or self.missing_slabs
-        of_graphs = self.releases or self.consumed or self._to_release
-        return bool(of_memory or of_graphs or self.forgotten_functions or self.forgotten_codes)
+        forgotten = self.forgotten_functions or self.forgotten_codes
+        return bool(self.returns or self.missing_slabs or self._has_releases or forgotten)
 
     @property
     def _has_releases(self) -> bool:
@@ -238,10 +233,7 @@ class WorkerHandle:
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
         sent = (now, BACKWARD_SENT, self.number)
         for each in chunk.backwards:
-            if (graph := each.held) is not None:
-                story, item = graph.owner.story.calls, graph.index
-                item = item.start if isinstance(item, range) else item
-                story[item] = (*story.get(item, ()), sent)
+            each.note(sent)
         self._add(number, chunk, now)
         return messages, payload
 
