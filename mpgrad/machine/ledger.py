@@ -157,14 +157,19 @@ class SumLedger:
         )
 
     def note(self, function: int, graph_task: int | None, levels: Hashable) -> None:
-        """Note that the worker adds gradients to a sum. Of too many sums, forget the oldest of a
-        backward: it seems to have failed."""
-        sums = self._sums.setdefault(function, {})
-        sums[graph_task, levels] = None
-        if len(sums) > MOST_SUMS:
-            oldest = next(each for each in sums if each[0] is not None)
-            del sums[oldest]
-            self.forgotten.append((function, *oldest))
+        """Note that the worker adds gradients to a sum."""
+        self._sums.setdefault(function, {})[graph_task, levels] = None
+
+    def trim(self) -> None:
+        """If there are too many sums, forget the oldest. Their backwards seem to have failed.
+
+        The worker forgets them before it runs what is written after this.
+        """
+        for function, sums in self._sums.items():
+            while len(sums) > MOST_SUMS:
+                oldest = next(each for each in sums if each[0] is not None)
+                del sums[oldest]
+                self.forgotten.append((function, *oldest))
 
     def forget(self, function: int, graph_task: int | None, levels: Hashable) -> None:
         sums = self._sums.get(function, {})

@@ -26,7 +26,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.machine.ledger import TAKE, GraphLedger, SumLedger
+from mpgrad.machine.ledger import CANCEL, TAKE, GraphLedger, SumLedger
 from mpgrad.machine.policy import SEEN
 from mpgrad.machine.queue import Backlog
 from mpgrad.machine.story import BACKWARD_SENT
@@ -207,6 +207,9 @@ class WorkerHandle:
         """
         for item in self.backlog.cancel(graph_task):
             item.settle(error_maker(error))
+            # It was lost with a worker, which had perhaps begun it.
+            if isinstance(item, Backward) and item.again:
+                self.graphs.handle(item.call, CANCEL)
         self.under_way.cancel_backward(graph_task, error, now)
 
     # --- messages to the worker
@@ -230,6 +233,7 @@ class WorkerHandle:
 
     def backward(self, number: int, now: float) -> tuple[list[Message], Payload]:
         """Write a chunk of the backlog, which is under way from now on."""
+        self.sums.trim()
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
         sent = (now, BACKWARD_SENT, self.number)
         for each in chunk.backwards:

@@ -65,7 +65,7 @@ class Environment:
 
 
 @contextlib.contextmanager
-def simulated(world: World) -> Iterator[None]:
+def simulated(world: World, most_sums: int = 2) -> Iterator[None]:
     """Within it shared memory is the world's; nothing is logged, and torch is not asked for
     modes."""
     foreign_slabs = type("ForeignSlabs", (SimulatedLenders,), {"world": world})
@@ -81,7 +81,7 @@ def simulated(world: World) -> Iterator[None]:
             (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
-            (ledger, "MOST_SUMS", 2),
+            (ledger, "MOST_SUMS", most_sums),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

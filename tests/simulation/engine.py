@@ -205,7 +205,12 @@ class World:
         self.lost_nodes = False
         self.calls_per_worker: int | None = None
         self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
+        self.cancelled_backwards: set[int] = set()
+        # backwards that leave nothing of a graph, by graph
+        self.last_backwards: dict[int, set[int]] = {}
         self.used_up_graphs: set[int] = set()  # by a backward that left nothing
+        # how often each was sent, by graph and backward
+        self.backwards_sent: Counter[tuple[int, int]] = Counter()
         self._places = itertools.count()
         self._own_slab = SimulatedSlab(0)
 
@@ -682,8 +687,9 @@ class SimulatedWorker:
         for position, call in enumerate(message.calls):
             if self._is_skipped(message.chunk):
                 break
-            self._early = early if outcomes else None
+            self.at_call = False
             yield
+            self._early = early if outcomes else None
             environments = self.world.environments[call.graph_task]
             self.check(
                 self.environment in environments,
@@ -700,6 +706,7 @@ class SimulatedWorker:
             for step in (*call.before, call):
                 self._begin(message.chunk, position)
                 yield
+                self._check_freed(step, call)
                 found = self._step(step, payload)
                 if found is None or isinstance(found, Failure):
                     break
@@ -719,6 +726,30 @@ class SimulatedWorker:
             if call.graph is not None:
                 self.excused.add(call.graph)
             self._returns.update(self._lent_to_us(call.grads))
+
+    def _check_freed(self, step: Recompute | RecomputeBackward | BackwardCall, of: Any) -> None:
+        """Only a backward that was sent before may find its own graph freed, by itself, and have it
+        made again. A graph is used up only if another backward has done so, or would have."""
+        if not isinstance(step, Recompute) or step.call.call != of.call:
+            return
+        known = self.graphs.get(of.call)
+        if step.consumed:
+            others = self.world.last_backwards.get(of.call, set()) - {of.graph_task}
+            self.check(
+                known is not None
+                or of.call in self.world.used_up_graphs
+                or bool(others - self.world.cancelled_backwards),
+                "a graph is used up that no backward has used up",
+                of.call,
+            )
+            return
+        is_freed = known is not None and known.is_emptied
+        is_excused = of.call in self.excused | self.world.cancelled_graphs
+        self.check(
+            not is_freed or is_excused or self.world.backwards_sent[of.call, of.graph_task] > 1,
+            "a graph that was freed is made again for another backward",
+            of,
+        )
 
     def _step(self, step: Recompute | RecomputeBackward | BackwardCall, payload: bytearray) -> Any:
         if isinstance(step, Recompute):
@@ -744,13 +775,7 @@ class SimulatedWorker:
         )
         fails = "fails backward" in task.traits
         known = self.graphs.get(call.call)
-        if step.consumed:
-            self.check(
-                known is not None or fails or call.call in self.world.used_up_graphs,
-                "a graph is used up that no backward has used up",
-                call.call,
-            )
-        elif known is not None and not known.is_emptied:
+        if not step.consumed and known is not None and not known.is_emptied:
             # Several backwards may have found that it was missing.
             is_excused = fails or call.call in self.world.cancelled_graphs | self.excused
             self.check(is_excused, "a graph is made again that is still there", call.call)
@@ -835,6 +860,7 @@ class SimulatedLink:
         self.is_leaving = False
         self.has_ended = False
         self.tells_exit = True  # it has not been told yet
+        self.knows_exit = world.random.random() < 0.5  # at once, when the worker has ended
         self.skipped: dict[int, int] = {}
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
@@ -869,6 +895,11 @@ class SimulatedLink:
                 case Backwards():
                     backwards = [(call.call, call.graph_task) for call in message.calls]
                     self._unanswered[message.chunk] = list(backwards)
+                    self.world.backwards_sent.update(backwards)
+                    for call in message.calls:
+                        if call.last:
+                            lasts = self.world.last_backwards.setdefault(call.call, set())
+                            lasts.add(call.graph_task)
                     self._note("backwards (graph, number)", message.chunk, backwards)
                 case Collect():
                     self._unanswered[message.chunk] = []
@@ -935,7 +966,7 @@ class SimulatedLink:
 
     def has_exited(self) -> bool:
         """As is still to be told."""
-        return self.tells_exit and self.exit is not None
+        return self.tells_exit and self.has_ended and not self.worker.alive
 
     @property
     def numbers(self) -> memoryview:
@@ -1012,7 +1043,8 @@ class SimulatedLink:
 
     @property
     def exit(self) -> Exit | None:
-        return Exit(self.worker.exit_code) if self.has_ended and not self.worker.alive else None
+        is_known = self.knows_exit and self.has_ended and not self.worker.alive
+        return Exit(self.worker.exit_code) if is_known else None
 
     def lose(self) -> None:
         """Its node is lost."""
@@ -1192,6 +1224,7 @@ class SimulatedEngine:
         self.world.random.shuffle(links)
         links = links[: self.world.random.randrange(1, 4)]
         for link in links:
+            link.knows_exit |= link.has_exited()
             link.tells_exit = link.tells_exit and link.exit is None
         if not links and seconds:
             self._let_others_go_on(seconds)
