@@ -10,24 +10,24 @@ put all waiting behind all sending:
     real gradients ◄── wait, take ◄──────────────────── send the outputs' gradients, return at once
                                                                 backward, right to left
 
-A call may have been given the result of another one that nobody else sees (`hidden`). Then its gate
-does not wait: it passes on a `Promise`, and the gradient goes from worker to worker as soon as it
-is there, whatever this thread waits for meanwhile.
+The input of a call may be the result of another call that the caller cannot see (`hidden`). Then
+the gate does not wait. It passes on a `Promise`, and the gradient goes from worker to worker as
+soon as it exists.
 
-With `create_graph=True` the worker keeps a graph of that backward too, and the gradients that the
-gates take are the outputs of another `Call`, whose inputs are the outputs' gradients, the item's
-tensors and the captures. Nothing is special about it, so there are derivatives of every order.
+With `create_graph=True` the worker also keeps a graph of that backward. The gradients that the
+gates take are the outputs of another `Call`. Its inputs are the outputs' gradients, the item's
+tensors and the captures. It is a `Call` like any other, so there are derivatives of every order.
 
 Guarantees: every item has gates of its own, so a backward for one item leaves the history of the
-    others alone; gradients are the worker's, whatever placeholders travelled between the nodes.
+    others alone. The gradients are the worker's, and never placeholders.
 Assumes: a link that delivers (`remote_graph.GraphLink`).
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 
-    remote_graph   the handle of a kept graph; `Backward`: one backward of it, from its node to the
-                   gates; what the graphs of an operation share: the way to the workers, and the
-                   sums of the captures' gradients
-    running        the engine's backwards that run, and what they leave behind
+    remote_graph   the handle of a kept graph; one backward of it, from its node to the gates; the
+                   way to the workers and the sums of captures' gradients, which the graphs of an
+                   operation share
+    running        running backwards of the engine, and what is done at their end
     call_node      the node that sends
-    gates          those that wait
+    gates          the nodes that wait
 """

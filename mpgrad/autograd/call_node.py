@@ -83,20 +83,21 @@ class Call(torch.autograd.Function):
         token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads
-        to.
+        """Return the `outputs`, with this node as their history. It leads to the gated `inputs`,
+        and to the captures through the `token`.
 
-        `root` is given where some depend on nodes of the worker's own that a backward may not run:
-        see `check_wanted_of_worker`.
+        `root` is given if outputs depend on nodes of the worker that a backward may not run (see
+        `check_wanted_of_worker`).
         """
         ctx.set_materialize_grads(False)
         ctx.graph = graph
         ctx.token = token
         ctx.has_root = root is not None
         ctx.has_token = token is not None
-        ctx.graph_task = -1  # the backward that came here last
+        # the last backward that came here
+        ctx.graph_task = -1
         ctx.output_count = len(outputs)
-        # only for what may be differentiated again; no hooks for saved tensors have to see them
+        # They are needed only for further derivatives. Hooks for saved tensors need not see them.
         ctx.inputs = inputs
         graph.placeholders = tuple(
             [
@@ -109,7 +110,7 @@ class Call(torch.autograd.Function):
     @staticmethod
     @run_as_is
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Placeholders for the gradients of the inputs, which are under way when this returns."""
+        """Send the backward, and return placeholders for the gradients of the inputs."""
         gates, capture_node = edges_of(ctx)
         if ctx.graph.members is not None:
             wanted = wanted_of_bundle(ctx.graph, gates, grads)
@@ -126,7 +127,7 @@ class Call(torch.autograd.Function):
         if not (wanted or captures):
             try:
                 for _, promise in promises:
-                    # nobody else would hear what it raises
+                    # No other node would raise its error.
                     promise.backward.owner.link.wait(promise.backward)
             except BaseException as error:
                 hide_own_frames(error)
@@ -152,9 +153,9 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> NoReturn:
-        """Refuse PyTorch's compiled autograd, which asks for this before it traces a backward.
+        """Refuse PyTorch's compiled autograd, which calls this before it traces a backward.
 
-        It would trace the sending and the waiting, in another order than the engine's.
+        It would trace the sending and the waiting, in a different order from the engine's.
         """
         raise RuntimeError(
             "PyTorch's compiled autograd cannot run the backward of a pool's results; turn it off "
@@ -168,12 +169,11 @@ def check_wanted_of_worker(
     grads: Sequence[torch.Tensor | None],
     promises: Sequence[tuple[int, Promise]],
 ) -> None:
-    """Where nobody has said which gradients are wanted, those of leaves that only the worker has
-    are too, and so is what leads to nodes that only raise.
+    """Raise an error if a backward without `inputs` would come to nodes that only the worker has.
 
     Raises:
-        LostGradientError: names one of these leaves.
-        RuntimeError: has the words of such a node, as PyTorch raises it.
+        LostGradientError: a leaf that only the worker has would get a gradient.
+        RuntimeError: a node raises this, as it would in PyTorch.
     """
     if not leaf_will_run(ROOT_EDGE.node):
         return
@@ -198,7 +198,7 @@ def check_wanted_of_worker(
 
 
 def strays_behind(output: torch.Tensor) -> list[str]:
-    """Leaves that only a worker has, and that what it sent depends on, in words."""
+    """Return descriptions of the leaves that only a worker has and that the output depends on."""
     graph = getattr(output.grad_fn, "graph", None)
     return [] if graph is None else list(graph.strays.values())
 
@@ -213,8 +213,8 @@ def are_all_given(
 def wanted_of_bundle(
     graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
 ) -> tuple[int, ...]:
-    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs
-    are left alone."""
+    """Return the wanted inputs of the items to whose results a gradient has come. The graphs of the
+    other items are left alone."""
     if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
     given = graph.members.given(grads)
@@ -226,8 +226,8 @@ def wanted_of_bundle(
 
 
 def relatives_will_run(node: Any) -> bool:
-    """Whether this backward still comes to a graph that shares its nodes in the worker: the last
-    one may free them."""
+    """Whether this backward will come to another graph that shares nodes with this one in the
+    worker. Only the last of these graphs may free the nodes."""
     relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
     return any(
         each is not node and each.graph_task != node.graph_task and will_run(each)
@@ -236,11 +236,11 @@ def relatives_will_run(node: Any) -> bool:
 
 
 class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
-    """The hooks of a result that shares its node with those of other items: called only where a
-    gradient has come for it.
+    """The hooks of a result that shares its node with results of other items. They are called only
+    if the result gets a gradient.
 
-    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its
-    own hooks expect that.
+    PyTorch calls the hooks of all outputs of a node that runs, with None for outputs without a
+    gradient. PyTorch's own hooks expect that.
     """
 
     def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -250,14 +250,14 @@ class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
 
 
 def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor | None) -> Any:
-    """A hook of a bundle's result: not called in a backward for other items only."""
+    """Call the hook of a bundle's result, unless the backward is only for other items."""
     return None if grad is None else hook(grad)
 
 
 def keep_hooks_apart(node_type: Any) -> None:
-    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on
-    the node are refused."""
-    # what `Tensor.register_hook` calls, of the result's node, at the first hook
+    """For nodes of bundles: call a result's hooks for its own item only, and refuse hooks on the
+    node."""
+    # `Tensor.register_hook` calls this method of the result's node at the first hook.
     register_hooks = node_type._register_hook_dict
 
     def register_own_hooks(node: Any, result: torch.Tensor) -> None:
@@ -273,7 +273,7 @@ def keep_hooks_apart(node_type: Any) -> None:
 def refusing(
     register: Callable[[Any, Callable[..., Any]], Any],
 ) -> Callable[[Any, Callable[..., Any]], Any]:
-    """Nobody can tell from a node whose result it was asked for."""
+    """Return a method that refuses hooks on nodes of bundles, which belong to several results."""
 
     @functools.wraps(register)
     def register_or_refuse(node: Any, hook: Callable[..., Any]) -> Any:
@@ -298,7 +298,7 @@ def is_call(node: object) -> bool:
 
 
 def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
-    """Of a `Call`: the edges to its gates, and the node of its captures, or None."""
+    """Return the edges of a `Call` to its gates, and the gate of its captures, or None."""
     edges: Sequence[tuple[Any, int]] = node.next_functions[node.has_root :]
     if not node.has_token:
         return edges, None
@@ -306,7 +306,7 @@ def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
 
 
 def item_of(node: Any, output: int) -> BundleItem:
-    """What belongs to the item of a `Call` that gave this output."""
+    """Return the outputs and inputs of the item that this output of a `Call` belongs to."""
     graph: RemoteGraph = node.graph
     if graph.members is None:
         return BundleItem(range(node.output_count), range(len(edges_of(node)[0])))
@@ -314,8 +314,8 @@ def item_of(node: Any, output: int) -> BundleItem:
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
-    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its
-    results do not depend on."""
+    """Return for each input of a `Call` the edge to its node in the caller. The edge is empty if
+    the results do not depend on the input."""
     gates, _ = edges_of(node)
     if node.graph.members is not None:
         return edges_of_leaves(gates[0][0]) if gates else ()
@@ -325,7 +325,7 @@ def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
 
 
 def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
-    """Likewise for each capture."""
+    """Return for each capture of a `Call` the edge to its node in the caller."""
     _, capture_node = edges_of(node)
     edges = [] if capture_node is None else edges_behind_capture_gate(capture_node)
     return [
@@ -399,17 +399,17 @@ def attach(
     """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the
     captures.
 
-    Of a bundle, whose gate is one for all, `leaves` are the inputs.
+    `leaves` are the inputs of a bundle, which share one gate.
 
-    What was attached last is waited for first. Of one operation this is the last item, as in the
-    serial loop, so that the gradients of a tensor that several items share are added up in the same
-    order. Of a chain of operations it is the last one, so that all backwards of the one before can
-    be sent before any of them is waited for.
+    The engine waits first for the graph that was attached last. Within an operation this is the
+    last item, so the gradients of a tensor that several items share are added up in the serial
+    loop's order. In a chain of operations it is the last operation, so all backwards of the
+    operation before it are sent before the engine waits for one of them.
     """
     graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
         node: Any = tensor.grad_fn
-        if node is None:  # nobody can ask for this one's gradient
+        if node is None:  # it needs no gradient
             continue
         node.graph, node.number = graph, number
         waits = node.source is None or not node.source.hidden
@@ -419,7 +419,7 @@ def attach(
         token = ROOT
     if torch.is_grad_enabled():
         attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, root, token, *gated)
-    else:  # the function turned gradients on by itself
+    else:  # the function itself has turned gradients on
         with torch.enable_grad():
             attached = apply(Call, graph, outputs, root, token, *gated)
     node = attached[0].grad_fn
@@ -430,11 +430,13 @@ def attach(
 
 
 class HigherOrderCall(NamedTuple):
-    """Of the gradients of a call: they are the outputs of another one."""
+    """A `Call` whose outputs are the gradients of another call."""
 
-    node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
-    grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
-    # inputs of the call; no gates to them, which would keep what keeps this
+    # the other `Call`; the reference is weak, because a backward that fails leaves this object
+    node: weakref.ref[Any]
+    # gradients of outputs that need gradients, each behind a gate
+    grads: list[torch.Tensor]
+    # numbers of inputs; gates to the inputs would make a cycle
     wanted: tuple[int, ...]
 
     def attach(
@@ -443,7 +445,8 @@ class HigherOrderCall(NamedTuple):
         node = self.node()
         assert node is not None  # the engine holds it
         family = graph.family = node.graph.family
-        graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
+        # They are read again if the graph is rebuilt.
+        graph.inputs_lent = node.graph.inputs_lent
         if strays := node.graph.strays:
             graph.strays = dict.fromkeys(range(len(outputs)), next(iter(strays.values())))
         owner = node.graph.owner
@@ -457,10 +460,9 @@ class HigherOrderCall(NamedTuple):
 
 
 def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
-    """The inputs of a `Call`, for one whose outputs are its gradients.
+    """Return the inputs of a `Call`, for the `Call` whose outputs are its gradients.
 
-    In a bundle these are the inputs of all items: what a derivative of some has to do with others
-    ends here.
+    In a bundle these are the inputs of all items. Only those of wanted items lead further.
     """
     if node.graph.members is None:
         return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]
@@ -472,6 +474,6 @@ def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
-    """A gradient that costs nothing and passes the engine's checks."""
+    """Return a gradient that takes no memory and passes the engine's checks."""
     with torch.inference_mode(False):
         return torch.zeros((), dtype=dtype, device=device or "cpu").expand(shape)

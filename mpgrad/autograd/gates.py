@@ -1,7 +1,7 @@
 """The nodes where tensors enter an operation. Their backward waits for gradients from workers.
 Caller only.
 
-    an input ──► Gate, or one LeafGate for all of a bundle
+    an input ──► Gate, or one LeafGate for all inputs of a bundle
     all captures ──► one CaptureGate, which runs last, when the sums are complete
 """
 
@@ -43,35 +43,35 @@ __all__ = [
 
 
 with torch.inference_mode(False):
-    # stands in as the token where only tensors that `fn` made itself need gradients: the outputs
-    # must need them too; and see `leaf_gate`
+    # It is the token if only tensors that `fn` made itself need gradients, because the outputs must
+    # need them, too. See also `leaf_gate`.
     ROOT = torch.zeros((), requires_grad=True, device="cpu")
-    # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
+    # This is kept alive: two threads that make it at once, in anomaly mode, can deadlock.
     ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 class Gate(torch.autograd.Function):
-    """Waits for a call's gradient where it leaves the pool, and passes it on in place of what
-    `Call` returned.
+    """Waits for the gradient of an input, and passes it on in place of the placeholder that `Call`
+    returned.
 
-    A hook on an identity of PyTorch's own could not: it may not put a sparse gradient in the place
-    of a dense placeholder.
+    A hook on a node of PyTorch's own may not replace a dense placeholder with a sparse gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.graph = None
-        # the graph of the call that gave `tensor`, where it is a result that was passed on
+        # if `tensor` is a result that was passed on: the graph of the call that returned it
         ctx.source = None
-        # No view: until the result is fetched the caller may write to `tensor` in place, which
-        # would move a view to the new history. An argument that is returned as it is becomes one.
+        # This must not be a view. The caller may write to `tensor` in place until the result is
+        # fetched, and that would move a view to the new history. If this returned its argument,
+        # PyTorch would make a view of it.
         return tensor.detach()
 
     @staticmethod
     @run_as_is
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
-        """The worker's gradient, for which it waits; None where that goes on as a promise."""
+        """Wait for the worker's gradient and return it, or None if a promise was passed on."""
         graph, number, graph_task = ctx.graph, ctx.number, current_graph_task()
         source: RemoteGraph | None = ctx.source
         if source is not None and source.hidden and not graph.has_further:
@@ -82,8 +82,8 @@ class Gate(torch.autograd.Function):
         try:
             if not graph.has_further:
                 return graph.take(graph_task, number)  # type: ignore[no-any-return]
-            # Gradients of a derivative of this call have come through gates of their own, in front
-            # of this one, and are real.
+            # A derivative of this call has its own gates, in front of this one. The gradients that
+            # came through them are real.
             if others is graph.placeholders[number]:
                 others = None
             grad = graph.take(graph_task, number) if graph.is_expected(graph_task) else None
@@ -94,11 +94,11 @@ class Gate(torch.autograd.Function):
 
 
 class LeafGate(torch.autograd.Function):
-    """The gate of a bundle: waits for the gradients of all its items at once.
+    """The gate of a bundle. It waits for the gradients of all items at once.
 
-    They are leaves, of which a backward that has nothing for them leaves nothing behind. The last
-    comes first: so the engine adds up the gradients of a tensor that several items share in the
-    order of the serial loop.
+    The inputs are leaves, so a backward without gradients for them has no effect. The last input
+    comes first, so that the engine adds up the gradients of a tensor that several items share in
+    the order of the serial loop.
     """
 
     @staticmethod
@@ -124,28 +124,28 @@ class LeafGate(torch.autograd.Function):
 def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Let leaves that need gradients into a bundle, all of them together.
 
-    `ROOT` is one more. Nobody can ask for its gradient, so that it runs in those backwards only for
-    which nobody has said what is wanted: then all leaves are, and none has to be asked about.
+    `ROOT` is one more leaf. Nobody can name it as an input of a backward, so it runs only in
+    backwards without `inputs`. All leaves are wanted then, and need not be looked at one by one.
     """
     token: torch.Tensor = apply(LeafGate, ROOT, *leaves[::-1])
     return token
 
 
 def edges_of_leaves(gate: Any) -> Sequence[tuple[Any, int]]:
-    """In the order of the inputs. PyTorch keeps a Python object for each, from when they are first
-    asked for."""
+    """Return the edges behind a `LeafGate`, in the order of the inputs. From the first time on,
+    PyTorch keeps a Python object for each of them."""
     return gate.next_functions[:0:-1]  # type: ignore[no-any-return]
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:
-    """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it
-    waits for."""
+    """Let `tensor` into an operation. The result is the same tensor with a `Gate` as its node;
+    `attach` tells that node which gradient it waits for."""
     gated: torch.Tensor = apply(Gate, tensor)
     return gated
 
 
 def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tensor:
-    """A gate for an output of `source` that is passed on to another call."""
+    """Let an output of `source` into another call."""
     gated = gate(tensor)
     node: Any = gated.grad_fn
     if source is not None and source.hidden:
@@ -159,12 +159,12 @@ def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tenso
 
 
 class CaptureGate(torch.autograd.Function):
-    """All captures of an operation enter here; each call gets one token instead of an edge per
+    """The gate of all captures of an operation. Each call gets one token instead of an edge per
     capture.
 
-    An operation may have several, see `Captures`. In a backward the first to run gets all
-    gradients, and puts aside for the others what it does not lead to. `before` is the token of one
-    that leads to further captures.
+    An operation may have several such gates (see `Captures`). In a backward the first one that runs
+    gets all gradients, and puts aside those that belong to the other gates. `before` is the token
+    of another gate that leads to further captures.
     """
 
     @staticmethod
@@ -177,14 +177,16 @@ class CaptureGate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.owner = owner
-        ctx.led_to = led_to  # of those that have more behind them
+        # captures with more behind them that this gate leads to
+        ctx.led_to = led_to
         ctx.has_before = before is not None
         return torch.zeros((), device="cpu")
 
     @staticmethod
     @run_as_is
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """For each capture its gradient, over all calls of the backward; waits for the workers."""
+        """Wait for the workers, and return the gradient of each capture over all calls of the
+        backward."""
         owner, graph_task = ctx.owner, current_graph_task()
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
         total: list[torch.Tensor | None] = [None] * len(edges)
@@ -199,13 +201,14 @@ class CaptureGate(torch.autograd.Function):
         ]
         if any(grad is not None for grad in for_others):
             owner.put_aside(graph_task, for_others)
-            when_backward_ends(lambda: owner.forget_sum(graph_task))  # the others may not be in it
+            # The other gates may not be part of this backward.
+            when_backward_ends(lambda: owner.forget_sum(graph_task))
         wait_for_devices(total)
         return None, None, None, *total
 
 
 class SingleOutput(torch.autograd.Function):
-    """An identity, whose node has one output."""
+    """Returns the same tensor, with a node that has one output."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +228,7 @@ CAPTURE_GATE_NODE = node_type(CaptureGate)
 def added(
     total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Both, item by item; None stands for no gradient."""
+    """Return the sum of both, item by item. None stands for no gradient."""
     pairs = zip(total, grads, strict=True)
     return [
         grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs
@@ -235,11 +238,11 @@ def added(
 def higher_order_token(
     owner: OperationGradients, token: torch.Tensor | None, reached: Sequence[int]
 ) -> torch.Tensor | None:
-    """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the
-    result did not depend on.
+    """Return a token for gradients. Because of hooks they may depend on captures (`reached`) that
+    the result does not depend on.
 
     Raises:
-        RuntimeError: such a capture is not what it was.
+        RuntimeError: the caller has dropped or changed such a capture.
     """
     reach = owner.reach
     assert reach is not None
@@ -267,9 +270,9 @@ class Captures:
     """The captures of one operation that need gradients, and the token that leads a call's results
     to them.
 
-    To those that a result was made from, and no other: its backward would run, and free, what the
-    caller has behind that. The workers say, before a result is here, which ones it was made from of
-    those that have `more_behind`.
+    A token leads only to captures that a result depends on, because its backward would also run and
+    free the histories of the others. For captures that have `more_behind`, the workers report
+    whether a result depends on them, before the result arrives.
     """
 
     def __init__(
@@ -280,21 +283,22 @@ class Captures:
     ) -> None:
         self._owner = owner
         self._reach = owner.reach = CaptureReach(captures, more_behind)
-        with torch.enable_grad():  # the function may turn them on
-            # as they are now: the caller may write to them, or freeze them, before the token is
-            # made
+        # The function may turn gradients on.
+        with torch.enable_grad():
+            # The caller may write to the captures, or freeze them, before the token is made.
             self._captures = [
                 apply(SingleOutput, each) if more_behind else each for each in captures
             ]
-        # what the last token leads to, and it: written at once, because any thread may be here
+        # what the last token leads to, and this token; both are written at once, because any thread
+        # may be here
         self._made: tuple[Set[int], torch.Tensor | None] | None = None
         if torch.is_grad_enabled() and not more_behind:
             self.token()
 
     @torch.enable_grad()
     def token(self) -> torch.Tensor | None:
-        """None where there is nothing to lead to. A new one, where more has been found than the
-        last one leads to."""
+        """Return the token, or None if it would lead to nothing. It is a new one if results depend
+        on more captures than the last token leads to."""
         made = self._made
         if made is None or not self._reach.found <= made[0]:
             led_to = frozenset(self._reach.found)
@@ -312,8 +316,8 @@ class Captures:
 
 
 def edges_behind_capture_gate(node: Any) -> list[tuple[Any, int]]:
-    """For each capture the edge to what it is in the caller: from this gate, or from the one before
-    it."""
+    """Return for each capture the edge to its node in the caller, from this gate or from the one
+    before it."""
     own = list(node.next_functions)
     if not node.has_before:
         return own

@@ -1,12 +1,14 @@
 """The caller's handle of a graph that a worker keeps, and the backwards of this graph, from the
 node that makes one to the gates. Caller only.
 
-    Call.backward ──► Backward ──► link.send ──► a worker ──► settle ─┬─► gates of inputs: take
-                                                                      └─► of captures: take_captures
-Each part that handles a backward notes on it what the next part needs. Nothing here makes autograd
-nodes.
+    Call.backward ──► Backward ──► link.send ──► a worker ──► settle
+                          └──► ExpectedGradients ─┬─► gates of inputs: take
+                                                  └─► gate of captures: take_captures
+A backward is in three parts: a `BackwardRequest` says what it computes, the `Backward` says how far
+it is, and its outcome has the gradients. Gates take them from an `ExpectedGradients`. Nothing here
+makes autograd nodes.
 Assumes: a link delivers (`GraphLink`, which is all that nodes know of what sends). Each backward
-    that is sent is settled once, in any thread, also if it is dropped.
+    that is sent is settled once, in any thread, even if it is dropped.
 """
 
 from __future__ import annotations
@@ -63,27 +65,29 @@ class Promise(NamedTuple):
     """A gradient that another backward computes."""
 
     backward: Backward
-    place: int  # among the gradients that it gives
+    # among that backward's gradients
+    place: int
 
 
-# of the outputs of one call: the parts of each sum; none: no gradient
+# For each output of a call, the parts of its gradient. An output without parts has no gradient.
 Grads = Sequence[Sequence[torch.Tensor | Promise]]
 
 
 class PendingOutcome:
-    """What somebody waits for: it has no outcome yet, or one, or an exception that is made anew for
-    whoever asks.
+    """An outcome that threads wait for. It may be missing, there, or a function that makes an
+    exception for each thread that asks.
 
-    An exception that is kept would keep, in its traceback, what keeps it.
+    An exception that is kept would keep its traceback, and so the object that keeps it.
     """
 
     __slots__ = ("__weakref__", "dependents", "outcome", "warned")
 
     def __init__(self) -> None:
         self.outcome: Any = None
-        # of the scheduling thread: to be told when it is there
+        # called when the outcome comes, by the thread that settles it
         self.dependents: Sequence[Callable[[], None]] = ()
-        self.warned: Any = ()  # warnings of tasks
+        # warnings of tasks
+        self.warned: Any = ()
 
     @property
     def arrived(self) -> bool:
@@ -94,7 +98,7 @@ class PendingOutcome:
         return callable(self.outcome)
 
     def settle(self, outcome: Any) -> None:
-        """With what came, or with a function that makes an exception."""
+        """Set the outcome, or a function that makes an exception."""
         self.outcome = outcome
         dependents, self.dependents = self.dependents, ()
         for tell in dependents:
@@ -102,18 +106,18 @@ class PendingOutcome:
 
 
 class BundleItem(NamedTuple):
-    """One item of a bundle: which of the outputs and inputs of the bundle's graph are its own."""
+    """The outputs and inputs of a bundle's graph that belong to one item."""
 
     outputs: range
     inputs: range
 
 
 class BundleItems:
-    """The items of a bundle, as numbers: an object for each of them would be more than all else
-    that is kept of it."""
+    """The items of a bundle, as numbers. An object for each item would take more memory than the
+    rest of the bundle."""
 
     def __init__(self, of_output: Sequence[int], of_input: Sequence[int]) -> None:
-        """The items of all outputs and inputs of the graph: each has its own in a row."""
+        """Take the item of each output, and of each input. Those of one item are in a row."""
         self.of_output = of_output
         self.of_input = of_input
 
@@ -126,20 +130,20 @@ class BundleItems:
         )
 
     def given(self, grads: Sequence[object]) -> dict[int, None]:
-        """The items to whose results a gradient has come."""
+        """Return the items to whose results a gradient has come."""
         return dict.fromkeys(
             itertools.compress(self.of_output, [grad is not None for grad in grads])
         )
 
 
 class CaptureReach:
-    """What the tokens of an operation have in common, as long as there is a result. Of the captures
-    it keeps none alive."""
+    """The captures of an operation that results depend on. The operation's tokens share it, and it
+    keeps no capture alive."""
 
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
-        # captures, by number, behind which the caller has a history, or hooks
+        # numbers of the captures behind which the caller has a history, or hooks
         self.more_behind = more_behind
-        # of those, the ones that a result depends on, as the workers say
+        # those of them that a result depends on, as reported by workers
         self.found: set[int] = set()
         self._captures = [
             (weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures
@@ -150,10 +154,10 @@ class CaptureReach:
         return len(self._captures)
 
     def as_it_was(self, number: int) -> torch.Tensor:
-        """Capture `number`.
+        """Return the capture with this number.
 
         Raises:
-            RuntimeError: it is not what it was.
+            RuntimeError: the caller has dropped or changed it.
         """
         ref, version = self._captures[number]
         capture = ref()
@@ -171,8 +175,8 @@ NONE: Mapping[int, str] = {}
 
 
 class RemoteGraph:
-    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released
-    with the last of them."""
+    """The caller's handle of one kept graph. The `Call` node and its gates share it. The graph is
+    released with the last of them."""
 
     __slots__ = (
         "__weakref__",
@@ -206,36 +210,42 @@ class RemoteGraph:
     ) -> None:
         self.owner = owner
         self.worker = worker
-        # from which the graph can be made again, by another worker; None where it cannot
+        # from which another worker can rebuild the graph; None if it cannot be rebuilt
         self.lineage = lineage
-        # gradients that came with the result, for a gradient that was predicted
+        # the gradients of an eager backward, which came with the result
         self.eager: Any = None
         self.call = call
-        self.index = index  # of its item, or of those of a bundle
-        self.members: BundleItems | None = None  # of a bundle
-        self.number = -1  # in the order in which graphs were attached to nodes
-        # by output: a leaf of the worker's own that it depends on, in words; and what a backward
-        # of all there is behind it raises, in words
+        # the number of its item, or the numbers of a bundle's items
+        self.index = index
+        # only for a bundle
+        self.members: BundleItems | None = None
+        # in the order in which graphs were attached to nodes
+        self.number = -1
+        # in words, by output: a leaf that only the worker has, and that the output depends on; and
+        # the error that a backward of everything behind the output raises
         self.strays: Mapping[int, str] = NONE
         self.errors: Mapping[int, str] = NONE
-        # read in place by the worker, with their versions then
+        # tensors that the worker reads in place, with their versions at that time
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
-        # There is one of these for every call that is kept, so containers come when something is to
-        # be put into them: what the collector of cycles has to walk through, again and again, costs
-        # more than all the rest.
-        self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
-        self.has_further = False  # a derivative of this graph enters through the same gates
-        # the `Call`s of this graph and of its derivatives
+        # Each call that is kept has such a handle, so containers are made when they are needed. The
+        # garbage collector's repeated visits would cost more than everything else.
+        # for the gradients of the inputs
+        self.placeholders: tuple[torch.Tensor, ...] = ()
+        # whether a derivative of this graph enters through the same gates
+        self.has_further = False
+        # the `Call` nodes of this graph and of its derivatives
         self.family: list[weakref.ref[Any]] | None = None
         # by graph task; with gradients that no gate has taken yet
         self._expected: dict[int, ExpectedGradients] | None = None
-        self.hidden = False  # the caller cannot see the outputs, only calls that were given them
-        self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
-        # by backward: to which output
+        # whether only other calls have been given the outputs, and the caller cannot see them
+        self.hidden = False
+        # the gates of these calls
+        self.gates_behind: list[weakref.ref[Any]] | None = None
+        # promises with their output, by graph task
         self.promises: dict[int, list[tuple[int, Promise]]] | None = None
 
     def check_inputs(self) -> None:
-        """Raises RuntimeError where somebody wrote to inputs that the worker has read in place."""
+        """Raise RuntimeError if an input that the worker reads in place was written to."""
         for tensor, version in self.inputs_lent:
             if tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
@@ -268,8 +278,8 @@ class RemoteGraph:
         return promise
 
     def given(self, grads: Sequence[object]) -> int | range:
-        """The item, or the items, to whose results gradients have come; `grads` has nothing for the
-        others."""
+        """Return the item, or the items, to whose results gradients have come. `grads` has None for
+        the others."""
         if not isinstance(self.index, range) or self.members is None:
             return self.index
         items = self.members.given(grads)
@@ -301,8 +311,8 @@ class RemoteGraph:
         forget_oldest(self.promises)
 
     def reveal(self) -> None:
-        """The caller may see the outputs now, and their gradients: those that come have to be
-        waited for, after all is sent."""
+        """Note that the caller may see the outputs now, and their gradients. So gates wait for
+        these, after everything is sent."""
         self.hidden = False
         for ref in self.gates_behind or ():
             if (node := ref()) is not None and node.graph is not None:
@@ -314,8 +324,8 @@ class RemoteGraph:
             self.owner.link.release(self)
 
 
-# gives gradients (`outputs`), which are to be differentiated again, their history: a graph that
-# depends on captures
+# attaches a graph of gradients to them, so that they can be differentiated again; the graph depends
+# on these captures
 Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch.Tensor, ...]]
 
 
@@ -579,11 +589,14 @@ class SumRequest(PendingOutcome):
     ) -> None:
         super().__init__()
         self.function = function
-        self.graph_task = graph_task  # None: of the eager backwards
+        # None for the sum of eager backwards
+        self.graph_task = graph_task
         self.levels = levels
         self.timeout = timeout
-        self.worker = worker  # that has added them up
-        self.calls = 0  # of which it is the sum
+        # the worker that has the sum
+        self.worker = worker
+        # how many calls are in the sum
+        self.calls = 0
 
     @property
     def kind(self) -> object:
@@ -612,11 +625,11 @@ class GraphLink(Protocol):
 
 
 class OperationGradients:
-    """What the graphs of one operation have in common: the way to the workers, and the gradients of
-    the captures.
+    """The way to the workers, and the gradients of the captures, which all graphs of one operation
+    share.
 
-    A worker adds up the captures' gradients of all calls that it ran in a backward. Which calls
-    these are is in one book, `_sums`. Gradients that a worker could not add up come apart.
+    A worker adds up the captures' gradients of all calls that it ran in a backward. `_sums` notes
+    which calls these are. Gradients that a worker could not add up come apart.
     """
 
     def __init__(
@@ -628,16 +641,18 @@ class OperationGradients:
         timeout: float | None,
         story: Any = None,
     ) -> None:
-        """`story` is for the scheduler, which notes there what happens to the calls."""
+        """Take the `story`, in which the scheduler notes what happens to the calls."""
         self.story = story
         self.link = link
         # the number of the function with its captures
         self.function = function
         self.names = names
-        # captures' gradients are added in the order of the items
+        # whether captures' gradients are added in the order of the items
         self.deterministic = deterministic
-        self.timeout = timeout  # seconds for each call
-        self.reach: CaptureReach | None = None  # of its captures that need gradients
+        # seconds for each call
+        self.timeout = timeout
+        # only if captures need gradients
+        self.reach: CaptureReach | None = None
         # what is added up for the captures, by graph task: the gradients of backwards, and those
         # that a node has put aside
         self._sums: dict[int, list[ExpectedGradients | list[torch.Tensor | None]]] = {}
@@ -648,7 +663,7 @@ class OperationGradients:
         forget_oldest(self._sums)
 
     def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
-        """Parts of captures' gradients that another node may ask for before this backward ends."""
+        """Keep gradients of captures that another node may take before this backward ends."""
         self._sums[graph_task] = [grads]
         forget_oldest(self._sums)
 
@@ -669,12 +684,8 @@ class OperationGradients:
                 self.link.wait(each.backward)
         # Each is asked once. While we wait, a worker may die, and the parts of its sum get
         # gradients of their own (`apart`).
-        apart, added_up = list[ExpectedGradients](), list[Backward]()
-        for each in expected:
-            if each.backward.apart:
-                apart.append(each)
-            else:
-                added_up.append(each.backward)
+        apart = {each for each in expected if each.backward.apart}
+        added_up = [each.backward for each in expected if each not in apart]
         # The last call comes first, because the engine adds up the gradients of the serial loop's
         # items in this order.
         for each in sorted(apart, key=lambda each: -each.backward.graph.number):
@@ -738,7 +749,7 @@ class OperationGradients:
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
-    """PyTorch's own words for it."""
+    """Return PyTorch's message for a tensor that was modified in place."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace "
         "operation: "
@@ -748,7 +759,8 @@ def modified_in_place(tensor: torch.Tensor, version: int) -> str:
 
 
 def forget_oldest(by_task: dict[Any, Any]) -> None:
-    """A backward that failed leaves behind what nobody takes any more."""
+    """Forget the oldest entries if there are too many. Backwards that failed leave some."""
     while len(by_task) > MOST_TASKS:
-        oldest, *_ = list(by_task)  # several threads may be here, and forget the same one
+        # Several threads may be here, and forget the same entry.
+        oldest, *_ = list(by_task)
         by_task.pop(oldest, None)

@@ -1,4 +1,4 @@
-"""The backwards of PyTorch's engine that run: what each leaves behind when it ends, fails or is
+"""The running backwards of PyTorch's engine, and what is done when one ends, fails or is
 interrupted. Caller only."""
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ CancelBackward = Callable[[int], None]
 
 
 class RunningBackward:
-    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it
-    fails or is interrupted.
+    """A running backward of the engine. The engine holds this object until the backward ends, even
+    if it fails or is interrupted.
 
-    What it leaves behind then is work that nobody waits for; and, of one that is differentiable,
-    gradients with a history that leads back to the graph which keeps them: Python's collector does
-    not see a cycle through the engine's nodes.
+    An interrupted backward leaves work that nobody waits for. A differentiable backward leaves
+    gradients with a history that leads back to the graph which keeps them. Python's garbage
+    collector does not see a cycle through the engine's nodes.
     """
 
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
         self.cancels: list[CancelBackward] = []
-        # unless it comes to its end, or to what the backward of a call raised
+        # false if it came to its end, or failed because the backward of a call raised
         self.was_interrupted = True
 
     def __call__(self) -> None:
-        """The engine calls it where the backward has not failed; then all has been taken."""
+        """The engine calls this if the backward has not failed. Gates have taken all gradients."""
         self.was_interrupted = False
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -58,7 +58,7 @@ RUNNING: weakref.WeakValueDictionary[int, RunningBackward] = weakref.WeakValueDi
 
 
 def running(graph_task: int) -> RunningBackward:
-    """The backward with this number, which runs in this thread."""
+    """Return the backward with this number, which runs in this thread."""
     backward = RUNNING.get(graph_task)
     if backward is None:
         backward = RUNNING[graph_task] = RunningBackward(graph_task)
@@ -67,12 +67,12 @@ def running(graph_task: int) -> RunningBackward:
 
 
 def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
-    """What its gates have not taken by then nobody will take."""
+    """Have the graph forget gradients that its gates have not taken when the backward ends."""
     running(graph_task).graphs.append(weakref.ref(graph))
 
 
 def cancel_if_interrupted(graph_task: int, cancel: CancelBackward) -> None:
-    """Gradients are about to be sent for this backward."""
+    """Have `cancel` called if this backward is interrupted. Call this before gradients are sent."""
     if graph_task in RUNNING or graph_task == current_graph_task():
         backward = running(graph_task)
         if cancel not in backward.cancels:
@@ -81,7 +81,7 @@ def cancel_if_interrupted(graph_task: int, cancel: CancelBackward) -> None:
 
 @contextmanager
 def backward_without_engine(graph_task: int) -> Iterator[None]:
-    """What is sent within it, with this number, is cancelled if it is interrupted."""
+    """Cancel everything that is sent within it, with this number, if it is interrupted."""
     backward = RUNNING[graph_task] = RunningBackward(graph_task)
     try:
         yield
@@ -91,8 +91,8 @@ def backward_without_engine(graph_task: int) -> Iterator[None]:
 
 
 def note_failure(graph_task: int) -> None:
-    """The backward of a call has raised, which ends the one with this number: nobody has
-    interrupted that."""
+    """Note that the backward with this number fails because the backward of a call has raised, and
+    not because it was interrupted."""
     backward = RUNNING.get(graph_task)
     if backward is not None:
         backward.was_interrupted = False

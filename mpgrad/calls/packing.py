@@ -23,7 +23,7 @@ import torch
 
 from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.errors import CallNames
-from mpgrad.machine.story import Story
+from mpgrad.machine.story import Story, Transition
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import BorrowedMemory
 from mpgrad.pickling import state, structure
@@ -256,6 +256,10 @@ class PackedCall:
     def note_failed(self, place: int, failed: Any) -> None:
         """An item of a bundle has failed, and is not run again with the others."""
         self.failed = {**self.failed, place: failed}
+
+    def note(self, transition: Transition) -> None:
+        """Note what happens to the call in its operation's story."""
+        self.options.story.note(self.item, transition)
 
     def forget_tensors(self) -> None:
         """The worker has them, and nobody will ask for them again."""

@@ -111,7 +111,7 @@ class CallQueue:
         wanted = [call for call in calls if call.index < operation.limit]
         if wanted:
             for call in wanted:
-                operation.options.story.note(call.item, (now, why, worker))
+                call.note((now, why, worker))
             operation.queue.extendleft(reversed(wanted))
             self._join(operation, first=True)
         return len(wanted)

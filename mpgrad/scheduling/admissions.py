@@ -97,7 +97,7 @@ class Admissions:
             return
         for dependency in call.dependencies:
             if dependency.outcome is None:
-                operation.options.story.note(call.item, (now, WAITS, 0))
+                call.note((now, WAITS, 0))
                 again = functools.partial(self._look_at_call, operation, call)
                 dependency.source.dependents.append(
                     functools.partial(self._driver.inbox.append, again)

@@ -36,7 +36,6 @@ from mpgrad.machine.story import (
     DIED_AT,
     LOST,
     Story,
-    Transition,
 )
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.known_functions import KnownFunctions
@@ -120,7 +119,7 @@ class Recovery:
         words, fails = judged(
             accused, position >= 0, is_overdue, is_lost, self._retries, self._timeout_retries
         )
-        note(accused, (now, words, worker.number))
+        accused.note((now, words, worker.number))
         # A worker that loads a function has no time limit.
         is_known = position >= 0 or worker.link.lost or worker.overdue is not None
         phase = (
@@ -163,7 +162,7 @@ class Recovery:
 
         for part in parts:
             part.deaths += 1
-            note(part, (now, DIED_AT, worker.number))
+            part.note((now, DIED_AT, worker.number))
         if parts:
             report(logging.WARNING, "%s", error(parts[0]))
         for chunk in chunks:
@@ -301,13 +300,6 @@ def place_in_story(part: Part) -> tuple[Story, int] | None:
         return None
     index = part.held.index
     return part.held.owner.story, index if isinstance(index, int) else index.start
-
-
-def note(part: Part, transition: Transition) -> None:
-    if isinstance(part, Backward):
-        part.note(transition)
-    else:
-        part.options.story.note(part.item, transition)
 
 
 def told(error: BaseException, part: Part) -> BaseException:

@@ -92,7 +92,7 @@ def test_how_many_items_are_packed_before_the_workers_hear_of_them(
         admit(operation, waits)
 
     monkeypatch.setattr(pool._scheduler, "admit", noted)
-    monkeypatch.setattr(pool._scheduler, "seconds", lambda pickled: seconds)
+    monkeypatch.setattr(pool._scheduler.functions, "own_seconds", lambda pickled: seconds)
     monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
     xs = [torch.ones(3) for _ in range(1000)]
     assert all(torch.equal(y, x * 2) for x, y in zip(xs, pool.map(double, xs), strict=True))

@@ -943,8 +943,8 @@ class SimulatedLink:
             if 0 in self._lies:
                 # The scheduler blames the lie, which may have answered the call. The truth is told
                 # once.
-                self._had_traceback = None
                 self._tell_truth(is_sure=False)
+                self._had_traceback = None
                 return frame
             for message in frame.messages:
                 if isinstance(message, (Results, Gradients, CollectedSums)):
@@ -977,13 +977,19 @@ class SimulatedLink:
         worker = self.worker
         if by == TRACEBACK_SIGNAL:
             self._check_time()
-            self._had_traceback = tuple(self.numbers[:3])
+            self._had_traceback = self._begun()
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-TRACEBACK_SIGNAL)
         else:
             if self._had_traceback is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
+
+    def _begun(self) -> tuple[int, int]:
+        """The first chunk, and since when its call runs; 0 if it has not begun."""
+        first = next(iter(self._unanswered), -1)
+        has_begun = self.numbers[ProgressRecord.CHUNK] == first
+        return first, self.numbers[ProgressRecord.STARTED] if has_begun else 0
 
     def _check_time(self) -> None:
         """That the call, or the one that is next, has had its time since the worker began it, or
@@ -1008,7 +1014,7 @@ class SimulatedLink:
             return
         part = parts[position]
         is_told = self._had_traceback is not None and not self.lost
-        if is_told and self._had_traceback != tuple(self.numbers[:3]):
+        if is_told and self._had_traceback != self._begun():
             return  # it ended in that moment, and nobody is to blame
         is_overdue = is_told and has_begun
         if isinstance(part, tuple):
