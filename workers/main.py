@@ -257,9 +257,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
         if start.remote:
             link.lend_by_value()
         if in_process:
+            register_crash_traceback(link)  # first, so that a crash of what follows has a stack
             settle(start, number)
             outlet = Outlet(link, start.log_levels)
-            register_crash_traceback(link)
         begin_as_new(is_process=in_process)
         if in_process:
             ending.begin()
