@@ -92,6 +92,7 @@ Contents = Mapping[str, Any]
 Modules = Sequence[tuple[str, Contents]]  # names and contents
 Place = tuple[Path, object, Contents]  # with the object that has the contents
 OF_FUNCTIONS = {"__defaults__", "__kwdefaults__"}
+FUNCTIONS_AND_CLASSES = (types.FunctionType, type)
 
 
 class CallersNames(NamedTuple):
@@ -110,7 +111,7 @@ def names_leading_to(objects: Mapping[int, Any], modules: Modules) -> dict[Path,
         for name, value in named(contents):
             if (
                 id(value) in objects
-                if isinstance(value, type | types.FunctionType)
+                if is_kind(value, FUNCTIONS_AND_CLASSES)
                 else held and not held.isdisjoint(map(id, led_to_by([value])))
             ):
                 found.setdefault(path, {})[name] = value
@@ -172,10 +173,10 @@ def places(modules: Modules, functions: Sequence[types.FunctionType]) -> Iterato
     waiting: list[Contents] = [contents for _, contents in modules]
     for contents in waiting:
         for value in list(contents.values()):
-            is_code = isinstance(value, types.FunctionType | type) and value.__module__ in names
+            is_code = is_kind(value, FUNCTIONS_AND_CLASSES) and value.__module__ in names
             if is_code and id(value) not in found:
                 found[id(value)] = value
-                if isinstance(value, type):
+                if is_kind(value, type):
                     waiting.append(vars(value))
     yield from [((name, ""), contents, contents) for name, contents in modules]
     for value in found.values():
@@ -190,9 +191,14 @@ def named(contents: Contents) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def is_kind(value: object, kinds: Any) -> bool:
+    """Whether the value is an instance, without running code of its class, as `isinstance` may."""
+    return issubclass(type(value), kinds)
+
+
 def is_searched(value: object) -> bool:
     """Whether the value may have contents of its own that change."""
-    return type(value) not in NOT_SEARCHED and not isinstance(value, type | tuple | frozenset)
+    return type(value) not in NOT_SEARCHED and not is_kind(value, (type, tuple, frozenset))
 
 
 def led_to_by(values: list[Any]) -> list[Any]:
@@ -208,8 +214,8 @@ def led_to_by(values: list[Any]) -> list[Any]:
 
 def held_by(value: Any) -> list[int]:
     """Return what tells whether the value was changed in place."""
-    parts = [*gc.get_referents(value), *(value if isinstance(value, dict) else ())]
-    if isinstance(value, torch.Tensor):
+    parts = [*gc.get_referents(value), *(dict.keys(value) if is_kind(value, dict) else ())]
+    if is_kind(value, torch.Tensor):
         with without_subclasses():
             version = checksum(value) if value.is_inference() else value._version
             address = value.data_ptr() if value.layout is torch.strided else 0
@@ -232,12 +238,12 @@ def shows_own_memory(value: Any) -> bool:
     Other memory may have been unmapped. Reading it would kill the worker.
     """
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
-    while not isinstance(value, bytes | bytearray | array.array):
-        if isinstance(value, arrays):
+    while not is_kind(value, (bytes, bytearray, array.array)):
+        if is_kind(value, arrays):
             if value.flags.owndata:
                 return True
             value = value.base
-        elif isinstance(value, memoryview):
+        elif is_kind(value, memoryview):
             value = value.obj
         else:
             return False

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import mmap
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,14 +300,17 @@ def read_here(x: float) -> float:
     return x * initialized * float(counts_no_versions.sum())
 
 
-def test_memory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's modules may lead to tensors without versions, and to memory that is unmapped."""
+def test_what_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's modules may lead to tensors without versions, to memory that is unmapped, and to
+    dead proxies."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     start = libc.mmap(None, ctypes.c_size_t(mmap.PAGESIZE), 0, how, -1, ctypes.c_long(0))
     unreadable = (ctypes.c_char * mmap.PAGESIZE).from_address(start)
-    names = {"unreadable": unreadable, "array": np.frombuffer(unreadable, np.uint8)}
+    gone = weakref.proxy(type("Gone", (), {})())  # asking for its class raises
+    names = {"unreadable": [unreadable, gone], "array": np.frombuffer(unreadable, np.uint8)}
+    monkeypatch.setattr(sys.modules[__name__], "gone", gone, raising=False)
     monkeypatch.setattr(sys.modules[__name__], "sparse", [sparse, names])
     with mpgrad.Pool(1, initializer=initialize_here, initargs=(2.0,), context="fork") as pool:
         assert pool.map(read_here, [1.0]) == [12.0]
