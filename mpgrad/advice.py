@@ -310,7 +310,7 @@ def first_loop(
     largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
     order = [items[largest], *random.Random(0).sample(others, min(len(others), MOST_SAMPLED - 1))]
-    loop.apply(timer, (order[:1],))  # for what comes once
+    loop.apply(timer, (order[:1],))  # for costs that come only once
     taken: list[float] = []
     busy: list[float] = []
     while len(taken) < len(order):

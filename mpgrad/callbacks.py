@@ -65,7 +65,7 @@ LOOK_EVERY = 0.1
 
 
 class PeriodicJob(Protocol):
-    """Is a job that a waiting thread or the callbacks thread does now and then."""
+    """A job that a waiting thread or the callbacks thread does now and then."""
 
     @property
     def is_closed(self) -> bool:
@@ -87,7 +87,7 @@ class PeriodicJob(Protocol):
 
 
 class CallbackWaiter(NamedTuple):
-    """A caller's thread that waits until so many acts are done."""
+    """A caller's thread that waits until a certain number of acts are done."""
 
     wanted: int
     lock: threading.Lock
@@ -113,8 +113,8 @@ class CallbackThread(threading.Thread):
         self._acts.put(look_around)
 
     def tick(self, everything: bool = False) -> None:
-        """Do the jobs of the present thread; with `everything`, also the jobs that belong to no
-        other thread."""
+        """Do the jobs of the current thread; with `everything`, also the jobs that belong to no
+        thread."""
         for item in list(self.watched):
             if item.is_here or (everything and item.is_nowhere):
                 item.tick()

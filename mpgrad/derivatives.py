@@ -185,7 +185,7 @@ def hessian(
         over the arguments, ``aux``, and lists over the items are as in `jacobian`.
 
     Raises:
-        ValueError: `fn` returns several values. Otherwise as `jacobian`.
+        ValueError: `fn` returns several values. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -235,7 +235,7 @@ def jvp(
         ``(output, product, aux)`` with `has_aux`; a list of such tuples, if there are lists.
 
     Raises:
-        ValueError: tangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: tangents of another structure, shape or dtype. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -276,7 +276,7 @@ def vjp(
         A list of such tuples, if there are lists.
 
     Raises:
-        ValueError: cotangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: cotangents of another structure, shape or dtype. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -320,7 +320,7 @@ def hvp(
 
     Raises:
         ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.
-            Otherwise as `jacobian`.
+            Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -425,8 +425,8 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
-    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if an
-    operation supports only some columns."""
+    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if
+    only some columns are supported."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     mixed = {
@@ -509,7 +509,7 @@ def product(
 # --- the gradient of each result by itself
 
 
-Place = tuple[bool, int]  # whether it is a capture, and its number, or the input's
+Place = tuple[bool, int]  # whether it is a capture, and the number of the capture or input
 Places = list[list[Place]]  # for each tensor, all places where it enters the call
 
 # The engine numbers its own backwards from 0, and -1 means that none runs.
@@ -540,8 +540,8 @@ def per_item_grad(
             gradient is 1.
         retain_graph: keep the workers' graphs for another backward. None means the value of
             `create_graph`.
-        create_graph: make the gradients themselves differentiable. Inside `jacobian` and the
-            functions like it they always are.
+        create_graph: make the gradients themselves differentiable. Inside `jacobian` and similar
+            functions they always are.
 
     Returns:
         A tensor of its input's shape for each result, or the structure of its inputs. The tensor is

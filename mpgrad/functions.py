@@ -531,7 +531,7 @@ def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
 
 
 class BackwardGraph(NamedTuple):
-    """Is the graph of a call's differentiable backward, from its gates to its outputs."""
+    """The graph of a call's differentiable backward, from its gates to its outputs."""
 
     gates: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -649,7 +649,7 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
 
 
 class JointIdentity(Function):
-    """Is an identity for many tensors, in which each tensor waits for all of them."""
+    """The identity for many tensors, each of which waits for all others."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

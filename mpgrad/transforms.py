@@ -215,7 +215,7 @@ class Plan:
 
 
 class PlanNode(torch.autograd.Function):
-    """Is the autograd node of a `Plan`."""
+    """The autograd node of a `Plan`."""
 
     @staticmethod
     @without_own_frames
