@@ -374,7 +374,7 @@ def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return the exit as the verb of a sentence, such as "was killed by SIGKILL".
+    """Describe the exit in words that follow a subject, such as "was killed by SIGKILL".
 
     A negative code is the number of a signal.
     """
@@ -409,7 +409,7 @@ def write(error: BaseException, name: str, value: Any) -> None:
 def error_in_words(error: BaseException) -> str:
     """Return the last line of the exception's traceback.
 
-    It is the class alone if the exception has no text, or if asking for the text fails.
+    It is only the class if the exception has no text, or if reading the text fails.
     """
     try:
         text = str(error)
@@ -419,7 +419,7 @@ def error_in_words(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text. Parts that the exception's own code fails to give are left
+    """Return the traceback as text. Parts that the exception's own code fails to return are left
     out."""
     entries = read(error, "__traceback__")
     try:
@@ -550,13 +550,13 @@ def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable
     return decorated
 
 
-# --- exceptions in the places of results
+# --- exceptions in place of results
 
 
 def failures(results: Iterable[object]) -> dict[int, BaseException]:
     """Return the exceptions among the results of a map with ``on_error="return"``, by index.
 
-    An exception that the function returned itself counts, too.
+    An exception that the function itself returned also counts.
 
     Example:
         >>> import mpgrad

@@ -259,8 +259,8 @@ def parallel_apply(
         modules: any modules, on workers. If the first module writes to its buffers, the caller's
             buffers also change.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices. None: the devices that the modules are on,
-            which have to be CUDA devices.
+        devices: workers of a pool, or CUDA devices. None: the modules' own devices, which have to
+            be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:

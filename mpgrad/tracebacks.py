@@ -5,7 +5,7 @@ frames on both sides, which say nothing about the mistake. So this module remove
 the text that comes from a worker. If mpgrad itself raises something unexpected, its frames stay.
 `MPGRAD_FULL_TRACEBACK=1` in the environment always shows them.
 
-    worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
+    worker: full text ──► caller, when it reads the exception: `shown` ──► its cause
     caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
 Guarantees: it costs nothing unless something fails.
 """
@@ -234,7 +234,7 @@ def shown_stack(text: str) -> str:
         own = [is_own(frame["file"]) for frame in frames]
         kept = frames
         if any(own) and not own[0] and not wants_all():
-            # frames further out have started the process
+            # the frames further out started the process
             inside = len(own) - own[::-1].index(True)
             kept = [
                 frame
@@ -262,9 +262,10 @@ def with_source(frame: re.Match[str], indent: str = "") -> list[str]:
 
 
 def outside() -> tuple[types.FrameType, int]:
-    """Return the caller's innermost frame, and its `stacklevel` seen from the function that asks.
+    """Return the caller's innermost frame, and its `stacklevel` seen from the function that calls
+    this.
 
-    That function itself has level 1.
+    That function has level 1.
     """
     here = inspect.currentframe()
     assert here is not None and here.f_back is not None

@@ -445,7 +445,7 @@ READS = (
     [
         ("fewer", "the same"),
         ("another user's", "the same"),
-        ("not by being root", "a worker cannot become what this process is (CapEff: "),
+        ("not by being root", "a worker cannot take over the state of this process (CapEff: "),
     ],
 )
 def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:

@@ -208,8 +208,8 @@ del socket.SCM_RIGHTS, socket.CMSG_SPACE
         (
             AS_WINDOWS,
             {},
-            "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
-            "system lacks",
+            "mpgrad needs Unix sockets that can pass file descriptors (socket.SCM_RIGHTS), which "
+            "this system lacks",
         ),
     ],
     ids=["setting", "Windows"],
