@@ -8,8 +8,8 @@ memory, and the caller keeps replicas of each agent's.
     lend a slot ──► carry ──► its bytes follow the payload of the next frame ══► written at the same
                                                      offset ──► borrowed
 So addresses stay valid, no message is rewritten, and the borrower reads memory of its own machine
-as if it were shared. An own slot is sent once while it is lent. Borrowed memory is sent each time,
-because code that has the borrowed tensor may have written to it in between.
+as if it were shared. A sender's own slot is sent once while it is lent. Borrowed memory is sent
+each time, because code that has the borrowed tensor may have written to it in between.
 
 Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
     the replica until the slab is dropped.

@@ -2,7 +2,7 @@
 views them. Both sides.
 
 Autograd and pickle both want whole tensors, but a message holds bytes and numbers. A `TensorRef`
-says what to view, and where. A sparse tensor is one reference, too: to a run of memory that holds
+says what to view, and where. A sparse tensor is also one reference, to a run of memory that holds
 its indices and values as a message holds tensors. Many references are sent together in columns, or
 as a bucket if the tensors are alike.
 
@@ -17,8 +17,8 @@ address. Up to INLINE_BYTES, the two copies through the pipe cost less than the 
 slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
 bucket costs little more than one tensor.
 
-What a tensor's storage holds before and behind the tensor is not sent. Gaps between its elements
-are sent only if that is cheaper than to close them.
+What a tensor's storage holds before and after the tensor is not sent. Gaps between its elements are
+sent only if that is cheaper than to close them.
 
 Guarantees: strides are preserved. An expanded tensor is sent without repetition. Sparse tensors
     keep their layout, the order of their entries, and whether they are coalesced. A received tensor
@@ -339,8 +339,8 @@ Form = tuple[int, ...] | SparseParts | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-# Others read this slot, too, or the next worker reads it again. So the receiver needs its own
-# private view.
+# Other processes also read this slot, or the next worker reads it again. So the receiver needs its
+# own private view.
 SHARED = 8
 # The gaps between the elements were not sent. The tensor is sent densely, and the receiver spreads
 # it out to its strides.
@@ -391,7 +391,7 @@ def check_carriable(
     reason = None
     if is_lazy(tensor):
         reason = (
-            "a lazy module has not made it yet; run the module once, before it goes to the pool"
+            "a lazy module has not made it yet; run the module once, before you pass it to the pool"
         )
     elif tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
@@ -768,7 +768,7 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 # --- the sender: tensors into messages and slots
 
 
-CONSTANT = "mpgrad: constant"  # marks a buffer that nobody can write to
+CONSTANT = "mpgrad: constant"  # marks a buffer that cannot be written to
 INLINE_TOGETHER = 32768  # the most bytes of a bucket that is inline in the message
 BUCKETED_BYTES = 256 << 10  # the most bytes of a tensor in a bucket; a larger one gets its own slot
 # The same for results. The caller copies them out of the bucket, so that one does not keep all.
@@ -989,8 +989,8 @@ class Packer:
         """Pack all `tensors` into one slot, as if the slot were a message's payload. If `sharing`,
         tensors that share memory still do so.
 
-        Unless `staged`, tensors on devices have slots of their own there. So have large ones that
-        may come again.
+        Unless `staged`, tensors on devices have slots of their own there. Large ones that may be
+        sent again also have their own slots.
         """
         if not tensors:
             return [], None, []
