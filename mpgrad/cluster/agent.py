@@ -391,8 +391,7 @@ class NodeAgent:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
-                # frames with descriptors are for the agent: descriptors end at this machine's
-                # border
+                # frames with descriptors are for the agent: descriptors cannot leave this machine
                 if frame.header[2]:
                     worker.hear(frame)
                     continue

@@ -509,7 +509,7 @@ class AgentHandle:
                 link.obey(kind, *rest[1:])
 
     def lose(self, why: str) -> None:
-        """Give the agent up, with its workers."""
+        """Give up the agent and its workers."""
         was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
@@ -517,13 +517,13 @@ class AgentHandle:
             self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
-        """Have the agent report when its workers, which have been told to stop, have ended."""
+        """Have the agent report when its workers, which were asked to stop, have ended."""
         if self.hello is not None and not self.lost:
             self.is_closing = True
             self.tell("close")
 
     def close(self) -> None:
-        """End the agent, which is not needed any more."""
+        """End the agent, which is no longer needed."""
         if not self.lost:
             self.lose("closed")
 

@@ -99,7 +99,7 @@ class WorkerLink(Link, Protocol):
         ended, or while the size is not known. Any thread may call this."""
 
     def has_more(self) -> bool:
-        """Whether `receive` would give a frame, or the end of the link, at this moment."""
+        """Whether `receive` would return a frame, or report the end of the link, at this moment."""
 
     def skip(self, place: int, chunk: int) -> None:
         """Note a skipped chunk in the worker's `ProgressRecord` if the record is not shared.
@@ -118,7 +118,7 @@ class WorkerLink(Link, Protocol):
         ends after its call."""
 
     def end(self) -> None:
-        """Close the link of a worker that has died or was told to stop.
+        """Close the link of a worker that has died or was asked to stop.
 
         If its `exit` is not known yet, a later `wait` returns the link. A worker that does not end
         by itself may be killed.
@@ -239,7 +239,7 @@ ENGINES = {
 
 
 def traits_of(engine: str) -> Traits:
-    """Return what distinguishes an engine from others.
+    """Return the traits of an engine.
 
     Raises:
         ValueError: there is no such engine.
