@@ -63,8 +63,7 @@ class IndexedFunctions:
 
 
 class Initializer:
-    """Is an initializer whose failure raises `BrokenProcessPool`, as users of an executor
-    expect."""
+    """An initializer whose failure raises `BrokenProcessPool`, as users of an executor expect."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
@@ -236,7 +235,7 @@ def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
     if isinstance(reduce_fn, str):
         if reduce_fn not in NAMED:
             raise ValueError(
-                f"no reduction has this name ({reduce_fn!r}); there are "
+                f"no reduction has this name ({reduce_fn!r}); use one of "
                 f"{', '.join(map(repr, NAMED))}"
             )
         return NAMED[reduce_fn]
