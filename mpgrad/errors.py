@@ -268,7 +268,7 @@ class UnsupportedTorchError(RuntimeError):
     def __str__(self) -> str:
         more = f", and {len(self.behaviours) - 1} more" if len(self.behaviours) > 1 else ""
         return (
-            f"mpgrad relies on this, and torch {self.version} does not do it: "
+            f"torch {self.version} lacks a behaviour that mpgrad relies on: "
             f"{self.behaviours[0]}{more}; "
             f"install a version that mpgrad has been tried with (torch {', '.join(self.tried)})"
         )

@@ -102,7 +102,7 @@ USUAL = Modes(grad=True, inference=False, autocast=False, differentiating=False)
 
 
 def current_modes(kind: str = "") -> Modes:
-    """Return this thread's modes. `kind` is the kind of the pool's devices, if it has some."""
+    """Return this thread's modes. `kind` is the kind of the pool's devices, if it has any."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -144,8 +144,8 @@ class Table:
 
 
 TABLE = Table()
-# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or
-# an earlier call has set. It keeps what it has of the other settings, because reading them all
+# If the caller has PyTorch's default of these, a worker returns to it, whatever an initializer or
+# an earlier call has set. The worker keeps the other settings as they are, because reading them all
 # takes longer than a small call.
 RESET = {
     name: TABLE.settings[name].default
@@ -180,7 +180,8 @@ def is_astray() -> bool:
 
 @contextmanager
 def under_settings(changed: Changed) -> Iterator[None]:
-    """Run the body with the changed settings; others are as outside of any `under`.
+    """Run the body with the changed settings. Other settings are as they are outside of any
+    `under`.
 
     Each setting is set only if it differs.
     """

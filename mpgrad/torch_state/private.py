@@ -285,7 +285,7 @@ def node_type(function: type[torch.autograd.Function]) -> Any:
 class CallCounter:
     """Counts calls of one of PyTorch's methods.
 
-    In a graph nothing shows these calls, or only a walk through all of the graph does.
+    A graph does not show these calls, or only a walk through the whole graph would.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -338,9 +338,11 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 
 # --- unknown leaves that results depend on; in a worker they belong to other code
 #
-# output ──► the graph behind it, as far as `entries` ──► leaves that Python code holds, and that
-# are not `known` A leaf that only graphs hold was made by the call. Its gradient could not be read
-# in a serial loop either.
+#     output ──► the graph behind it, up to `entries` ──► leaves that Python code holds and that
+#                                                         are not `known`
+#
+# A leaf that only graphs hold was made by the call. Its gradient could not be read in a serial loop
+# either.
 
 
 DELAYED_ERRORS: Any = torch._C._functions
@@ -533,13 +535,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 
 class EmptyContext:
-    """Does nothing, in C: `contextlib.nullcontext` runs Python code, several times per call.
-
-    It gives False, and raises what is raised in its body.
-    """
+    """A context that does nothing. Unlike `contextlib.nullcontext` it runs only C code, because it
+    is used several times per call. Entering it returns False."""
 
     __enter__ = staticmethod(bool)
-    __exit__ = staticmethod("".format)  # gives "" for any three arguments
+    __exit__ = staticmethod("".format)  # returns "" for any three arguments
 
 
 NOTHING: contextlib.AbstractContextManager[bool] = EmptyContext()  # type: ignore[assignment]
@@ -621,7 +621,7 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # The engine's threads for devices count none. But there is one, in which
+        # The engine's threads for devices count no such level. But one exists, in which
         # `torch.autograd.grad` was called.
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
@@ -989,8 +989,8 @@ def pytree_node(kind: type) -> tuple[Any, ...] | None:
 
 
 def set_pytree_node(kind: type, functions: tuple[Any, ...] | None) -> None:
-    """Register the class as a pytree, perhaps with other functions than before. With None it is
-    not registered any more."""
+    """Register the class as a pytree, perhaps with other functions than before. With None,
+    unregister it."""
     SUPPORTED_NODES.pop(kind, None)  # it refuses to register one again
     if functions is not None:
         flatten, unflatten, with_keys = functions
