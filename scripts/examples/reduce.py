@@ -28,7 +28,7 @@ def serial_fold(average, groups):
 
 
 with mpgrad.Pool() as pool:
-    # workers add up; one small tensor comes back from each
+    # workers add up, and each returns one small tensor
     total = pool.map_reduce(log_likelihood, groups, "sum")
     found = torch.autograd.grad(total, [mean, log_scale])
     # one fold for each start, side by side
@@ -43,6 +43,6 @@ torch.testing.assert_close(
 )
 print(f"log-likelihood {total:.1f}, its gradient to the mean {found[0].numpy().round(1)}")
 print(
-    f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, "
-    "gradients too"
+    f"moving average {averages[0].detach().numpy().round(3)}: all as in the serial loop, "
+    "including gradients"
 )
