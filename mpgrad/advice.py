@@ -1,4 +1,4 @@
-"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays.
+"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays off.
 
 A worker runs the loop, because it has copies of the items and of everything that the function
 reaches. So the caller's tensors and modules stay as they are. Pools run the same items. The loop

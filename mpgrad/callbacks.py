@@ -9,9 +9,9 @@ queues the code for this second thread:
                                    pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
-Any other thread that calls `later` is the caller's. This happens with engine "inline" and after the
-end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
-itself, because it may hold a lock that a stream needs, and that is not reentrant.
+Any other thread that calls `later` belongs to the caller. This happens with engine "inline" and
+after the end of the pool. Such a thread runs the code at once. A caller that waits does not run
+queued code itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
 If no other thread shows the progress of an operation, this thread does (see `mpgrad.progress`).
 
@@ -58,7 +58,7 @@ __all__ = [
 
 log = logging.getLogger("mpgrad")
 
-# seconds that a caller that has its result waits for one callback, handler or stream
+# seconds that a caller waits for one callback, handler or stream after its result has arrived
 PATIENCE = 0.2
 # seconds between two looks at what the thread watches
 LOOK_EVERY = 0.1

@@ -232,7 +232,8 @@ def jvp(
 
     Returns:
         ``(output, product)``, both with the output's shapes and structure, or
-        ``(output, product, aux)`` with `has_aux`; a list of such tuples, if there are lists.
+        ``(output, product, aux)`` with `has_aux`. If there are lists, the result is a list of such
+        tuples.
 
     Raises:
         ValueError: tangents of another structure, shape or dtype. Otherwise as for `jacobian`.
@@ -266,14 +267,14 @@ def vjp(
 
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
-            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a
+            A list, even in a tuple, has one entry for each item. So if `fn` returns a list, pass a
             list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
         ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have
         the structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`.
-        A list of such tuples, if there are lists.
+        If there are lists, the result is a list of such tuples.
 
     Raises:
         ValueError: cotangents of another structure, shape or dtype. Otherwise as for `jacobian`.
@@ -316,7 +317,7 @@ def hvp(
 
     Returns:
         ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and
-        the structure of `vectors`. A list of such tuples, if there are lists.
+        the structure of `vectors`. If there are lists, the result is a list of such tuples.
 
     Raises:
         ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.

@@ -564,7 +564,7 @@ MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
 PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
-ASKS = 0xFFFFFFFF  # asks for the personality and does not set it
+ASKS = 0xFFFFFFFF  # reads the personality instead of setting it
 # the one secure bit that no program passes on
 KEEPS_CAPABILITIES = 1 << 4
 # Variables that are read when torch is loaded, by the loader, the C library, Python or the
@@ -597,7 +597,7 @@ def take_over(wanted: dict[str, Any]) -> None:
         if "SigBlk" in differ:
             blocked = {each + 1 for each in bits(mask(wanted["SigBlk"]))}
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked & signal.valid_signals())
-        # The user and the capabilities come last, because they are the right to change the others.
+        # The user and the capabilities come last, because changing the others requires them.
         if "CapBnd" in differ:
             for each in bits(mask(now["CapBnd"]) & ~mask(wanted["CapBnd"])):
                 LIBC.prctl(PR_CAPBSET_DROP, each, 0, 0, 0)

@@ -83,7 +83,7 @@ class CallNames(NamedTuple):
 
 
 class PoolClosedError(ValueError):
-    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or
+    """The caller used a pool, or a graph that its workers keep, after `Pool.close` or
     `Pool.terminate`.
 
     It is a `ValueError`, because `multiprocessing.Pool` raises one for the same mistake.

@@ -55,7 +55,7 @@ except ImportError as error:
 
 __all__ = ["register"]
 
-# Batches keep their size if they take between so many seconds, from sending to their end.
+# Batches keep their size if they take between these numbers of seconds, from sending to their end.
 SHORTEST, LONGEST = 0.02, 0.2
 # joblib passes these options to every backend, but only its own backends use them.
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"

@@ -85,7 +85,7 @@ class Pool:
             environment variables such as OPENBLAS_NUM_THREADS.
         devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with
             the device of each worker, or one device for all `processes` (None: one worker). None:
-            the CPU. Engines "process" and "stream" only.
+            the CPU. Only for engines "process" and "stream".
         ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
@@ -95,7 +95,7 @@ class Pool:
             fails, and so do the backwards whose graphs were lost.
         timeout: the time limit of each call, in seconds, for its forward and for its backward. A
             call that takes longer is killed with its worker, and fails. The loading of the function
-            does not count. None: no limit. Engines "process" and "ray" only.
+            does not count. None: no limit. Only for engines "process" and "ray".
         timeout_retries: how often a call runs again on another worker after it took longer than its
             timeout.
 
@@ -109,7 +109,7 @@ class Pool:
         deterministic: add up the gradients of captures in a fixed order, so that two runs agree bit
             for bit. `torch.use_deterministic_algorithms(True)` does the same while it is on.
         context: a start method or context of `multiprocessing`. None: mpgrad's own, which starts
-            workers faster. Engine "process" only; the others ignore it.
+            workers faster. Only engine "process" uses it.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type. The message names

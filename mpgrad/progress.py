@@ -44,9 +44,9 @@ Progress = bool | str | Show
 
 T = TypeVar("T")
 
-# seconds that a thread at its end waits for another one that is in the function
+# seconds that an ending thread waits for another thread that is in the function
 PATIENCE = 0.2
-# If a look takes long, the pause after it is so many times as long.
+# If a look takes long, the pause after it is this many times as long.
 PAUSE = 20
 
 

@@ -118,7 +118,7 @@ def wants_all() -> bool:
 def hide_own_frames(error: BaseException) -> None:
     """Remove mpgrad's frames from an exception. A bare `raise` has to follow.
 
-    This is done if a call gave the exception, if it comes from the caller's code, or if it is an
+    This is done if a call raised the exception, if it comes from the caller's code, or if it is an
     interrupt.
 
     Python 3.10 re-raises what it has caught and ignores `__traceback__`. So there the frame that

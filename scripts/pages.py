@@ -91,8 +91,8 @@ def blocks(path: Path) -> Iterator[Block]:
                 line.startswith("    ") and not before.strip()
             ):
                 raise MistakeError(
-                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody "
-                    "would run it"
+                    f"{path}, line {number}: a block begins with ``` at the margin, or it "
+                    "would not be run"
                 )
             before = line
         elif line.rstrip() == "```":

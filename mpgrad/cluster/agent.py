@@ -119,7 +119,7 @@ COUNT = struct.Struct("<Q")
 
 
 def packed(records: Sequence[Record]) -> bytes:
-    """Return the records as bytes. No records are no bytes.
+    """Return the records as bytes, which are empty if there are no records.
 
     A `PickleBuffer` in the records becomes a memoryview at the other end.
     """

@@ -141,7 +141,7 @@ class Engine(Protocol):
 
         Raises:
             OSError: the system refuses now; the caller may try again.
-            RuntimeError: no worker can be started any more.
+            RuntimeError: workers can no longer be started.
         """
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:

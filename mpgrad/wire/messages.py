@@ -15,7 +15,8 @@ The tensors of many items (of a bundle, or of dependencies' results) are sent in
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
     owners    0  0   1     3  3
-Messages are NamedTuples, not dataclasses: they are as frozen, and pickle in a third of the time.
+Messages are NamedTuples, not dataclasses: they are equally immutable, and pickle in a third of the
+time.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class CarriedSlots(NamedTuple):
 
 
 class DroppedSlabs(NamedTuple):
-    """The sender has dropped these slabs of its own."""
+    """The sender has dropped these slabs, which it owned."""
 
     numbers: list[int]
 
@@ -223,7 +224,7 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    # the data that multiprocessing gives its children; None on another machine
+    # the data that multiprocessing sends to its children; None on another machine
     preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
     remote: bool = (
@@ -270,8 +271,8 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Functions that no call needs any more, and pickles to forget. If such a pickle is needed
-    again, the caller sends it again."""
+    """Functions that are no longer needed, and pickles to forget. If such a pickle is needed again,
+    the caller sends it again."""
 
     functions: list[int]
     codes: list[int]

@@ -1,7 +1,7 @@
 """References to tensors, which messages hold: how a sender packs tensors, and how the receiver
 views them. Both sides.
 
-Autograd and pickle both want whole tensors, but a message holds bytes and numbers. A `TensorRef`
+Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
 says what to view, and where. A sparse tensor is also one reference, to a run of memory that holds
 its indices and values as a message holds tensors. Many references are sent together in columns, or
 as a bucket if the tensors are alike.
@@ -357,8 +357,8 @@ def is_like_a_loss(tensor: torch.Tensor) -> bool:
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """Return how the receiver must dress the tensor, so that `fn` sees what it would see in the
-    caller."""
+    """Return the properties that the receiver must give the tensor, so that `fn` sees what it would
+    see in the caller."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
@@ -797,7 +797,7 @@ def packed_again(
     """Make a tensor that one process has sent ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
-        flags &= ~PARAMETER  # the output of a call is not a parameter, whatever it was there
+        flags &= ~PARAMETER  # the output of a call is not a parameter, even if it was one there
     if place >= 0:
         holder = memories[place]
         # from a device, it has been copied into a slot of this process
@@ -958,7 +958,7 @@ class Packer:
     ) -> PackedTensor:
         """Pack a tensor that is on a device, or will be.
 
-        Small ones use a slot there, too. An inline tensor would have to be copied to the CPU, and
+        Small ones also use a slot there. An inline tensor would have to be copied to the CPU, and
         the copy would wait for all earlier work of the device.
         """
         channel = None if staged or code == 0 else self._way(tensor)

@@ -42,7 +42,7 @@ from common import print_surroundings, surroundings
 import mpgrad
 
 EPILOG = (
-    "exit status: 0 if all that is installed gives what the loop gives, or is refused on purpose, "
+    "exit status: 0 if all installed packages agree with the loop, or are refused on purpose, "
     "1 if anything differs, 2 for wrong arguments"
 )
 

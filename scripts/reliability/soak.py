@@ -7,8 +7,8 @@ end with the same parameters, bit for bit. During the first run a thread takes a
 random moments, sometimes several within a millisecond, and
 
     kills it (SIGKILL)                  its calls go to others, another worker takes its place
-    stops it (SIGSTOP)                  nobody sees that, until a call exceeds the pool's timeout:
-                                        then likewise
+    stops it (SIGSTOP)                  this goes unnoticed until a call exceeds the pool's timeout:
+                                        then the same
     slows it down (SIGSTOP, and soon    it goes on, unless it was slow for longer than the timeout
     SIGCONT)
 

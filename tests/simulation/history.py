@@ -2,7 +2,7 @@
 the checks after each event.
 
     seed ──► Program: settings, rates, steps
-        ──► History: each step, then the rest until nothing happens any more ──► checks
+        ──► History: each step, then the rest until nothing more happens ──► checks
 Each step has its own random numbers. So `shortest` can leave steps out without changing the others.
 
 Checked after each turn of the scheduler
