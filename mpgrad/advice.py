@@ -199,8 +199,8 @@ def advise(
     The sample runs in the loop and in pools, forward and backward. The loop runs with one intra-op
     thread, and then with as many as your program has (`torch.get_num_threads`). The faster loop
     counts. Each worker of a pool has one intra-op thread. All runs use copies, so your tensors,
-    gradients and generators stay as they were. Effects of `fn` outside of Python (on files, say)
-    happen each time it runs.
+    gradients and generators stay as they were. Effects of `fn` outside of Python (for example on
+    files) happen each time it runs.
 
     Args:
         fn: as for `Pool.map`.

@@ -1,5 +1,5 @@
 """A thread for user code that the pool runs: callbacks, handlers of `logging`, and writes to the
-caller's streams. Caller's side.
+caller's streams. It runs in the caller.
 
 User code may take long, wait for the pool, or need locks that the caller's threads hold. The
 scheduling thread feeds all workers and delivers all results, so it must not run user code. It

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while many small objects are made. Both sides.
+"""Pauses Python's garbage collector while many small objects are made. Both sides use it.
 
 A map of 2,000 items makes about 50,000 objects and no cycles. But the collector only counts
 objects. Each time a quarter has been added, it walks through the whole process, including torch's

@@ -11,7 +11,7 @@ evaluation, so all code in between works on lists of tensors.
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
         ──► [3] joined, item by item
 
-Caller only; workers run the tasks of `tasks/jacobians.py`.
+This module runs in the caller. Workers run the tasks of `tasks/jacobians.py`.
 Guarantees: except for rounding, a derivative does not depend on the pool, its number of workers, or
 `chunk_size`.
 

@@ -1,4 +1,5 @@
-"""A process takes over its environment and its rights from the process that started it. Both sides.
+"""A process takes over its environment and its rights from the process that started it. Both sides
+use this module.
 
 The environment is the variables, directory, arguments, module paths, time zone, filters of
 `warnings`, recursion limit, levels of loggers, and how `decimal` and NumPy compute. Workers follow

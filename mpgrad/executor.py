@@ -4,7 +4,7 @@ gradients by changing one name.
 A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history.
 Here another worker runs the calls again. Only a call that kills its workers every time fails, with
 an exception that is also a `BrokenProcessPool`. Results keep their gradients after a `shutdown`,
-because a worker ends only when it keeps no more graphs. Caller only.
+because a worker ends only when it keeps no more graphs. This module runs in the caller only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Runs custom `autograd.Function`s without the engine: emulated contexts, and parallel calls in
-threads of the caller. Caller only.
+threads of the caller. It runs in the caller only.
 
 PyTorch creates the context of a Function inside `apply`, and runs the backward when its engine
 reaches the node. Code that runs them in a thread or at another time needs two things. One is a

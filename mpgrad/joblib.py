@@ -12,7 +12,7 @@ functions.
 
 [4] has a thread of its own because it takes items from the caller's iterable, whose code may take
 long. Other callbacks of the pool would have to wait. It runs under the modes of the thread that
-called Parallel. Caller only; `joblib` in the imports below is the joblib package.
+called Parallel. It runs in the caller only. `joblib` in the imports below is the joblib package.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def register(make_default: bool = False) -> None:
     stream of it.
 
     Args:
-        make_default: use this backend wherever no backend is named.
+        make_default: use this backend when no backend is named.
 
     Raises:
         ImportError: joblib is not installed. Importing this module raises this.

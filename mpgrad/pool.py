@@ -6,8 +6,9 @@ connected to the items and captures it came from, and its backward runs in the w
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
         sum(results).backward()            # this also runs on worker processes
-Caller only. This module has the public methods, with their arguments and errors. `submission` does
-the work.
+
+This module runs in the caller only. It has the public methods, with their arguments and errors.
+`submission` does the work.
 """
 
 # long because: three lines in four are signatures and docstrings of the public interface
@@ -272,7 +273,7 @@ class Pool:
                 gradients also flow to them.
             iterable: tensors, or structures with tensors anywhere inside.
             iterables: further items, one iterable for each further argument of `func`, as in
-                Python's `map`. The shortest iterable ends the map.
+                Python's ``map``. The shortest iterable ends the map.
             chunksize: the number of items that are sent together. None: it follows the measured
                 cost of a call. It may also be the last positional argument, as in multiprocessing.
             progress: True or a description for a tqdm bar (a widget in notebooks), or a function of
@@ -926,7 +927,7 @@ class Pool:
         return self._scheduler.stats()
 
     def story(self, item: int = 0) -> str:
-        """Return what happened to an item of the last operation, a line for each step.
+        """Return what happened to an item of the last operation, with one line for each step.
 
         The notes of `WorkerDiedError` and `CallTimeoutError` contain the same lines.
 

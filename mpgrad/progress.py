@@ -1,4 +1,4 @@
-"""`Reporter` shows the progress of an operation while it runs. Caller's side.
+"""`Reporter` shows the progress of an operation while it runs. It runs in the caller.
 
 The function that shows it may need a lock that the waiting thread holds. So a thread that is in
 `map`, `get` or `next` *attends*, and calls the function itself, ten times a second while it waits.

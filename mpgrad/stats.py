@@ -1,5 +1,5 @@
 """`PoolStats` reports in numbers what a pool does and holds. Programs read its attributes, and
-people read its text, which is a table. Both sides.
+people read its text, which is a table. Both sides use it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PoolStats(NamedTuple):
         recomputed: the number of calls that ran again for a backward, because their graph was
             dropped, lost or used up.
         graphs_dropped: the number of graphs that workers dropped, because memory was short, or
-            because they are to keep none (`graphs="recompute"`).
+            because they keep none (`graphs="recompute"`).
         wrong_predictions: the number of backwards that ran right after their forwards
             (`graphs="auto"`) for a wrong gradient.
         operations: the number of maps, submitted calls and so on that have not ended.

@@ -1,4 +1,4 @@
-"""Differences between systems are handled here. Both sides; needs no torch.
+"""Differences between systems are handled here. Both sides use this module, and it needs no torch.
 
 No other module checks the system's name, or whether it has a certain function. The exception is the
 doctor, which describes systems.

@@ -1,5 +1,6 @@
 """`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds its notes. `events_of`
-converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. Caller only.
+converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. This module runs in
+the caller only.
 
     a thread of the caller ──► `span` ──► CallerSpan
     the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`

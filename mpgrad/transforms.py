@@ -6,7 +6,7 @@ process. So a map becomes one `autograd.Function` of the kind that transforms un
 them the map's derivative and batched form, and they wrap and unwrap tensors around it. The
 derivative is also a map, which runs the function's derivative (`tasks.transform_programs`). So
 transforms may be nested to any depth. Nothing is kept in workers: a derivative runs the function
-again, under the same seeds and modes. Caller only; workers run the programs.
+again, under the same seeds and modes. This module runs in the caller. Workers run the programs.
 """
 
 from __future__ import annotations

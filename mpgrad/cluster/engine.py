@@ -1,10 +1,11 @@
 """The engine for workers on other machines. It places workers on agents, one for each node, and
-notices which agents are lost. Caller's side.
+notices which agents are lost. It runs in the caller.
 
     start ──► an agent with room, or a new one ──► AgentLink
     transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
                               frames of an AgentLink ◄── take ◄── reply ◄═╝
+
 If the user has given no number of workers, there are as many as fit on the nodes. The number then
 changes when nodes join or leave. Two threads of the engine request the nodes, and send heartbeats
 so that the agents do not count the caller as dead.

@@ -1,5 +1,5 @@
 """A transport through Ray, and the options of a pool's Ray cluster. Agents are actors on Ray's
-nodes. Ray places them, transports bytes, and reports which are dead. Both sides. This module
+nodes. Ray places them, transports bytes, and reports which are dead. Both sides use this module. It
 imports nothing from Ray until a pool needs it.
 
 Ray sends small arguments within the call of an actor's method. It sends larger ones through its

@@ -1,5 +1,5 @@
-"""The engines. An engine runs workers as processes, threads or streams, or in the caller. Caller
-only.
+"""The engines. An engine runs workers as processes, threads or streams, or in the caller. This
+package runs in the caller only.
 
 Imports `wire` and the packages below it. Only `sockets` imports from `workers`; the other modules
 just name entry points there. Engines know nothing of calls. To add an engine, implement the

@@ -1,8 +1,9 @@
 """Defines the protocol of an engine, which starts workers and reports which have answered or ended,
-and lists the engines by name. Caller's side.
+and lists the engines by name. It runs in the caller.
 
                       scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
+
 An engine knows nothing of calls, graphs or gradients: its links pass frames on unchanged. To write
 one, give its `Traits`, and start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread). Then add it to

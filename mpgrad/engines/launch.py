@@ -1,5 +1,5 @@
-"""Launchers, which start worker processes and threads and report how these have ended. Caller's
-side, and in agents on other machines.
+"""Launchers, which start worker processes and threads and report how these have ended. They run in
+the caller, and in agents on other machines.
 
 A launcher gives a worker its end of a socket pair, and later reports its exit code.
 `ForkServerLauncher` is the default on Linux: it forks workers from a process that has imported

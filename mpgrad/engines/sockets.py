@@ -1,4 +1,4 @@
-"""The engines of one machine. Caller's side.
+"""The engines of one machine. They run in the caller.
 
 The engine for processes and threads has a socket pair to each worker, and one selector for all of
 them. The inline engine is one worker in the caller's own thread, for debugging. It uses the same

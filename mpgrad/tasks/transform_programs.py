@@ -1,5 +1,5 @@
 """Contains the programs that workers run for a pool call inside a `torch.func` transform: the
-function itself, or a derivative of it. Both sides.
+function itself, or a derivative of it. Both sides use them.
 
 A transform requests the derivative of a map. This derivative is a map of the function's derivative.
 So workers need the function as a program on plain tensors, and a way to make new programs from it.

@@ -1,4 +1,5 @@
-"""Contains functions of mpgrad that call or replace the user's functions in a worker. Both sides.
+"""Contains functions of mpgrad that call or replace the user's functions in a worker. Both sides
+use them.
 
     IndexedFunctions   the functions that joblib was given with `delayed`, as one function
     Initializer        what the workers of an `mpgrad.Executor` run first

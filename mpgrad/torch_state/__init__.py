@@ -1,6 +1,6 @@
 """PyTorch's modes, seeds and transform levels must be the same for a call as in the caller.
 
-Both sides. The package also holds PyTorch's private names. It imports PyTorch, `errors`,
+Both sides use this package. It also holds PyTorch's private names. It imports PyTorch, `errors`,
 `environment`, `system` and `tracebacks`. It knows nothing of workers or messages.
 
     private         holds every name of PyTorch's that is not public, by subject

@@ -1,5 +1,5 @@
-"""The messages between parent and worker. Each kind is a frozen type; a frame holds many messages.
-Both sides.
+"""The messages between parent and worker. Each kind is a frozen type, and a frame holds many
+messages. Both sides use this module.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
     worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums
@@ -7,6 +7,7 @@ Both sides.
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
+
 Agents have messages of their own: see `agent_messages`.
 
 The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
@@ -15,6 +16,7 @@ The tensors of many items (of a bundle, or of dependencies' results) are sent in
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
     owners    0  0   1     3  3
+
 Messages are NamedTuples, not dataclasses: they are equally immutable, and pickle in a third of the
 time.
 """

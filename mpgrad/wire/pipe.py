@@ -10,7 +10,7 @@ worker has nothing else to do.
     payload
     descriptors are sent beside the header's first byte, as SCM_RIGHTS
 
-Both sides, and the agent between them. This module knows nothing about messages, and needs no
+Both sides and the agent between them use this module. It knows nothing about messages, and needs no
 torch.
 
 Guarantees: frames are sent whole and in order. A signal handler or a finalizer may send a frame

@@ -1,5 +1,5 @@
 """References to tensors, which messages hold: how a sender packs tensors, and how the receiver
-views them. Both sides.
+views them. Both sides use this module.
 
 Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
 says what to view, and where. A sparse tensor is also one reference, to a run of memory that holds
@@ -12,6 +12,7 @@ as a bucket if the tensors are alike.
                tensors ──► PackedTensors ──► Payload ──► TensorBucket, of those that are alike
                                                          TensorColumns, of all others
     receiver   references, memory ──► view, views ──► tensors
+
 A small tensor is inline in the message itself. A large one is in a slot, and the message has its
 address. Up to INLINE_BYTES, the two copies through the pipe cost less than the bookkeeping of a
 slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
