@@ -320,15 +320,14 @@ def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Return the references to shared memory, each slot once. The sender waits until these are
-    returned."""
+    """Return the references to shared memory, each slot once. The sender waits for their return."""
     if type(refs) is TensorBucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
 class SparseParts(NamedTuple):
-    """The indices and values of a sparse tensor. Their places are offsets from the tensor's own
+    """The indices and values of a sparse tensor. Their places are offsets from the tensor's
     place."""
 
     layout: int
@@ -556,7 +555,7 @@ def views(
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """Return the tensor that `row` names, as a view of its memory. The memory lives as long as the
+    """Return the tensor that `row` names, as a view of its memory, which lives as long as the
     tensor."""
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
@@ -718,8 +717,7 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(core: torch.Tensor) -> bool:
-    """Whether some elements share memory, so that strides cannot be rebuilt from separate
-    elements."""
+    """Whether elements share memory, so that strides cannot be rebuilt from separate elements."""
     reach = 0
     for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
         if size > 1:
