@@ -477,7 +477,7 @@ with mpgrad.Pool(1, context="forkserver") as old:
 @pytest.mark.slow
 def test_the_fork_server_of_multiprocessing_after_rights_were_given_up() -> None:
     done = run(FORK_SERVER, cwd="/")
-    assert done.stdout.startswith("the fork server of multiprocessing has other rights")
+    assert done.stdout.startswith("the fork server of multiprocessing has different rights")
 
 
 # --- what is no Python
