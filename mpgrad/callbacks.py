@@ -255,7 +255,7 @@ def given_again(message: PrintedText | LoggedRecord) -> None:
     except Exception:
         report(
             logging.ERROR,
-            "what a task has printed or logged cannot be repeated here",
+            "the output or a log record of a task cannot be repeated here",
             with_traceback=True,
         )
 

@@ -102,10 +102,9 @@ def run_followed(
         return None
     if any(map(has_ended, itertools.chain(common, *own))):
         raise TypeError(
-            "the function or an item holds a tensor of a torch.func transform that has ended, as a "
-            "function that "
-            "torch.func.vjp returned does; its graph stays here: call it here, or take the "
-            "derivative within the function"
+            "the function or an item holds a tensor of a torch.func transform that has ended, like "
+            "a function that torch.func.vjp returned; its graph cannot be sent: call it in this "
+            "process, or take the derivative within the function"
         )
     if older_levels():
         raise TypeError(

@@ -240,11 +240,9 @@ class ClusterEngine:
             agent.is_missed = True
             report(
                 logging.WARNING,
-                "an agent for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
-                "that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or request less (processes; "
-                "workers_per_node or "
-                "cpus_per_worker of mpgrad.Ray)",
+                "an agent for %d workers (%s) has not started for %g s; other jobs may hold the "
+                "CPUs that it needs, or an autoscaler has yet to add a node: end them, wait, or "
+                "request less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray)",
                 agent.slots,
                 f"on node {agent.name}" if agent.name else "wherever there is room",
                 WAITING,
