@@ -935,7 +935,7 @@ def test_a_site_that_does_not_come(
         )
         transport.agents[0].process.send_signal(signal.SIGCONT)
         assert found.get() == [1]
-    assert caplog.text.count("has not come") == 1
+    assert caplog.text.count("has not started") == 1
 
 
 @pytest.mark.quick
