@@ -1130,11 +1130,11 @@ class Pool:
 
         Args:
             fn: a function ``fn(target, item)``, which returns the new target, or writes into the
-                target and returns None. Or the name of a reduction (see `map_reduce`), whose first
-                value is the target.
+                target and returns None. It can also be the name of a reduction (see `map_reduce`);
+                then the target is its first value.
             items: the items that are folded into every target.
             targets: one target (a tensor or structure), or a list of them.
-            associative: whether ``fn(fn(t, a), b) == fn(t, fn(a, b))``. Then the fold may be cut
+            associative: whether ``fn(fn(t, a), b) == fn(t, fn(a, b))``. If so, the fold may be cut
                 into blocks that run in parallel, and items and targets must be of one kind. The cut
                 depends only on the number of items.
 
@@ -1180,11 +1180,11 @@ class Pool:
             map_fn: a function that is applied to each item.
             items: at least one item, unless there is an `init`.
             reduce_fn: an associative function of an accumulator and a value. It returns the new
-                accumulator, or writes into the one it got. Or one of "sum", "mean", "max", "min",
-                "logsumexp" (elementwise over the items), "cat", "stack" (along dimension 0). Blocks
-                of items are folded in parallel and merged in order. The cut into blocks depends
-                only on the number of items.
-            init: the first value, or None for none.
+                accumulator, or writes into the one it got. It can also be one of "sum", "mean",
+                "max", "min", "logsumexp" (elementwise over the items), "cat", "stack" (along
+                dimension 0). Blocks of items are folded in parallel and merged in order. The cut
+                into blocks depends only on the number of items.
+            init: the first value; None for no first value.
 
         Raises:
             TypeError: there are no items and no `init`. Otherwise as for `map`.

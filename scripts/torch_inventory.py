@@ -6,7 +6,7 @@ context managers, for functions that set globals or call PyTorch's own setters, 
 `set_...`, and for flags. torch_inventory.txt lists how each is treated in calls of a pool. A test
 fails if PyTorch has one that is not in the list.
 
-    python scripts/torch_inventory.py          # what the list lacks, and what this PyTorch has not
+    python scripts/torch_inventory.py          # names that the list or this PyTorch lacks
     python scripts/torch_inventory.py --all    # everything that is found
 """
 
