@@ -516,9 +516,7 @@ ELSEWHERE = {
 
 
 def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises:
-    TypeError: a given name is not known. The message says which known name may be meant.
-    """
+    """Raise TypeError if a given name is not known. The message names the one that may be meant."""
     known = list(known)
     for name in given:
         if name in known:

@@ -92,7 +92,7 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Whether the file belongs neither to mpgrad nor to a library that mpgrad calls.
+    """Return whether the file belongs neither to mpgrad nor to a library that mpgrad calls.
 
     Other packages are installed within Python's own folder.
     """
@@ -101,7 +101,7 @@ def is_callers(file: str) -> bool:
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:
-    """Whether this innermost frame, which is mpgrad's, calls the task or its graph.
+    """Return whether this innermost frame, which is mpgrad's, calls the task or its graph.
 
     If so, the task is C code, and that code raised the exception.
     """
@@ -185,7 +185,8 @@ def shown(text: str) -> str:
 
 
 def is_source(line: str, frame: re.Match[str]) -> bool:
-    """Whether `line` belongs to the frame before it, as its source or as marks below the source."""
+    """Return whether `line` belongs to the frame before it, as its source or as marks below the
+    source."""
     return line.startswith(f"{frame['indent']}    ")
 
 
@@ -248,8 +249,8 @@ def shown_stack(text: str) -> str:
 
 
 def is_import(frame: re.Match[str]) -> bool:
-    """Whether the frame belongs to the import machinery, which Python's tracebacks also leave
-    out."""
+    """Return whether the frame belongs to the import machinery, which Python's tracebacks also
+    leave out."""
     return frame["file"].startswith("<frozen importlib.")
 
 

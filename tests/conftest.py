@@ -186,8 +186,8 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 
 def is_shared_memory(target: str) -> bool:
-    """Whether a descriptor belongs to a slab, that is, to an anonymous memory file or one whose
-    name was removed."""
+    """Return whether a descriptor belongs to a slab, that is, to an anonymous memory file or one
+    whose name was removed."""
     return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
 
 

@@ -408,7 +408,7 @@ class AgentHandle:
         return "" if self.hello is None else self.hello.host
 
     def on(self, node: Node | None) -> bool:
-        """Whether the agent is for this node. None is for any node with room."""
+        """Return whether the agent is for this node. None is for any node with room."""
         return (self.node and self.node.id) == (node and node.id)
 
     @property

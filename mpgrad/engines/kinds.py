@@ -100,7 +100,8 @@ class WorkerLink(Link, Protocol):
         ended, or while the size is not known. Any thread may call this."""
 
     def has_more(self) -> bool:
-        """Whether `receive` would return a frame, or report the end of the link, at this moment."""
+        """Return whether `receive` would return a frame, or report the end of the link, at this
+        moment."""
 
     def skip(self, place: int, chunk: int) -> None:
         """Note a skipped chunk in the worker's `ProgressRecord` if the record is not shared.

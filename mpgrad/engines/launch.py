@@ -661,8 +661,8 @@ def python() -> str:
 
 @functools.cache
 def is_python(executable: str) -> bool:
-    """Whether the program is a Python. If its name does not show this, it is run once, with a
-    variable that keeps it from starting itself again."""
+    """Return whether the program is a Python. If its name does not show this, it is run once, with
+    a variable that keeps it from starting itself again."""
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         return False
     with contextlib.suppress(OSError):

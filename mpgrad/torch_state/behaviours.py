@@ -215,7 +215,7 @@ def try_all(which: str, found: Failures) -> None:
 
 
 def was_tried(torch_version: str, python: tuple[int, int] = sys.version_info[:2]) -> bool:
-    """Whether the tests have passed on this pair of minor versions.
+    """Return whether the tests have passed on this pair of minor versions.
 
     Example:
         >>> was_tried("1.13.1+cpu", (3, 8))

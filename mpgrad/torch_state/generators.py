@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def is_generator(value: object) -> bool:
-    """Whether the value is a known generator. Call `learn` before."""
+    """Return whether the value is a known generator. Call `learn` before."""
     return is_generator_class(type(value))
 
 

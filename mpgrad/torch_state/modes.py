@@ -173,7 +173,7 @@ ENCLOSING = EnclosingSettings()
 
 
 def is_astray() -> bool:
-    """Whether this thread or an initializer has set something that every call takes from the
+    """Return whether this thread or an initializer has set something that every call takes from the
     caller."""
     return [get() for get in RESET_GETS] != RESET_VALUES
 
@@ -346,7 +346,7 @@ def remedy(mode: object) -> str:
 
 
 def is_grad_mode_all(modes: Modes) -> bool:
-    """Whether grad mode is the only mode to set in this thread."""
+    """Return whether grad mode is the only mode to set in this thread."""
     is_elsewhere = (
         torch.is_inference_mode_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -511,7 +511,7 @@ def load_generators() -> None:
 
 
 def split_mix(number: int) -> int:
-    """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
+    """Compute SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014.
@@ -532,7 +532,7 @@ class RandomState:
         self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def has_moved(self) -> bool:
-        """Whether a number has been drawn since."""
+        """Return whether a number has been drawn since."""
         now = RandomState()
         if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True

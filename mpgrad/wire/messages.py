@@ -550,7 +550,7 @@ LONGEST_TEXT, MOST_BITS = 256, 2048  # larger values count as bytes of a message
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value can be a part of a message without its own pickle."""
+    """Return whether the value can be a part of a message without its own pickle."""
     kind = type(value)
     if kind is str:
         return len(value) <= LONGEST_TEXT

@@ -351,7 +351,7 @@ DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
-    """Whether this may be a loss, or the gradient of one, which workers predict: see
+    """Return whether this may be a loss, or the gradient of one, which workers predict: see
     `EagerOptions`."""
     return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
@@ -481,14 +481,14 @@ def check_class(tensor: torch.Tensor) -> None:
 
 
 def need_no_pickle(values: Sequence[object]) -> bool:
-    """Whether `values` are plain tensors without attributes, and all different objects."""
+    """Return whether `values` are plain tensors without attributes, and all different objects."""
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return PLAIN.issuperset(map(type, values)) and not have_attributes(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
-    """Whether one of the tensors has a class of its own, or attributes.
+    """Return whether one of the tensors has a class of its own, or attributes.
 
     Reading `__dict__` would give each tensor a dictionary, so it is read only if needed.
     """
@@ -717,7 +717,8 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(core: torch.Tensor) -> bool:
-    """Whether elements share memory, so that strides cannot be rebuilt from separate elements."""
+    """Return whether elements share memory, so that strides cannot be rebuilt from separate
+    elements."""
     reach = 0
     for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
         if size > 1:

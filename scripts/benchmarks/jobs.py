@@ -160,14 +160,14 @@ def backward_with_ones(loop: Loop, function: Function, batch: Batch) -> Outcome:
 
 
 def one_backward(loop: Loop, function: Function, batch: Batch) -> Outcome:
-    """For losses."""
+    """Run one backward from the sum of all losses."""
     losses = loop(function, batch.items)
     torch.autograd.backward(torch.stack(tuple(losses)).sum())
     return Outcome(losses, [item.grad for item in batch.items])
 
 
 def backward_at_once(function: Function, batch: Batch) -> Outcome:
-    """For losses."""
+    """Run a backward right after each loss."""
     losses = []
     for item in batch.items:
         loss = function(item)

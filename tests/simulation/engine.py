@@ -915,7 +915,7 @@ class SimulatedLink:
         return not self.has_ended and (bool(self._answers) or not self.worker.alive)
 
     def has_exited(self) -> bool:
-        """Whether its exit still has to be reported."""
+        """Return whether its exit still has to be reported."""
         return self.tells_exit and self.exit is not None
 
     @property
@@ -1014,7 +1014,7 @@ class SimulatedLink:
         """Both ends look at the same memory."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """The worker's clock is ours."""
+        """Note the limit. The worker's clock is ours."""
         if seconds is None:
             self._limits.pop(chunk, None)
         else:
