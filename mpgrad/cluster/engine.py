@@ -470,7 +470,7 @@ class AgentHandle:
     # --- from the agent
 
     def is_silent(self, patience: float) -> str:
-        """Return why the agent counts as dead after so many seconds, or "" if it does not."""
+        """Return why the agent counts as dead after `patience` seconds, or "" if it does not."""
         if self._arriving.silent_for > patience:
             return f"it has sent nothing for {patience:g} s"
         if self._arriving.missing_for > patience:

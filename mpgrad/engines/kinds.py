@@ -108,11 +108,11 @@ class WorkerLink(Link, Protocol):
         Otherwise do nothing."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `progress_record` up to date for so many seconds. Without this, the
-        copy may be out of date except at an overrun and at the end."""
+        """Keep the copy of the `progress_record` up to date for this number of seconds. Without
+        this, the copy may be out of date except at an overrun and at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """Let each call of the chunk, which is sent next, take so many seconds. None: the chunk is
+        """Let each call of the chunk, which is sent next, take up to `seconds`. None: the chunk is
         answered. Only links with `keeps_time` do this."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:

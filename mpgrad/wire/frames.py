@@ -285,7 +285,7 @@ class Link(Protocol):
         ...
 
     def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
-        """Note that the other end has returned this memory so many times."""
+        """Note that the other end has returned this memory this number of times."""
         ...
 
     def receive(self) -> Frame | None:

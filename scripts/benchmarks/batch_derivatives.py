@@ -269,7 +269,7 @@ def pool_for(way: Way, processes: int) -> Iterator[mpgrad.Pool | None]:
 
 
 def bench(plan: Plan, processes: int) -> list[Figure]:
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     with mpgrad.Pool(processes) as pool:
         figures = list(bench_times(plan, pool))
     figures += bench_memory(plan, processes)

@@ -488,7 +488,7 @@ class Maps:
         self._number = itertools.count()  # of all maps so far
 
     def seconds(self, count: int) -> float:
-        """Return the mean seconds of so many maps with their backwards."""
+        """Return the mean seconds of `count` maps with their backwards."""
         batches = [batch_of(self._items) for _ in range(count)]
         began = time.perf_counter()
         for batch in batches:
@@ -1042,7 +1042,7 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
 def bench(options: argparse.Namespace, plan: Plan) -> list[Figure]:
     torch.manual_seed(0)
     random.seed(0)
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     figures, old = [], []
     with contextlib.ExitStack() as stack:
         pools = Pools(plan.processes, stack)

@@ -194,8 +194,8 @@ def print_surroundings(around: Record) -> None:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds. If the process does not leave the
-    block then, end it."""
+    """Raise TimeoutError in the block after this number of seconds. If the process does not leave
+    the block then, end it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

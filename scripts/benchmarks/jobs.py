@@ -109,8 +109,8 @@ def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list
 
 
 def calibrated(work: Work, seconds: float) -> int:
-    """Return the size at which a forward and its immediate backward take about so many seconds in
-    this process."""
+    """Return the size at which a forward and its immediate backward take about `seconds` in this
+    process."""
 
     def own_seconds(size: int) -> float:
         one = partial(backward_at_once, work.function(size))

@@ -8,7 +8,7 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 x = torch.randn(300, 300, dtype=torch.float64, requires_grad=True)
 
 

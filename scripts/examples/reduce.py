@@ -6,7 +6,7 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 mean, log_scale = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
 groups = [5 + torch.randn(1 + n % 7, 3) for n in range(200)]  # of different sizes
 decay = torch.tensor(0.9, requires_grad=True)

@@ -526,7 +526,7 @@ def soak(plan: Plan) -> Record:
         f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of "
         f"{plan.timeout:g} s, seed {plan.seed}"
     )
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     gentle = replace(plan, perturb=None)
     hurt = injured(gentle)
     whole = undisturbed(plan, len(hurt.marks)) if hurt.error is None else Run()
