@@ -1,4 +1,4 @@
-"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays.
+"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays off.
 
 A worker runs the loop, because it has copies of the items and of everything that the function
 reaches. So the caller's tensors and modules stay as they are. Pools run the same items. The loop
@@ -199,8 +199,8 @@ def advise(
     The sample runs in the loop and in pools, forward and backward. The loop runs with one intra-op
     thread, and then with as many as your program has (`torch.get_num_threads`). The faster loop
     counts. Each worker of a pool has one intra-op thread. All runs use copies, so your tensors,
-    gradients and generators stay as they were. Effects of `fn` outside of Python (on files, say)
-    happen each time it runs.
+    gradients and generators stay as they were. Effects of `fn` outside of Python (for example on
+    files) happen each time it runs.
 
     Args:
         fn: as for `Pool.map`.
@@ -310,7 +310,7 @@ def first_loop(
     largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
     order = [items[largest], *random.Random(0).sample(others, min(len(others), MOST_SAMPLED - 1))]
-    loop.apply(timer, (order[:1],))  # for what comes once
+    loop.apply(timer, (order[:1],))  # for costs that come only once
     taken: list[float] = []
     busy: list[float] = []
     while len(taken) < len(order):

@@ -1,5 +1,5 @@
 """A thread for user code that the pool runs: callbacks, handlers of `logging`, and writes to the
-caller's streams. Caller's side.
+caller's streams. It runs in the caller.
 
 User code may take long, wait for the pool, or need locks that the caller's threads hold. The
 scheduling thread feeds all workers and delivers all results, so it must not run user code. It
@@ -9,9 +9,9 @@ queues the code for this second thread:
                                    pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
-Any other thread that calls `later` is the caller's. This happens with engine "inline" and after the
-end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
-itself, because it may hold a lock that a stream needs, and that is not reentrant.
+Any other thread that calls `later` belongs to the caller. This happens with engine "inline" and
+after the end of the pool. Such a thread runs the code at once. A caller that waits does not run
+queued code itself, because it may hold a lock that a stream needs, and that is not reentrant.
 
 If no other thread shows the progress of an operation, this thread does (see `mpgrad.progress`).
 
@@ -58,14 +58,14 @@ __all__ = [
 
 log = logging.getLogger("mpgrad")
 
-# seconds that a caller that has its result waits for one callback, handler or stream
+# seconds that a caller waits for one callback, handler or stream after its result has arrived
 PATIENCE = 0.2
 # seconds between two looks at what the thread watches
 LOOK_EVERY = 0.1
 
 
 class PeriodicJob(Protocol):
-    """Is a job that a waiting thread or the callbacks thread does now and then."""
+    """A job that a waiting thread or the callbacks thread does now and then."""
 
     @property
     def is_closed(self) -> bool:
@@ -87,7 +87,7 @@ class PeriodicJob(Protocol):
 
 
 class CallbackWaiter(NamedTuple):
-    """A caller's thread that waits until so many acts are done."""
+    """A caller's thread that waits until a certain number of acts are done."""
 
     wanted: int
     lock: threading.Lock
@@ -113,8 +113,8 @@ class CallbackThread(threading.Thread):
         self._acts.put(look_around)
 
     def tick(self, everything: bool = False) -> None:
-        """Do the jobs of the present thread; with `everything`, also the jobs that belong to no
-        other thread."""
+        """Do the jobs of the current thread; with `everything`, also the jobs that belong to no
+        thread."""
         for item in list(self.watched):
             if item.is_here or (everything and item.is_nowhere):
                 item.tick()
@@ -255,7 +255,7 @@ def given_again(message: PrintedText | LoggedRecord) -> None:
     except Exception:
         report(
             logging.ERROR,
-            "what a task has printed or logged cannot be repeated here",
+            "the output or a log record of a task cannot be repeated here",
             with_traceback=True,
         )
 

@@ -11,7 +11,7 @@ evaluation, so all code in between works on lists of tensors.
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
         ──► [3] joined, item by item
 
-Caller only; workers run the tasks of `tasks/jacobians.py`.
+This module runs in the caller. Workers run the tasks of `tasks/jacobians.py`.
 Guarantees: except for rounding, a derivative does not depend on the pool, its number of workers, or
 `chunk_size`.
 
@@ -185,7 +185,7 @@ def hessian(
         over the arguments, ``aux``, and lists over the items are as in `jacobian`.
 
     Raises:
-        ValueError: `fn` returns several values. Otherwise as `jacobian`.
+        ValueError: `fn` returns several values. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -232,10 +232,11 @@ def jvp(
 
     Returns:
         ``(output, product)``, both with the output's shapes and structure, or
-        ``(output, product, aux)`` with `has_aux`; a list of such tuples, if there are lists.
+        ``(output, product, aux)`` with `has_aux`. If there are lists, the result is a list of such
+        tuples.
 
     Raises:
-        ValueError: tangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: tangents of another structure, shape or dtype. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -266,17 +267,17 @@ def vjp(
 
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
-            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a
+            A list, even in a tuple, has one entry for each item. So if `fn` returns a list, pass a
             list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
         ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have
         the structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`.
-        A list of such tuples, if there are lists.
+        If there are lists, the result is a list of such tuples.
 
     Raises:
-        ValueError: cotangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: cotangents of another structure, shape or dtype. Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -316,11 +317,11 @@ def hvp(
 
     Returns:
         ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and
-        the structure of `vectors`. A list of such tuples, if there are lists.
+        the structure of `vectors`. If there are lists, the result is a list of such tuples.
 
     Raises:
         ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.
-            Otherwise as `jacobian`.
+            Otherwise as for `jacobian`.
 
     Example:
         >>> import torch
@@ -425,8 +426,8 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
-    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if an
-    operation supports only some columns."""
+    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if
+    only some columns are supported."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     mixed = {
@@ -509,7 +510,7 @@ def product(
 # --- the gradient of each result by itself
 
 
-Place = tuple[bool, int]  # whether it is a capture, and its number, or the input's
+Place = tuple[bool, int]  # whether it is a capture, and the number of the capture or input
 Places = list[list[Place]]  # for each tensor, all places where it enters the call
 
 # The engine numbers its own backwards from 0, and -1 means that none runs.
@@ -540,8 +541,8 @@ def per_item_grad(
             gradient is 1.
         retain_graph: keep the workers' graphs for another backward. None means the value of
             `create_graph`.
-        create_graph: make the gradients themselves differentiable. Inside `jacobian` and the
-            functions like it they always are.
+        create_graph: make the gradients themselves differentiable. Inside `jacobian` and similar
+            functions they always are.
 
     Returns:
         A tensor of its input's shape for each result, or the structure of its inputs. The tensor is

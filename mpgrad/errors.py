@@ -83,7 +83,7 @@ class CallNames(NamedTuple):
 
 
 class PoolClosedError(ValueError):
-    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or
+    """The caller used a pool, or a graph that its workers keep, after `Pool.close` or
     `Pool.terminate`.
 
     It is a `ValueError`, because `multiprocessing.Pool` raises one for the same mistake.
@@ -268,7 +268,7 @@ class UnsupportedTorchError(RuntimeError):
     def __str__(self) -> str:
         more = f", and {len(self.behaviours) - 1} more" if len(self.behaviours) > 1 else ""
         return (
-            f"mpgrad relies on this, and torch {self.version} does not do it: "
+            f"torch {self.version} lacks a behaviour that mpgrad relies on: "
             f"{self.behaviours[0]}{more}; "
             f"install a version that mpgrad has been tried with (torch {', '.join(self.tried)})"
         )
@@ -374,7 +374,7 @@ def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return the exit as the verb of a sentence, such as "was killed by SIGKILL".
+    """Describe the exit in words that follow a subject, such as "was killed by SIGKILL".
 
     A negative code is the number of a signal.
     """
@@ -409,7 +409,7 @@ def write(error: BaseException, name: str, value: Any) -> None:
 def error_in_words(error: BaseException) -> str:
     """Return the last line of the exception's traceback.
 
-    It is the class alone if the exception has no text, or if asking for the text fails.
+    It is only the class if the exception has no text, or if reading the text fails.
     """
     try:
         text = str(error)
@@ -419,7 +419,7 @@ def error_in_words(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text. Parts that the exception's own code fails to give are left
+    """Return the traceback as text. Parts that the exception's own code fails to return are left
     out."""
     entries = read(error, "__traceback__")
     try:
@@ -516,9 +516,7 @@ ELSEWHERE = {
 
 
 def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises:
-    TypeError: a given name is not known. The message says which known name may be meant.
-    """
+    """Raise TypeError if a given name is not known. The message names the one that may be meant."""
     known = list(known)
     for name in given:
         if name in known:
@@ -550,13 +548,13 @@ def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable
     return decorated
 
 
-# --- exceptions in the places of results
+# --- exceptions in place of results
 
 
 def failures(results: Iterable[object]) -> dict[int, BaseException]:
     """Return the exceptions among the results of a map with ``on_error="return"``, by index.
 
-    An exception that the function returned itself counts, too.
+    An exception that the function itself returned also counts.
 
     Example:
         >>> import mpgrad

@@ -1,5 +1,5 @@
 """Runs custom `autograd.Function`s without the engine: emulated contexts, and parallel calls in
-threads of the caller. Caller only.
+threads of the caller. It runs in the caller only.
 
 PyTorch creates the context of a Function inside `apply`, and runs the backward when its engine
 reaches the node. Code that runs them in a thread or at another time needs two things. One is a
@@ -531,7 +531,7 @@ def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
 
 
 class BackwardGraph(NamedTuple):
-    """Is the graph of a call's differentiable backward, from its gates to its outputs."""
+    """The graph of a call's differentiable backward, from its gates to its outputs."""
 
     gates: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -649,7 +649,7 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
 
 
 class JointIdentity(Function):
-    """Is an identity for many tensors, in which each tensor waits for all of them."""
+    """The identity for many tensors, each of which waits for all others."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ loop in the caller is the reference. So values and gradients of items must be eq
 no tolerance can hide a mistake.
 
     loop ─► loop again, last item first ─► the pool ─► the pool, last item first, one call at a time
+
 The pool cannot run some functions as the loop does: a function may count its calls, remember its
 arguments, or write to its captures. Such a function may agree by chance in any one of these runs,
 but not in all.
@@ -51,12 +52,12 @@ def assert_same_as_serial(
     """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and
     derivatives.
 
-    The loop runs a second time, with the last item first, and must return the same. The pool also
-    runs twice: as usual, and with the last item first and each item as a separate call.
+    The loop runs a second time, with the last item first, and must return the same results. The
+    pool also runs twice: as usual, and with the last item first and each item as a separate call.
 
-    Objects in items and results are taken apart as the pool does it, and their tensors are compared
-    like all others. The rest of an object is equal if its pickle is the same, or if it has no
-    tensors and `==` returns true.
+    Objects in items and results are taken apart as in the pool, and their tensors are compared like
+    all others. The rest of an object is equal if its pickle is the same, or if it has no tensors
+    and `==` returns true.
 
     Args:
         fn: the function. Gradients of the tensors that it captures are also compared. It must not
@@ -230,7 +231,7 @@ def check_none_is_lost(index: int, lost: Iterable[tuple[str, torch.Tensor]]) -> 
         raise AssertionError(
             f"item {index}: a gradient would be lost: the pickling of {owner} leaves out "
             f"{describe(tensor)} that requires "
-            "grad; have __getstate__ or __reduce__ give the tensor"
+            "grad; have __getstate__ or __reduce__ return the tensor"
         )
 
 
@@ -423,7 +424,7 @@ def rest_of(value: Any) -> bytes:
 def are_equal(mine: Any, other: Any) -> bool:
     try:
         return bool(mine == other)
-    except Exception:  # there are arrays within, or the user's `==` fails: the pickles decide
+    except Exception:  # it contains arrays, or the user's `==` fails: the pickles decide
         return False
 
 

@@ -1,5 +1,6 @@
 """`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds its notes. `events_of`
-converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. Caller only.
+converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. This module runs in
+the caller only.
 
     a thread of the caller ──► `span` ──► CallerSpan
     the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`
@@ -72,7 +73,7 @@ class Timeline:
         """Begin to record.
 
         Raises:
-            RuntimeError: the pool records a timeline already, or this one has been recorded.
+            RuntimeError: the pool is already recording a timeline, or this one has been recorded.
             OSError: the file cannot be written.
             PoolClosedError: after `close` or `terminate`.
         """
@@ -82,7 +83,7 @@ class Timeline:
         self._scheduler.begin_trace(trace)
         try:
             if self._path is not None:
-                # The file is opened now, because it may be impossible, and the run may be long.
+                # The file is opened now, because this may fail, and the run may be long.
                 self._file = self._path.open("w")
         except BaseException:
             self._scheduler.end_trace()
@@ -292,7 +293,7 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
 
 
 def caller_slices(trace: Trace) -> Iterator[Slice]:
-    # This comes first: a thread that adds a span has added itself before.
+    # The spans are read first: a thread adds itself before it adds a span.
     caller_spans = list(trace.caller_spans)
     tracks = {thread: number for number, thread in enumerate(list(trace.threads), start=1)}
     for thread, kind, function, began, ended in caller_spans:

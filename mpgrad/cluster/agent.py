@@ -1,11 +1,12 @@
 """The agent: a process on a node of a cluster, between the caller and the workers that the agent
-starts there. Runs on the node; needs no torch. This module also holds what both ends of an agent
-share: how records become bytes, and how they are put into order.
+starts there. It runs on the node, and needs no torch. This module also holds what both ends of an
+agent share: how records become bytes, and how they are put into order.
 
     caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, replicated here, shared with
                                                          all workers of the agent
+
 The agent passes frames on unchanged. A replica has the same number as the caller's slab, and the
 same offsets, so addresses in frames stay valid. The bytes of tensors that a worker lends to the
 caller are sent inside its frames.
@@ -23,6 +24,7 @@ caller are sent inside its frames.
                         on everything that the worker had answered by then
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
+
 The agent sends "at" only if the record has changed. It checks before it sends "overrun" or "gone",
 and once a second. While it follows a worker, it checks every 20 ms. The caller asks the agent to
 follow a worker after an interrupt.
@@ -34,6 +36,7 @@ drops duplicates. Memory follows the pickle of the records as raw bytes. It is c
 is packed, and is not copied when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
+
 `AgentWorker` is the agent's view of a worker. It holds the pipe, the shared memory that the worker
 has announced, and what the agent last reported about the worker.
 
@@ -119,7 +122,7 @@ COUNT = struct.Struct("<Q")
 
 
 def packed(records: Sequence[Record]) -> bytes:
-    """Return the records as bytes. No records are no bytes.
+    """Return the records as bytes, which are empty if there are no records.
 
     A `PickleBuffer` in the records becomes a memoryview at the other end.
     """
@@ -391,8 +394,7 @@ class NodeAgent:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
-                # frames with descriptors are for the agent: descriptors end at this machine's
-                # border
+                # frames with descriptors are for the agent: descriptors cannot leave this machine
                 if frame.header[2]:
                     worker.hear(frame)
                     continue

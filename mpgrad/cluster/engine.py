@@ -1,10 +1,11 @@
 """The engine for workers on other machines. It places workers on agents, one for each node, and
-notices which agents are lost. Caller's side.
+notices which agents are lost. It runs in the caller.
 
     start ──► an agent with room, or a new one ──► AgentLink
     transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
                               frames of an AgentLink ◄── take ◄── reply ◄═╝
+
 If the user has given no number of workers, there are as many as fit on the nodes. The number then
 changes when nodes join or leave. Two threads of the engine request the nodes, and send heartbeats
 so that the agents do not count the caller as dead.
@@ -239,11 +240,9 @@ class ClusterEngine:
             agent.is_missed = True
             report(
                 logging.WARNING,
-                "an agent for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
-                "that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or request less (processes; "
-                "workers_per_node or "
-                "cpus_per_worker of mpgrad.Ray)",
+                "an agent for %d workers (%s) has not started for %g s; other jobs may hold the "
+                "CPUs that it needs, or an autoscaler has yet to add a node: end them, wait, or "
+                "request less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray)",
                 agent.slots,
                 f"on node {agent.name}" if agent.name else "wherever there is room",
                 WAITING,
@@ -409,7 +408,7 @@ class AgentHandle:
         return "" if self.hello is None else self.hello.host
 
     def on(self, node: Node | None) -> bool:
-        """Whether the agent is for this node. None is for any node with room."""
+        """Return whether the agent is for this node. None is for any node with room."""
         return (self.node and self.node.id) == (node and node.id)
 
     @property
@@ -471,7 +470,7 @@ class AgentHandle:
     # --- from the agent
 
     def is_silent(self, patience: float) -> str:
-        """Return why the agent counts as dead after so many seconds, or "" if it does not."""
+        """Return why the agent counts as dead after `patience` seconds, or "" if it does not."""
         if self._arriving.silent_for > patience:
             return f"it has sent nothing for {patience:g} s"
         if self._arriving.missing_for > patience:
@@ -509,7 +508,7 @@ class AgentHandle:
                 link.obey(kind, *rest[1:])
 
     def lose(self, why: str) -> None:
-        """Give the agent up, with its workers."""
+        """Give up the agent and its workers."""
         was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
@@ -517,13 +516,13 @@ class AgentHandle:
             self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
-        """Have the agent report when its workers, which have been told to stop, have ended."""
+        """Have the agent report when its workers, which were asked to stop, have ended."""
         if self.hello is not None and not self.lost:
             self.is_closing = True
             self.tell("close")
 
     def close(self) -> None:
-        """End the agent, which is not needed any more."""
+        """End the agent, which is no longer needed."""
         if not self.lost:
             self.lose("closed")
 

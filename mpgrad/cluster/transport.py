@@ -1,7 +1,8 @@
 """Transports. A transport reports which nodes exist, starts agents there, and sends bytes between
-the caller and these agents. Both sides; needs no torch.
+the caller and these agents. Both sides use this module, and it needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
+
 A transport knows nothing about frames or workers. Replies and errors may come in any order, in any
 thread, late, or twice (see `agent.RecordReceiver`).
 

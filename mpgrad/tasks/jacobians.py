@@ -9,7 +9,7 @@ one evaluation each, or one evaluation for all under a vmap.
 
 Guarantees: every evaluation of an item gets the same random numbers, so all rows and columns
     belong to one function.
-Assumes: `fn` gives the same values if it runs twice with the same random numbers.
+Assumes: `fn` returns the same values if it runs twice with the same random numbers.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ PATIENCE = 120.0
 
 
 class Task(ABC):
-    """Is the function of an operation. It holds the values that all items share. A call gets the
+    """The function of an operation. It holds the values that all items share. A call gets the
     item's number and its own values."""
 
     def __init__(
@@ -304,8 +304,8 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 class PinnedFunction:
-    """Is a function at fixed arguments. It is the same function at every evaluation, because it
-    uses the same random numbers."""
+    """A function at fixed arguments. It is the same function at every evaluation, because it uses
+    the same random numbers."""
 
     # of the latest output
     spec: Any
@@ -377,7 +377,7 @@ def fit(tensor: Tensor) -> Tensor:
 
 
 class Graph:
-    """Is one evaluation with a graph, from which any rows of the Jacobian can be computed."""
+    """One evaluation with a graph, from which any rows of the Jacobian can be computed."""
 
     def __init__(self, point: PinnedFunction, history: bool = False) -> None:
         self.point = point
@@ -522,7 +522,7 @@ ROWS_PER_COLUMN = 4
 
 
 class Gradient:
-    """Is the gradient of a function that returns one value, as a function.
+    """The gradient of a function that returns one value, as a function.
 
     It returns the gradient and the auxiliary values of `fn`. If `and_value`, the value comes first.
     """
@@ -603,7 +603,7 @@ WAYS = {
 
 
 class Share(NamedTuple):
-    """Is a part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
+    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
     output."""
 
     by_rows: bool
@@ -725,7 +725,7 @@ def gathered(
 
 
 class Product(NamedTuple):
-    """Is the result of one item: the output, the product of its derivative with vectors, and the
+    """The result of one item: the output, the product of its derivative with vectors, and the
     auxiliary values."""
 
     answer: tuple[Any, ...]

@@ -1,5 +1,5 @@
-"""The messages between a worker and its agent, which go no further. Needs no torch, because the
-agent has none. Both sides.
+"""The messages between a worker and its agent, which go no further. This module needs no torch,
+because the agent has none. Both sides use it.
 
 A frame that a worker sends with descriptors is for the agent, because descriptors cannot leave the
 machine. With a shared-memory engine there is no agent, and the frame is for the caller.

@@ -1,5 +1,5 @@
-"""The messages between parent and worker. Each kind is a frozen type; a frame holds many messages.
-Both sides.
+"""The messages between parent and worker. Each kind is a frozen type, and a frame holds many
+messages. Both sides use this module.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
     worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums
@@ -7,6 +7,7 @@ Both sides.
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
+
 Agents have messages of their own: see `agent_messages`.
 
 The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
@@ -15,7 +16,9 @@ The tensors of many items (of a bundle, or of dependencies' results) are sent in
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
     owners    0  0   1     3  3
-Messages are NamedTuples, not dataclasses: they are as frozen, and pickle in a third of the time.
+
+Messages are NamedTuples, not dataclasses: they are equally immutable, and pickle in a third of the
+time.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ __all__ = [
 # The one message that is a signal. It tells a worker that is stuck in a call to write its stack and
 # end.
 TRACEBACK_SIGNAL = signal.SIGUSR2
-# A worker keeps so many sums of captures' gradients of one function, and the caller counts on it.
+# The number of sums of capture gradients that a worker keeps for one function. The caller relies on
+# it.
 MOST_SUMS = 256
 
 # How the tensors of arguments, or of a result, are put together:
@@ -128,13 +132,13 @@ class CarriedSlots(NamedTuple):
 
 
 class DroppedSlabs(NamedTuple):
-    """The sender has dropped these slabs of its own."""
+    """The sender has dropped these slabs, which it owned."""
 
     numbers: list[int]
 
 
 class MissingSlabs(NamedTuple):
-    """The sender had no free descriptor to receive these new slabs, and asks for them again."""
+    """The sender had no free descriptor to receive these new slabs, and requests them again."""
 
     numbers: list[int]
 
@@ -146,7 +150,7 @@ class ReturnedSlots(NamedTuple):
 
 
 class SlotTrial(NamedTuple):
-    """A test whether the receiver can read the sender's slots on a device. The `nbytes` bytes at
+    """A test of whether the receiver can read the sender's slots on a device. The `nbytes` bytes at
     `address` should be `mark`."""
 
     address: int
@@ -178,8 +182,8 @@ class Record(NamedTuple):
 class ChunkTrace(NamedTuple):
     """A record of what was done for a chunk. It precedes the chunk's answer, in the same frame.
 
-    Times are nanoseconds of the worker's `time.monotonic_ns`. On one machine this is the caller's
-    clock, too.
+    Times are nanoseconds of the worker's `time.monotonic_ns`. On one machine this is also the
+    caller's clock.
     """
 
     chunk: int
@@ -213,7 +217,7 @@ class Start(NamedTuple):
     settings are the parent's.
 
     If the graphs take more than `graph_bytes` together, some are dropped, the largest first; None
-    is for no limit. With `spares_memory`, graphs are also dropped when memory is about to run out.
+    means no limit. With `spares_memory`, graphs are also dropped when memory is about to run out.
     """
 
     initializer: bytes
@@ -222,7 +226,7 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    # the data that multiprocessing gives its children; None on another machine
+    # the data that multiprocessing sends to its children; None on another machine
     preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
     remote: bool = (
@@ -244,7 +248,7 @@ class ModulesState(NamedTuple):
     number: int
     pickled: bytes | None  # None if the worker has the bytes
     tensors: int  # how many of the captures belong to this state
-    # numbers in the state's pickle of the objects that the function has, too
+    # the numbers, in the state's pickle, of objects that the function also has
     shared: Sequence[int]
 
 
@@ -255,7 +259,7 @@ class Define(NamedTuple):
     shared memory. `slot` is its address and size, or None if the captures have no bytes. The places
     of captures are offsets in it. `state` is what the function uses of the user's modules; the
     state's captures come last. With `of_lone_calls`, each `Forward` is an operation of its own. It
-    must not see what calls of the others have changed in the function.
+    must not see what other operations have changed in the function.
     """
 
     function: int
@@ -269,8 +273,8 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Functions that no call needs any more, and pickles to forget. If such a pickle is needed
-    again, the caller sends it again."""
+    """Functions that are no longer needed, and pickles to forget. If such a pickle is needed again,
+    the caller sends it again."""
 
     functions: list[int]
     codes: list[int]
@@ -298,10 +302,10 @@ class ForwardCall(NamedTuple):
 
 class Forward(NamedTuple):
     """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
-    run. Without it, the other items of a bundle run, too.
+    run. Without it, the other items of a bundle also run.
 
-    With `eager` options, the backward of a loss runs right after its forward. If results are wanted
-    `together`, they may wait for a while behind a slow call.
+    With `eager` options, the backward of a loss runs right after its forward. With `together`,
+    results may wait for a while behind a slow call.
     """
 
     chunk: int
@@ -346,11 +350,11 @@ class BackwardCall(NamedTuple):
     gradients each output has; they are added up. Gradients are batches over `levels`, which are the
     first dimensions.
 
-    `wanted` are the numbers of the inputs whose gradients are wanted. With `apart`, the gradients
+    `wanted` are the numbers of the inputs whose gradients are needed. With `apart`, the gradients
     of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
     number, a graph of all these gradients is kept under it.
 
-    `before` are steps that make the call's graph again if it is missing. The worker drops the graph
+    `before` are steps that rebuild the call's graph if it is missing. The worker drops the graph
     after the `last` backward, which uses up all of it.
     """
 
@@ -395,7 +399,7 @@ class Collect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Drop the graphs of these calls, which are not needed any more."""
+    """Drop the graphs of these calls, which are no longer needed."""
 
     calls: list[int]
 
@@ -546,7 +550,7 @@ LONGEST_TEXT, MOST_BITS = 256, 2048  # larger values count as bytes of a message
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value can be a part of a message without its own pickle."""
+    """Return whether the value can be a part of a message without its own pickle."""
     kind = type(value)
     if kind is str:
         return len(value) <= LONGEST_TEXT

@@ -10,7 +10,7 @@ worker has nothing else to do.
     payload
     descriptors are sent beside the header's first byte, as SCM_RIGHTS
 
-Both sides, and the agent between them. This module knows nothing about messages, and needs no
+Both sides and the agent between them use this module. It knows nothing about messages, and needs no
 torch.
 
 Guarantees: frames are sent whole and in order. A signal handler or a finalizer may send a frame
@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
-    """Counts of what went through pipes. They tell what an operation costs, independent of the
+    """Counts of what went through pipes. They show what an operation costs, independent of the
     machine."""
 
     __slots__ = ("bytes_received", "bytes_sent", "frames_received", "frames_sent", "system_calls")
@@ -178,8 +178,8 @@ class Pipe:
 
     def flush(self) -> None:
         """Send the queued frames. An end that does not block sends as much as the pipe takes."""
-        # This is a signal handler that has interrupted flush. The interrupted loop will also send
-        # the frame that was just appended.
+        # A signal handler has interrupted flush, and calls this. The interrupted loop will also
+        # send the frame that was just appended.
         if self._is_flushing:
             return
         try:

@@ -208,7 +208,7 @@ def test_nothing_to_reduce(pool: mpgrad.Pool) -> None:
 
 def test_bad_arguments(pool: mpgrad.Pool) -> None:
     with pytest.raises(
-        ValueError, match=r"no reduction has this name \('median'\); there are 'sum'"
+        ValueError, match=r"no reduction has this name \('median'\); use one of 'sum'"
     ):
         pool.map_reduce(abs, [1], "median")
     with pytest.raises(TypeError, match="a reduction must be a function or one of"):

@@ -445,7 +445,7 @@ READS = (
     [
         ("fewer", "the same"),
         ("another user's", "the same"),
-        ("not by being root", "a worker cannot become what this process is (CapEff: "),
+        ("not by being root", "a worker cannot take over the state of this process (CapEff: "),
     ],
 )
 def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:
@@ -477,7 +477,7 @@ with mpgrad.Pool(1, context="forkserver") as old:
 @pytest.mark.slow
 def test_the_fork_server_of_multiprocessing_after_rights_were_given_up() -> None:
     done = run(FORK_SERVER, cwd="/")
-    assert done.stdout.startswith("the fork server of multiprocessing has other rights")
+    assert done.stdout.startswith("the fork server of multiprocessing has different rights")
 
 
 # --- what is no Python

@@ -443,7 +443,7 @@ def test_an_uninitialised_lazy_module_is_refused_and_an_initialised_one_works(
     net = torch.nn.Sequential(
         torch.nn.LazyLinear(4), torch.nn.Tanh(), torch.nn.LazyLinear(2)
     ).double()
-    with pytest.raises(TypeError, match="run the module once, before it goes to the pool"):
+    with pytest.raises(TypeError, match="run the module once, before you pass it to the pool"):
         pool2.map(net, items())
     net(items()[0])
     assert_same_as_serial(net, items(), pool2)
