@@ -150,6 +150,9 @@ class WorkerDiedError(BrokenProcessPool):
         super().__init__(item, phase, worker, exit_code, detail, stack, call)
         note_stack(self, stack)
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
     def __str__(self) -> str:
         at = f", {self.call}" if self.call else ""
         message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}{at})"
@@ -158,6 +161,8 @@ class WorkerDiedError(BrokenProcessPool):
 
 class CallTimeoutError(TimeoutError):
     """A call ran longer than the `timeout` of its pool or map, and was killed with its worker.
+
+    It is a `TimeoutError`, as is the error of `result(timeout)`, which ends only your wait.
 
     Attributes:
         item: index of the item within its map; None for a submitted call, or if no single item
@@ -198,6 +203,9 @@ class CallTimeoutError(TimeoutError):
         self.worker = worker
         super().__init__(item, phase, seconds, detail, stack, call, worker)
         note_stack(self, stack)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __str__(self) -> str:
         limits = f"{self.seconds} s, phase: {self.phase}"
@@ -485,6 +493,11 @@ def add_note(error: BaseException, note: str) -> None:
 def note_stack(error: BaseException, stack: str) -> None:
     if stack:
         add_note(error, f"the worker's Python stack:\n{stack}")
+
+
+def short_repr(error: BaseException) -> str:
+    """Return the type and the message. The arguments contain whole stacks."""
+    return f"{type(error).__name__}({str(error)!r})"
 
 
 # --- arguments that have other names in other libraries

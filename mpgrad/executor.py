@@ -123,7 +123,8 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
         """Run ``fn(*args, **kwargs)`` on a worker, as `Pool.submit` does.
 
-        For a time limit, call the future's `cancel_after`.
+        `Executor(timeout=)` limits the time that each call runs. The future's `cancel_after` sets a
+        deadline, which includes the time that the call waits.
 
         If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 

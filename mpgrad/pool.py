@@ -1064,9 +1064,10 @@ class Pool:
     ) -> DifferentiableFuture[Any]:
         """Run ``fn(*args, **kwargs)`` on a worker.
 
-        Returns a `concurrent.futures.Future` whose result is differentiable. For a time limit, call
-        the future's `cancel_after`, or use `apply_async`, which has a `timeout` and a `device`. As
-        in `concurrent.futures`, `submit` passes all keyword arguments to `fn`.
+        Returns a `concurrent.futures.Future` whose result is differentiable. `Pool(timeout=)` and
+        `apply_async`, which also has a `device`, limit the time that a call runs. The future's
+        `cancel_after` sets a deadline, which includes the time that the call waits. As in
+        `concurrent.futures`, `submit` passes all keyword arguments to `fn`.
 
         The arguments of a further call (`submit`, `map`, `reduce` and so on) may contain futures
         anywhere. That call starts when its arguments are available, and the caller does not wait.
