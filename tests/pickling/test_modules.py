@@ -614,7 +614,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, fork_server: mp
             assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
             with pytest.raises(
                 TypeError,
-                match=r"readers\.Reader\.later cannot be sent.*the worker's own import has none",
+                match=r"readers\.Reader\.later cannot be sent.*the worker's own import does not have it",
             ):
                 pool.map(readers.added_later, [0])
     finally:

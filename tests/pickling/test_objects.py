@@ -192,7 +192,7 @@ def test_files_in_memory_and_the_streams_of_the_process(pool2: mpgrad.Pool) -> N
 
 
 def test_the_path_in_a_result(pool: mpgrad.Pool) -> None:
-    assert "(['numbers'][0]); make a list of what it gives" in refusal(
+    assert "(['numbers'][0]); make a list of its values" in refusal(
         pool, lambda x: {"numbers": [numbers()]}
     )
 
@@ -205,11 +205,11 @@ def test_what_to_do(pool2: mpgrad.Pool) -> None:
         for value, remedy in (
             (open_socket, "connect in the function, or once a worker, with Pool(initializer=...)"),
             (connection, "connect in the function"),
-            (numbers(), "make a list of what it gives"),
+            (numbers(), "make a list of its values"),
             (thread, "start it in the function"),
             (child, "it is the caller's child"),
-            (queue.Queue(), "return what was to be put into it"),
-            (queue.SimpleQueue(), "return what was to be put into it"),
+            (queue.Queue(), "return the values that you would put into it"),
+            (queue.SimpleQueue(), "return the values that you would put into it"),
             (future, "pass its result()"),
             (sys._getframe(), "pass its text"),
         ):
