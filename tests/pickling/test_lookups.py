@@ -249,7 +249,7 @@ def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any
     assert pool.map(main.helper, [torch.tensor(3.0)]) == [6]
     assert pool.map(main.look, ["w"]) == [len(main.LOADED)]
     for name in ("sets", "new", "items", "Registered", "modules"):
-        why = "it has sys.modules" if name == "modules" else r"\w+ has code of its own"
+        why = "it contains sys.modules" if name == "modules" else r"\w+ has code of its own"
         with pytest.raises(
             TypeError, match=rf"__main__\.{name} was not sent to this worker \(TypeError: {why}"
         ):
@@ -309,9 +309,7 @@ def test_what_its_init_would_make_again_is_not_carried_unasked(
     made = len(main.LOADED)
     assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
     for name in refused:
-        said = (
-            rf"__main__\.{name} was not sent to this worker \(TypeError: \w+ has code of its own"
-        )
+        said = rf"__main__\.{name} was not sent to this worker \(TypeError: \w+ has code of its own"
         with pytest.raises(TypeError, match=said):
             pool.map(main.look, [name[::-1]])
     assert len(main.LOADED) == made

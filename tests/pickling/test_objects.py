@@ -266,7 +266,7 @@ def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
 
 def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
     proxy = weakref.proxy(Holder(torch.ones(1)))
-    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; drop" in refusal(
         pool, lambda x: proxy
     )
     held = [proxy, log]
