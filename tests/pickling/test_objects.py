@@ -372,10 +372,10 @@ def test_views_that_are_refused(pool2: mpgrad.Pool) -> None:
     record_part, released = memoryview(numpy.zeros(3, dtype="i4,i4"))[1:], memoryview(b"abc")
     said = refusal(pool2, closing_over(record_part))
     assert (
-        "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object that it"
+        "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object whose"
         in said
     )
-    assert "looks at (<lambda>'s closure: value)" in said
+    assert "memory it shows (<lambda>'s closure: value)" in said
     released.release()
     assert "released memoryview" in refusal(pool2, closing_over(released))
 
