@@ -1,5 +1,5 @@
-"""A worker's loop, and its entry points for each place where it can run: its own process, or a
-thread of the parent. Worker's side.
+"""This module contains a worker's loop, and its entry points for each place where it can run: its
+own process, or a thread of the parent. Worker's side.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums
@@ -108,7 +108,7 @@ LIVES: list[socket.socket] = []  # kept open as long as this process lives
 
 
 class Worker:
-    """The loop. It passes each message to the part that handles it, and sends the answers."""
+    """Passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
         self,

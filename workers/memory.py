@@ -372,8 +372,8 @@ class DeviceMap(NamedTuple):
     captures: Sequence[int]
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
-        """Return references to the outputs' gradients for the right devices here. `parts` contains
-        the number of gradients of each output."""
+        """Return references that put the outputs' gradients on the outputs' devices. `parts`
+        contains the number of gradients of each output."""
         codes = [
             code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)
         ]

@@ -504,7 +504,7 @@ def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def own_inputs(call: ForwardCall) -> Sequence[range]:
     """Return, for each item, the numbers of its tensors that need gradients. The numbers count all
     such tensors of the call."""
-    # the number of tensors before each tensor that need gradients
+    # for each tensor, how many tensors that need gradients come before it
     ends = [
         0,
         *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)),

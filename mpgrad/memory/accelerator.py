@@ -4,7 +4,7 @@ decides which process waits for another's work. Both sides.
 PyTorch sends one IPC handle for each tensor, and counts handles in a file of /dev/shm that is left
 behind when a process is killed. Here a slab of the device's memory is sent once. After that a
 tensor is sent as an address, as on the CPU. The receiver copies borrowed memory at once, at several
-TB/s. So no slot waits until a tensor is dropped, a task may write to the tensors that it got, and
+TB/s. So slots are not kept until tensors die, a task may write to the tensors that it got, and
 results outlive their worker.
 
     caller                                                   worker
@@ -16,8 +16,8 @@ results outlive their worker.
                                                              stream is done, and answers
 Guarantees: memory is not read before it is written, and not overwritten before it is read. An event
     is recorded on one stream only, so a later record covers all earlier ones. A receiver that waits
-    for the event after a message has come never waits too little. No other stream ever waits for a
-    worker's stream, so the death of a worker leaves no stream waiting.
+    for the event after a message has arrived always waits long enough. Other streams never wait for
+    a worker's stream, so the death of a worker leaves no stream waiting.
 Assumes: a task's results are ready on its current stream when it returns, as every caller of
     PyTorch code assumes.
 """

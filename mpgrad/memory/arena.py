@@ -60,7 +60,9 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # of address space; a slot's pages are reserved when the slot is cut
-IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
+# Free memory up to this size is kept for reuse, because the first touch of new pages is 5 times
+# slower.
+IDLE_BYTES = 256 << 20
 # Up to this size a copy is cheaper than a private mapping, whose pages fault (64 KiB: 5 us for the
 # copy, 16 us for the mapping).
 COPY_BYTES = 1 << 20
@@ -490,7 +492,7 @@ class ForeignSlabs:
                     number, storage_from_descriptor(os.dup(kept.number), nbytes)
                 )
             except (OSError, RuntimeError, MemoryError) as error:
-                raise no_mapping(f"{nbytes:,} bytes of them") from error
+                raise no_mapping(f"{nbytes:,} bytes") from error
             del self._unmapped[number]
             kept.close()
         elif number in self._elsewhere:
@@ -501,7 +503,7 @@ class ForeignSlabs:
             del self._elsewhere[number]
         if number not in self.slabs:
             self._missing.add(number)
-            raise no_mapping("no file descriptor was free to receive it with")
+            raise no_mapping("no file descriptor was free to receive it")
         return self.slabs[number]
 
     def borrow(

@@ -145,9 +145,9 @@ def of_pydantic(value: type) -> tuple[Any, Any] | None:
 
 
 def other_place(value: type) -> tuple[str, str] | None:
-    """Return the module and the name under which a library has a class that reports wrong ones.
+    """Return the library module and the name that lead to a class, if its own ones are wrong.
 
-    Enumerations of pybind11 report another name. The outcomes of pytest report another module.
+    Enumerations of pybind11 have a wrong name. The outcomes of pytest have a wrong module.
     """
     home = value.__module__
     if home not in sys.modules or home == "__main__" or is_own(home):
@@ -490,7 +490,7 @@ def set_copy(made: type, state: Any) -> None:
 
 
 def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
-    """Make a class with `make`, apart from this process's class with the same tracker id."""
+    """Make a copy of this process's class with the same tracker id, by `make`."""
     if make is made_like_own:
         *_, make, arguments = arguments
         return make(*arguments)

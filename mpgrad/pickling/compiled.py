@@ -1,4 +1,4 @@
-"""A worker compiles functions and modules that torch.compile made only once, not once an operation.
+"""If torch.compile made a function or module, a worker compiles it once, not once an operation.
 
 PyTorch stores compiled code with a function's code object. Its guards read the dictionary of
 globals that the function was compiled with. But each operation loads its function again, with its
@@ -130,7 +130,7 @@ class GlobalsSnapshot:
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
     ) -> types.FunctionType:
-        """Make a function over the lasting globals."""
+        """Make a function with the lasting globals."""
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
             ROOMS.disabled.clear()

@@ -381,7 +381,7 @@ REMEDIES = {
         "multiprocessing.synchronize.SemLock",
         "_multiprocessing.SemLock",
     ): "workers are not children of multiprocessing: use "
-    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
+    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by name",
     (
         "queue.Queue",
         "_queue.SimpleQueue",

@@ -6,8 +6,8 @@ caller does not have this global, or has another value.
 
     the initializer is pickled ──► with the names in the script and in the user's modules that lead
                                    to its objects (`CallersNames`)
-    it runs in a worker        ──► the worker notes what changes: names, and attributes of functions
-                                   and classes
+    it runs in a worker        ──► the worker records the changes: names, and attributes of
+                                   functions and classes
     a function is loaded       ──► the same places get the initializer's values
 
 If the initializer changed an object in place, this object replaces the one that the caller sends,

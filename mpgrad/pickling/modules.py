@@ -1,4 +1,4 @@
-"""The user's own modules are sent in part: the parts that code uses, rebuilt in the worker.
+"""The parts of the user's modules that code uses are sent, and rebuilt in the worker.
 
 A worker could import these modules, but it would get them as they are on disk, without the caller's
 later changes and reloads. So the parts that a function uses are sent by value (`state` makes the
@@ -15,8 +15,8 @@ remaining name. Any use of it raises an error with the reason why the name is mi
 
 Assumes: code reads a module by names that are written in the code (`module.name`, `from module
     import name`). A module that is used in another way, for example passed to a function, is sent
-    with all its names. A user's module has all its names (`mpgrad.pickling.state`). Lookups at run
-    time are handled for scripts and for code that `exec` made.
+    with all its names. So is a user's module whose functions find names at run time. `Lookups`
+    handles such functions in scripts and in code that `exec` made.
 """
 
 from __future__ import annotations

@@ -1007,7 +1007,7 @@ def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
 
 
 def identities(cached: Any) -> list[Any]:
-    """Return values that differ from the last ones if a worker would get something different."""
+    """Return values that change if a worker would get something different."""
     own = attributes_of_cache(cached)
     return [*own, *own.values(), *(part for each in entries_with_tensors(cached) for part in each)]
 

@@ -1,7 +1,7 @@
 """A user's class is sent with its registrations in Python, PyTorch and other packages. Both sides.
 
     caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
-Libraries keep registrations in tables of their own. A worker that imports a library does not get
+Libraries keep registrations in their own tables. A worker that imports a library does not get
 the caller's entries. Without them `isinstance` would be false there, and `torch.func` would find
 different leaves. To send the entries of another table, add a row to `REGISTRIES`: how to look a
 class up in the caller, and how to register it in a worker.
@@ -59,7 +59,7 @@ def unregister(kind: type) -> None:
 
 
 class LibraryTables:
-    """The objects in modules of libraries that keep a table of registrations."""
+    """The objects in libraries' modules that have a table of registrations."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -75,7 +75,7 @@ class LibraryTables:
         return self._dispatchers.values()
 
     def _look(self) -> None:
-        """Look at the modules that were imported since the last look."""
+        """Search the modules that were imported since the last search."""
         for name in sys.modules.keys() - self._seen:
             self._seen.add(name)
             module = sys.modules.get(name)

@@ -504,7 +504,7 @@ class KnownFunction(KnownPickle):
 class RecentFunctions:
     """The functions that were last pickled for a pool, and their pickles.
 
-    From its second operation on a function is kept, with all its captures.
+    A function is kept from its second operation on, with all its captures.
     """
 
     def __init__(self) -> None:

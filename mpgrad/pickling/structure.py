@@ -337,7 +337,7 @@ def held_by_function(value: types.FunctionType) -> Sequence[Any]:
     parts = OF_A_FUNCTION(value)
     try:
         inside = vars(value), value.__kwdefaults__ or {}, value.__annotations__
-    except Exception:  # names that only type checkers know, since Python 3.14
+    except Exception:  # since Python 3.14, if only type checkers know a name in the annotations
         inside = vars(value), value.__kwdefaults__ or {}, {}
     return [*parts, *itertools.chain(*map(pairs_of, inside))]
 
@@ -425,7 +425,7 @@ def has_methods_for_pickle(kind: Any) -> bool:
 
 
 def makes_own(new: Any) -> bool:
-    """Whether a `__new__` is the user's. Python made that of a named tuple."""
+    """Whether a `__new__` is the user's. Python makes that of a named tuple."""
     return (
         isinstance(new, types.FunctionType)
         and not is_known(new)

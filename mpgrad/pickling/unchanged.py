@@ -244,7 +244,7 @@ class KnownPickle:
         self._kept: tuple[ContentRecord, bool] | None = None
 
     def renewed(self, make: Callable[[], CallerPickler]) -> CallerPickler:
-        """Return the pickler if its pickle is still up to date, and otherwise a new one of `make`.
+        """Return the pickler if its pickle is up to date, and otherwise a new one from `make`.
 
         Objects that change often are not worth a record. Another thread may write while an object
         is being pickled. So a record must be made between two equal pickles.
