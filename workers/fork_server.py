@@ -12,8 +12,8 @@ worker for a while.
     fork server ► parent    (name, exit code, 0) once for each worker
                             (name, None, errno) if the system refuses to start it
 A worker's number is unique in its pool, and its name among all pools that share the fork server.
-The changes are the state that the worker takes over, because the parent's state may have changed
-since it started the fork server, and the fork server's own state may differ from it.
+The changes are the state that the worker takes over. The parent's state may have changed since it
+started the fork server, and the fork server's own state may differ from it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 PyTorch stores compiled code with a function's code object. Its guards read the dictionary of
 globals that the function was compiled with. But each operation loads its function again, with its
-own tensors. So when a compiled function is loaded, equal code objects become one object, and
-functions of one module share one dictionary of globals in all operations, as in the caller.
+own tensors. So when a compiled function is loaded, equal code objects become one object. Functions
+of one module share one dictionary of globals in all operations, as in the caller.
 
     caller  compiled ──► (original, options)
     worker  load: the same code and globals, values recorded ──► GlobalsSnapshot

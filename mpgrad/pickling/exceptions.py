@@ -2,7 +2,7 @@
 
 pickle reports "cannot pickle '_io.TextIOWrapper' object", but not which object refers to that file.
 So the value is searched after the failure. The search goes from the value to a part that also
-fails, and on to a part of that part, until it reaches an object none of whose parts fail.
+fails, then to a part of that part, and so on. It ends at an object whose parts can all be pickled.
 
 Guarantees: the search costs nothing unless something fails. The path ends early after `SECONDS`, or
     if an object's own code fails. The first error is the one that is raised.
