@@ -539,7 +539,7 @@ def no_room(nbytes: int, error: OSError) -> str:
         remedy = "raise the limit of the size of files there (ulimit -f, before `ray start`)"
     where, why = socket.gethostname(), error.strerror or str(error)
     return (
-        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; "
+        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes requested; "
         f"{why}); {remedy}"
     )
 

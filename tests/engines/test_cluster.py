@@ -537,7 +537,7 @@ def test_a_site_without_room_fails_the_calls_that_need_it(fork_server: mpgrad.Po
             lacks(
                 pool,
                 [torch.ones(3), large],
-                r"80,000,000 bytes asked for; File too large\); raise the limit of the size",
+                r"80,000,000 bytes requested; File too large\); raise the limit of the size",
             )
             assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
         assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [

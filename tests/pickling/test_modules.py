@@ -371,7 +371,7 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, fork_server: mpgra
             held.LOG = open(__file__)  # noqa: SIM115
             with pytest.raises(
                 TypeError,
-                match=r"held\.LOG was replaced by what cannot be sent \(TextIOWrapper\)",
+                match=r"held\.LOG was replaced with a value that cannot be sent \(TextIOWrapper\)",
             ):
                 pool.map(held.f, xs(4))
             held.LOG.close()
@@ -614,7 +614,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, fork_server: mp
             assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
             with pytest.raises(
                 TypeError,
-                match=r"readers\.Reader\.later cannot be sent.*the worker's own import has none",
+                match=r"Reader\.later cannot be sent.*the worker's own import does not have it",
             ):
                 pool.map(readers.added_later, [0])
     finally:
