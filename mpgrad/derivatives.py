@@ -38,7 +38,7 @@ from mpgrad.autograd.call_node import (
     item_of,
 )
 from mpgrad.autograd.gates import gate
-from mpgrad.autograd.remote_graph import Backward
+from mpgrad.autograd.remote_graph import BackwardRequest, ExpectedGradients
 from mpgrad.autograd.running import backward_without_engine
 from mpgrad.errors import add_note, contextmanager
 from mpgrad.pool import Pool
@@ -632,8 +632,7 @@ def by_workers(
         for index, (node, where, each, output) in enumerate(
             zip(nodes, places, asked, outputs, strict=True)
         ):
-            backward = Backward(
-                node.graph,
+            request = BackwardRequest(
                 graph_task,
                 keep=keep or last[items[index]] != index,
                 whole=False,
@@ -644,13 +643,11 @@ def by_workers(
                     )
                 ),
                 captures=any(captured for place in where for captured, _ in place),
-                apart=True,
             )
             cotangents = [
                 each.cotangent if number == output else None for number in range(node.output_count)
             ]
-            differentiate(node, backward, cotangents)
-            sent.append(backward)
+            sent.append(differentiate(node, request, cotangents, apart=True))
         return [
             taken(*each) for each in zip(sent, places, [each.inputs for each in asked], strict=True)
         ]
@@ -734,11 +731,13 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
     return grad
 
 
-def taken(backward: Backward, places: Places, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def taken(
+    gradients: ExpectedGradients, places: Places, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Wait for the gradients of one result. If a tensor enters the call several times, its
     gradients are summed."""
-    of_captures = backward.take_captures()
-    of_inputs = {number: backward.take(number) for number in backward.wanted}
+    of_captures = gradients.take_captures()
+    of_inputs = gradients.take_all()
     grads = []
     for tensor, where in zip(inputs, places, strict=True):
         parts = [

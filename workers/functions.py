@@ -2,7 +2,7 @@
 This module also stores the sums of captures' gradients, and finds stray leaves. Worker's side.
 
     Define ──► FunctionTable: FunctionPickle, for several operations; Function, for one
-    backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
+    backwards ──► CaptureSums: captures' gradients, added up until the caller collects them
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
 
@@ -32,6 +32,7 @@ import gc
 import sys
 import time
 import types
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -71,7 +72,7 @@ from mpgrad.torch_state.private import (
     outputs_leading_to,
     plus,
 )
-from mpgrad.wire.messages import MOST_SUMS, Define, Failure, Forget, ModulesState
+from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.captured import CapturedContainers
 from mpgrad.workers.console import failure
@@ -83,7 +84,6 @@ __all__ = [
     "Copies",
     "Function",
     "FunctionPickle",
-    "FunctionSums",
     "FunctionTable",
     "StrayLeaves",
     "copied_in",
@@ -175,7 +175,8 @@ class Function(NamedTuple):
     # the caller's devices of the captures that need gradients, in a pool with devices
     caller_devices: Sequence[int] | None
     search: CaptureSearch
-    sums: FunctionSums
+    # of captures' gradients, by backward and levels; the backward is None for eager ones
+    sums: defaultdict[tuple[int | None, tuple[Level, ...]], CaptureSums]
     streams: Streams  # of the generators that it captures
     strays: StrayLeaves
     containers: CapturedContainers
@@ -283,7 +284,7 @@ class FunctionTable(dict[int, Function | Failure]):
             search=CaptureSearch(
                 {id(edges[number]): number for number in with_more_behind(message.captures)}
             ),
-            sums=FunctionSums(),
+            sums=defaultdict(CaptureSums),
             streams=streams,
             strays=StrayLeaves(
                 (code.pickled, b"" if state is None else state.pickled or b""),
@@ -299,6 +300,9 @@ class FunctionTable(dict[int, Function | Failure]):
             self._drop(number)
         for code in message.codes:
             self._codes.pop(code, None)
+        for number, graph_task, levels in message.sums:
+            if isinstance(function := self.get(number), Function):
+                function.sums.pop((graph_task, levels), None)
         self._forgotten_bytes += message.nbytes
         # a recursive function is a reference cycle, which would keep its captures for a long time
         if self._forgotten_bytes > GARBAGE_BYTES:
@@ -330,17 +334,19 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 class CaptureSums:
     """Gradients of a function's captures in one backward, added up over several calls."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self.calls = 0
-        self.sums: list[torch.Tensor | None] = [None] * count
+        self.sums: list[torch.Tensor | None] = []
         # The first gradient may share memory with other tensors. A sum made here does not.
-        self._owned = [False] * count
+        self._owned: list[bool] = []
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a call, one for each capture, or None.
 
         This writes only to sums that were made here.
         """
+        if not self.sums:
+            self.sums, self._owned = [None] * len(grads), [False] * len(grads)
         self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]
@@ -353,27 +359,6 @@ class CaptureSums:
             else:
                 total = self.sums[k] = plus(held, grad)
                 self._owned[k] = total.layout is torch.strided
-
-
-class FunctionSums:
-    """All sums of one function: one for each backward, and one (key None) for eager backwards."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
-
-    def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
-        """Return the sum of a backward, for `count` captures."""
-        key = graph_task, levels
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = CaptureSums(count)
-            if len(self._sums) > MOST_SUMS:  # failed backwards leave their sums behind
-                del self._sums[next(key for key in self._sums if key[0] is not None)]
-        return sums
-
-    def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """Return the sum and forget it."""
-        return self._sums.pop((graph_task, levels), None)
 
 
 # --- stray leaves

@@ -249,7 +249,7 @@ class CallRun:
         # The sum of this call alone. Either all of it is added to the function's sum, or nothing.
         self.sums = None
         if eager is not None and function.edges and not eager.apart:
-            self.sums = CaptureSums(len(function.edges))
+            self.sums = CaptureSums()
         self._own_inputs = own_inputs(call) if eager is not None else ()
         self._differentiated = 0  # number of items whose eager backward has run
 
@@ -723,7 +723,7 @@ class Runner:
                 self._graphs.trim()
             # added last, so that the sum does not contain gradients of a failed call
             if sums is not None:
-                function.sums.of(None, (), len(sums.sums)).add(sums.sums)
+                function.sums[None, ()].add(sums.sums)
             return result
         except BaseException as error:
             # also SystemExit and KeyboardInterrupt, which the parent will raise
@@ -978,7 +978,7 @@ class Runner:
             stage.differentiated(started)
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
-            graph.function.sums.of(call.graph_task, call.levels, len(of_captures)).add(of_captures)
+            graph.function.sums[call.graph_task, call.levels].add(of_captures)
         reached: Sequence[int] = ()
         errors: Sequence[tuple[int, str]] = ()
         if call.graph is not None:
@@ -1006,7 +1006,7 @@ class Runner:
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
             return CollectedSums(message.chunk, [], 0), payload
-        sums = function.sums.take(message.graph_task, message.levels)
+        sums = function.sums.pop((message.graph_task, message.levels), None)
         if sums is None:
             return CollectedSums(message.chunk, [], 0), payload
         try:

@@ -33,14 +33,15 @@ from mpgrad.autograd.remote_graph import (
     SEND,
     WAIT,
     Backward,
+    BackwardRequest,
     BundleItem,
+    ExpectedGradients,
     Promise,
     RemoteGraph,
 )
 from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.errors import LostGradientError, add_note
 from mpgrad.torch_state.private import (
-    Level,
     apply,
     current_graph_task,
     graph_is_kept,
@@ -139,21 +140,12 @@ class Call(torch.autograd.Function):
                 and are_all_given(grads, promises)
             )
             create = torch.is_grad_enabled()
-            backward = Backward(
-                ctx.graph,
-                graph_task,
-                keep=keep,
-                whole=whole,
-                create=create,
-                wanted=wanted,
-                captures=captures,
-                apart=False,
-            )
-            differentiate(ctx, backward, grads, promises)
+            asked = BackwardRequest(graph_task, keep, whole, create, wanted, captures)
+            gradients = differentiate(ctx, asked, grads, promises)
             if wanted:
-                ctx.graph.expect(backward)
+                ctx.graph.expect(gradients)
             if captures:
-                ctx.graph.owner.add_to_sum(backward)
+                ctx.graph.owner.add_to_sum(gradients)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders
@@ -341,17 +333,17 @@ def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
     ]
 
 
-# long because: all that is known of a backward passes through here
 def differentiate(
     node: Any,
-    backward: Backward,
+    asked: BackwardRequest,
     grads: Sequence[torch.Tensor | None],
     promises: Sequence[tuple[int, Promise]] = (),
-) -> None:
-    """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
+    apart: bool = False,
+) -> ExpectedGradients:
+    """Send the backward of the call whose `Call` is `node` to its worker, and return at once.
 
-    Captures' gradients come apart where they cannot be added up. `promises` are parts of the
-    gradients of outputs, besides `grads`.
+    The gradients of the outputs are `grads` and, in addition, the `promises`. The captures'
+    gradients come `apart` also if they cannot be added up.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
@@ -363,36 +355,38 @@ def differentiate(
     if levels:
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
+        asked = asked._replace(levels=levels)
     if transforms_are_active():
         with outside_transforms():
-            send_to_worker(node, backward, grads, levels, promises)
-    else:
-        send_to_worker(node, backward, grads, levels, promises)
+            return send_to_worker(node, asked, grads, promises, apart)
+    return send_to_worker(node, asked, grads, promises, apart)
 
 
 def send_to_worker(
     node: Any,
-    backward: Backward,
+    asked: BackwardRequest,
     grads: Sequence[torch.Tensor | None],
-    levels: tuple[Level, ...],
     promises: Sequence[tuple[int, Promise]],
-) -> None:
-    """Plain tensors, outside of all transforms."""
+    apart: bool,
+) -> ExpectedGradients:
+    """Send the backward outside of all transforms. `grads` are plain tensors."""
     graph: RemoteGraph = node.graph
-    if backward.create or graph.owner.deterministic or torch.are_deterministic_algorithms_enabled():
-        backward.apart = backward.captures
-    if backward.create:
+    further = None
+    if asked.create:
         if graph.family is None:
             graph.family = [weakref.ref(node)]
         given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-        backward.further = HigherOrderCall(weakref.ref(node), given, backward.wanted).attach
+        further = HigherOrderCall(weakref.ref(node), given, asked.wanted).attach
         graph.has_further = True
     parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
     for output, promise in promises:
         parts[output].append(promise)
     graph.check_inputs()
-    backward.give(parts, levels, bool(promises))
+    apart = apart or asked.create or graph.owner.deterministic
+    apart = apart or torch.are_deterministic_algorithms_enabled()
+    backward = Backward(graph, asked, parts, apart, waits=bool(promises))
     graph.owner.link.send(backward)
+    return ExpectedGradients(backward, further)
 
 
 def attach(

@@ -35,9 +35,11 @@ __all__ = [
     "WAIT",
     "WAIT_LAST",
     "Backward",
+    "BackwardRequest",
     "BundleItem",
     "BundleItems",
     "CaptureReach",
+    "ExpectedGradients",
     "Grads",
     "GraphLink",
     "OperationGradients",
@@ -174,7 +176,7 @@ class RemoteGraph:
 
     __slots__ = (
         "__weakref__",
-        "_backwards",
+        "_expected",
         "call",
         "eager",
         "errors",
@@ -225,8 +227,8 @@ class RemoteGraph:
         self.has_further = False  # a derivative of this graph enters through the same gates
         # the `Call`s of this graph and of its derivatives
         self.family: list[weakref.ref[Any]] | None = None
-        # by graph task: with gradients that no gate has taken yet
-        self._backwards: dict[int, Backward] | None = None
+        # by graph task; with gradients that no gate has taken yet
+        self._expected: dict[int, ExpectedGradients] | None = None
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
         self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
         # by backward: to which output
@@ -238,25 +240,32 @@ class RemoteGraph:
             if tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
 
-    def expect(self, backward: Backward) -> None:
-        """Gates will take what comes of it."""
-        if self._backwards is None:
-            self._backwards = {}
-        self._backwards[backward.graph_task] = backward
+    def expect(self, gradients: ExpectedGradients) -> None:
+        """Note that gates will take these gradients."""
+        if self._expected is None:
+            self._expected = {}
+        self._expected[gradients.backward.graph_task] = gradients
 
     def take(self, graph_task: int, number: int) -> torch.Tensor | None:
-        """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
-        backward = self._expected(graph_task)
-        grad = backward.take(number)
-        self._forget_taken(backward)
+        """Return the gradient of this input."""
+        gradients = self._expected[graph_task]  # type: ignore[index]
+        grad = gradients.take(number)
+        self._forget_taken(graph_task, gradients)
         return grad
 
     def take_all(self, graph_task: int, count: int) -> list[torch.Tensor | None]:
-        """The gradients of all `count` inputs of a bundle."""
-        backward = self._expected(graph_task)
-        found = backward.take_all()
-        self._forget_taken(backward)
+        """Return the gradients of all `count` inputs of a bundle."""
+        gradients = self._expected[graph_task]  # type: ignore[index]
+        found = gradients.take_all()
+        self._forget_taken(graph_task, gradients)
         return [found.get(number) for number in range(count)]
+
+    def promise(self, graph_task: int, number: int) -> Promise | None:
+        """Return a promise of the gradient of this input, or None if a gate has to take it."""
+        gradients = self._expected[graph_task]  # type: ignore[index]
+        promise = gradients.promise(number)
+        self._forget_taken(graph_task, gradients)
+        return promise
 
     def given(self, grads: Sequence[object]) -> int | range:
         """The item, or the items, to whose results gradients have come; `grads` has nothing for the
@@ -267,31 +276,20 @@ class RemoteGraph:
         return self.index[next(iter(items))] if len(items) == 1 else self.index
 
     def is_expected(self, graph_task: int) -> bool:
-        return self._backwards is not None and graph_task in self._backwards
+        return self._expected is not None and graph_task in self._expected
 
     def forget(self, graph_task: int) -> None:
-        """What nobody has taken of that backward, and nobody will."""
-        backward = None if self._backwards is None else self._backwards.pop(graph_task, None)
-        if backward is not None:
-            backward.forget()
+        """Forget the gradients of this backward that no gate has taken."""
+        gradients = None if self._expected is None else self._expected.pop(graph_task, None)
+        if gradients is not None:
+            gradients.backward.let_go()
         self.owner.forget_sum(graph_task)
 
-    def _expected(self, graph_task: int) -> Backward:
-        assert self._backwards is not None
-        return self._backwards[graph_task]
-
-    def _forget_taken(self, backward: Backward) -> None:
-        backwards = self._backwards
-        if backward.is_taken and backwards is not None:
-            backwards.pop(backward.graph_task, None)  # two gates may come here at once
-            self._backwards = backwards or None
-
-    def promise(self, graph_task: int, number: int) -> Promise | None:
-        """Instead of `take`; None where the gradient has to be seen on its way."""
-        backward = self._expected(graph_task)
-        promise = backward.promise(number)
-        self._forget_taken(backward)
-        return promise
+    def _forget_taken(self, graph_task: int, gradients: ExpectedGradients) -> None:
+        expected = self._expected
+        if gradients.is_taken and expected is not None:
+            expected.pop(graph_task, None)  # two gates may come here at once
+            self._expected = expected or None
 
     def take_promises(self, graph_task: int) -> Sequence[tuple[int, Promise]]:
         return () if self.promises is None else self.promises.pop(graph_task, ())
@@ -321,171 +319,143 @@ class RemoteGraph:
 Further = Callable[[RemoteGraph, list[torch.Tensor], Sequence[int]], tuple[torch.Tensor, ...]]
 
 
-# long because: all that is known of a backward is here, and nowhere else
-class Backward(PendingOutcome):
-    """What it has to compute, how far it has come, and what came of it.
+class BackwardRequest(NamedTuple):
+    """What a backward asks of a graph."""
 
-    It holds the graph until it is settled, and longer only as the lineage of the graph of its
-    gradients: one that fails may be held by that graph.
+    # the number of the engine's backward that it is a part of
+    graph_task: int
+    # whether the graph is kept for another backward
+    keep: bool
+    # whether it runs from all outputs to all inputs and captures; unless the graph is kept, nothing
+    # of it is left then
+    whole: bool
+    # whether the worker makes a graph of the gradients
+    create: bool
+    # the inputs whose gradients are needed
+    wanted: tuple[int, ...]
+    # whether the gradients of the captures are needed
+    captures: bool
+    # The gradients are batches with these dimensions in front.
+    levels: tuple[Level, ...] = ()
+
+
+class Backward(PendingOutcome):
+    """How far a backward is. Its outcome has the gradients.
+
+    It holds the graph until it is settled. It holds the graph longer only if it is the lineage of
+    the graph of its gradients. A backward that fails may be held by the graph of its gradients.
     """
 
     __slots__ = (
-        "_found",
         "_index",
-        "_left",
-        "_of_captures",
         "_ref",
-        "_taking",
         "again",
         "apart",
+        "asked",
         "call",
-        "captures",
-        "create",
         "deaths",
-        "derived",
         "derived_number",
         "environment",
-        "errors",
-        "further",
         "grads",
-        "graph_task",
         "held",
         "idle_deaths",
         "is_last",
-        "keep",
-        "levels",
         "modes",
         "names",
-        "number",
         "parts",
-        "reached",
         "timeouts",
         "waits",
-        "wanted",
         "was_eager",
-        "whole",
         "worker",
     )
 
     def __init__(
         self,
         graph: RemoteGraph,
-        graph_task: int,
-        *,
-        keep: bool,
-        whole: bool,
-        create: bool,
-        wanted: tuple[int, ...],
-        captures: bool,
-        apart: bool,
+        asked: BackwardRequest,
+        grads: Grads,
+        apart: bool = False,
+        waits: bool = False,
     ) -> None:
-        """
-        Args:
-            graph_task: the number of the engine's backward that it is a part of.
-            keep: the graph, for another backward.
-            whole: from all outputs to all inputs and captures; none of the graph is left then,
-                unless it is kept.
-            create: a graph of the gradients.
-            wanted: inputs whose gradients are needed.
-            captures: their gradients are needed.
-            apart: those of this call by themselves, rather than added up in the worker.
+        """Take the gradients of the outputs.
+
+        `apart` says that the worker sends the gradients of the captures for this call alone, and
+        does not add them up. `waits` says that there are promises among `grads`.
         """
         super().__init__()
-        self.graph_task = graph_task
+        self.asked = asked
         self.call = graph.call
         self.names = graph.owner.names
         self._index = graph.index
-        self.number = graph.number
         # until it is settled
         self.held: RemoteGraph | None = graph
         self._ref = weakref.ref(graph)
-        self.keep = keep
-        self.whole = whole
-        self.create = create
-        self.wanted = wanted
-        self.captures = captures
-        self.apart = captures and apart
-        # unless it fails nothing is left of the graph, which could be made again: so what is dead
-        # of it need not be kept
-        could_be_made = graph.lineage is not None and not isinstance(graph.lineage, Backward)
-        self.is_last = whole and could_be_made and not (keep or create)
-        # on its way. `grads`: of the outputs, tensors and promises; then as they are packed, one
-        # after another
-        self.grads: Any = ()
-        self.parts: list[int] = []  # how many each of them has
-        self.waits = False  # for what other backwards compute
-        self.levels: tuple[Level, ...] = ()  # gradients are batches with these dimensions in front
-        self.further: Further | None = None
-        self.modes: Any = None
-        self.environment: bytes | None = None  # as in `OperationOptions`
-        # in whose sum the captures' gradients are, unless they are apart
-        self.worker: object = None
-        self.was_eager = False  # that sum is the one of eager backwards
-        # it was sent before, and may have freed its graph; that is no mistake of the caller's
-        self.again = False
-        self.deaths = 0  # of workers that ran it
-        self.timeouts = 0  # how often it took too long
-        self.idle_deaths = 0  # of workers that had it next
-        # what came
-        # of the graph of the gradients, where there is to be one
-        self.derived_number: int | None = None
-        self.derived: RemoteGraph | None = None  # that graph
-        # captures that it depends on, of those with more behind them
-        self.reached: Sequence[int] = ()
-        self.errors: Sequence[tuple[int, str]] = ()  # of that graph, by output
-        self._left = len(wanted)  # inputs whose gradients nobody has taken
-        self._found: dict[int, torch.Tensor | None] | None = None  # by input
-        self._of_captures: Sequence[torch.Tensor | None] = ()
-        # gates of captures, and of tensors on each device, run in threads of their own
-        self._taking = threading.Lock()
-
-    def give(self, grads: Grads, levels: tuple[Level, ...], waits: bool) -> None:
-        """The gradients of the outputs. `waits`: there are promises among them."""
-        self.grads, self.levels, self.waits = grads, levels, waits
+        self.apart = asked.captures and apart
+        # Whether nothing is left of the graph, and it could be rebuilt, unless this backward fails.
+        # Then the worker need not keep what is used up.
+        can_be_rebuilt = graph.lineage is not None and not isinstance(graph.lineage, Backward)
+        self.is_last = asked.whole and can_be_rebuilt and not (asked.keep or asked.create)
+        # tensors and promises; once they are packed, in a row
+        self.grads: Any = grads
+        # how many parts the gradient of each output has
         self.parts = [len(parts) for parts in grads]
+        self.waits = waits
+        self.modes: Any = None
+        # as in `OperationOptions`
+        self.environment: bytes | None = None
+        # the worker whose sum has the captures' gradients, unless they are apart
+        self.worker: object = None
+        # whether that sum is the one of eager backwards
+        self.was_eager = False
+        # It was sent before, and may have freed its graph. That is not the caller's mistake.
+        self.again = False
+        # of workers that ran it
+        self.deaths = 0
+        # how often it took too long
+        self.timeouts = 0
+        # of workers that had it next
+        self.idle_deaths = 0
+        # the number of the graph of the gradients
+        self.derived_number: int | None = None
+
+    @property
+    def graph_task(self) -> int:
+        return self.asked.graph_task
 
     @property
     def graph(self) -> RemoteGraph:
-        """Assumes: it is not settled, or the engine holds its nodes."""
+        """Assumes: the backward is not settled, or the engine holds the graph's nodes."""
         graph = self.held or self._ref()
         assert graph is not None, "a graph ended before its backward"
         return graph
 
     @property
     def owner(self) -> OperationGradients:
-        """Not kept: it may have this in its sums."""
+        """This is not kept, because the owner may have the backward in its sums."""
         return self.graph.owner
 
     @property
     def items(self) -> int | range:
-        """The item, or those of a bundle to whose results gradients have come."""
+        """The item, or the items of a bundle to whose results gradients have come."""
         graph = self.held or self._ref()  # it may have been cancelled, and dropped
         return (
             self._index if graph is None else graph.given([count or None for count in self.parts])
         )
 
     def settle(self, outcome: Any) -> None:
-        if self.derived is None:
+        if callable(outcome) or outcome.derived is None:
             self.held = None
-            # else it may have to be sent once more: see `once_more`
-            if self.apart or not self.captures:
+            # A part of a sum may have to be sent again: see `once_more`.
+            if self.apart or not self.asked.captures:
                 self.grads = ()
         super().settle(outcome)
 
     def once_more(self, apart: bool) -> Backward:
-        """For the captures' gradients alone: the sum that these were a part of is lost, or is
-        another one."""
-        more = Backward(
-            self.graph,
-            self.graph_task,
-            keep=self.keep,
-            whole=self.whole,
-            create=self.create,
-            wanted=(),
-            captures=True,
-            apart=apart,
-        )
-        more.levels = self.levels
+        """Return a backward for the captures' gradients alone.
+
+        The sum that these were a part of is lost, or has other parts.
+        """
+        more = Backward(self.graph, self.asked._replace(wanted=()), (), apart)
         more.grads, more.parts, more.modes, more.environment = (
             self.grads,
             self.parts,
@@ -495,15 +465,32 @@ class Backward(PendingOutcome):
         more.again = True
         return more
 
-    def forget(self) -> None:
-        """Nobody takes what came any more. Its history leads to the graph of the gradients, which
-        keeps this as its lineage."""
-        self.derived, self._found, self._of_captures = None, {}, ()
+    def let_go(self) -> None:
+        """Let go of the graph of the gradients, which keeps this backward as its lineage."""
+        if self.arrived and not self.has_failed:
+            self.outcome = self.outcome._replace(derived=None)
 
-    # --- the gates
+
+class ExpectedGradients:
+    """The gradients that come of a backward, for the gates that take them. The first gate that asks
+    waits for all of them."""
+
+    __slots__ = ("_found", "_further", "_left", "_of_captures", "_taking", "backward")
+
+    def __init__(self, backward: Backward, further: Further | None = None) -> None:
+        """Take `further` if there is a graph of the gradients."""
+        self.backward = backward
+        self._further = further
+        # how many inputs' gradients have not been taken
+        self._left = len(backward.asked.wanted)
+        # by input
+        self._found: dict[int, torch.Tensor | None] | None = None
+        self._of_captures: Sequence[torch.Tensor | None] = ()
+        # Gates of captures, and of tensors on each device, run in threads of their own.
+        self._taking = threading.Lock()
 
     def take(self, number: int) -> torch.Tensor | None:
-        """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
+        """Return the gradient of this input."""
         with self._taking:
             self._left -= 1
             return self._results().pop(number)
@@ -511,19 +498,24 @@ class Backward(PendingOutcome):
     def take_all(self) -> dict[int, torch.Tensor | None]:
         with self._taking:
             self._left = 0
-            found = self._results()
-            self._found = {}  # as `take` leaves it: a gradient's history may lead to this
+            # A gradient's history may lead here.
+            found, self._found = self._results(), {}
             return found
 
     def promise(self, number: int) -> Promise | None:
-        """Instead of `take`; None where the gradient has to be seen on its way, or is there."""
-        if self.levels or self.create or self.was_eager:
+        """Return a promise of the gradient of this input.
+
+        Return None if the gradient has come, or if the caller has to see it.
+        """
+        backward = self.backward
+        if backward.asked.levels or backward.asked.create or backward.was_eager:
             return None
         with self._taking:
             self._left -= 1
-        return Promise(self, self.wanted.index(number))
+        return Promise(backward, backward.asked.wanted.index(number))
 
     def take_captures(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the captures, which come apart."""
         with self._taking:
             self._results()
         found, self._of_captures = self._of_captures, ()
@@ -534,28 +526,27 @@ class Backward(PendingOutcome):
         return self._left == 0
 
     def _results(self) -> dict[int, torch.Tensor | None]:
-        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking`
-        is held."""
+        """Return the gradients that no gate has taken, by input. Assumes: `_taking` is held."""
         if self._found is None:
-            if transforms_are_active():  # they would wrap all that is made here
+            # They would wrap all tensors that are made here.
+            if transforms_are_active():
                 with outside_transforms():
                     return self._results()
-            arrived = self.owner.link.wait(self)
+            backward, wanted = self.backward, self.backward.asked.wanted
+            arrived = backward.owner.link.wait(backward)
             found = arrived.tensors()
-            derived, self.derived = self.derived, None
-            if derived is not None and self.further is not None:
+            if arrived.derived is not None and self._further is not None:
+                backward.let_go()
                 places = arrived.connected()
                 outputs = [each for place in places if (each := found[place]) is not None]
-                derived.errors = dict(self.errors)
-                attached = self.further(derived, outputs, self.reached)
+                attached = self._further(arrived.derived, outputs, arrived.reached)
                 for place, output in zip(places, attached, strict=True):
                     found[place] = output
-            self.further = None
-            if self.levels:
-                found = [None if each is None else within(each, self.levels) for each in found]
-            count = len(self.wanted)
-            self._found = dict(zip(self.wanted, found[:count], strict=True))
-            self._of_captures = found[count:]
+            self._further = None
+            if levels := backward.asked.levels:
+                found = [None if each is None else within(each, levels) for each in found]
+            self._found = dict(zip(wanted, found[: len(wanted)], strict=True))
+            self._of_captures = found[len(wanted) :]
         return self._found
 
 
@@ -631,13 +622,13 @@ class OperationGradients:
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
         self.reach: CaptureReach | None = None  # of its captures that need gradients
-        # what is to be added up for captures, by graph task: backwards, and gradients that a node
-        # has put aside
-        self._sums: dict[int, list[Backward | list[torch.Tensor | None]]] = {}
+        # what is added up for the captures, by graph task: the gradients of backwards, and those
+        # that a node has put aside
+        self._sums: dict[int, list[ExpectedGradients | list[torch.Tensor | None]]] = {}
 
-    def add_to_sum(self, backward: Backward) -> None:
+    def add_to_sum(self, gradients: ExpectedGradients) -> None:
         """Note a backward that gives gradients to captures."""
-        self._sums.setdefault(backward.graph_task, []).append(backward)
+        self._sums.setdefault(gradients.backward.graph_task, []).append(gradients)
         forget_oldest(self._sums)
 
     def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
@@ -648,50 +639,54 @@ class OperationGradients:
     def forget_sum(self, graph_task: int) -> None:
         """Forget the sums of a backward in which captures' gradients are no longer needed."""
         for each in self._sums.pop(graph_task, ()):
-            if isinstance(each, Backward):
-                each.forget()
+            if isinstance(each, ExpectedGradients):
+                each.backward.let_go()
 
     def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
         """Wait for the captures' gradients from all calls in this backward, and yield the parts
         that the caller adds up."""
         parts = self._sums.pop(graph_task, [])
-        backwards = [each for each in parts if isinstance(each, Backward)]
-        for each in backwards:
-            if each.waits:
-                # only now it has gone to its worker; the others go there before a request does
-                self.link.wait(each)
-        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets
-        # gradients of its own (`apart`).
-        apart, added_up = list[Backward](), list[Backward]()
-        for each in backwards:
-            (apart if each.apart else added_up).append(each)
+        expected = [each for each in parts if isinstance(each, ExpectedGradients)]
+        for each in expected:
+            if each.backward.waits:
+                # Only now it has gone to its worker. The others go there before a request does.
+                self.link.wait(each.backward)
+        # Each is asked once. While we wait, a worker may die, and the parts of its sum get
+        # gradients of their own (`apart`).
+        apart, added_up = list[ExpectedGradients](), list[Backward]()
+        for each in expected:
+            if each.backward.apart:
+                apart.append(each)
+            else:
+                added_up.append(each.backward)
         # The last call comes first, because the engine adds up the gradients of the serial loop's
         # items in this order.
-        for each in sorted(apart, key=lambda each: -each.number):
+        for each in sorted(apart, key=lambda each: -each.backward.graph.number):
             yield each.take_captures()
         eager = [each for each in added_up if each.was_eager]
         sent = [each for each in added_up if not each.was_eager]
         for own, request in self._request_sums(eager, None):
             found = self._sum_of(own, request)
-            # else there are other calls in the sum than these
+            # If it is None, there are other calls in the sum than these.
             self.link.note_eager_sum(own, is_theirs=found is not None)
             if found is not None:
                 yield found
             else:
                 sent += [self._sent_again(each, apart=False) for each in own]
         for own, request in self._request_sums(sent, graph_task):
-            for each in own:
-                self.link.wait(each)
-            alone = [each for each in own if each.apart]  # it was done by another worker
-            # all have come: nothing changes any more
-            together = [each for each in own if not each.apart]
+            for backward in own:
+                self.link.wait(backward)
+            # Another worker ran these.
+            alone = [backward for backward in own if backward.apart]
+            # All have come, so nothing changes any more.
+            together = [backward for backward in own if not backward.apart]
             found = self._sum_of(together, request)
             if found is not None:
                 yield found
             else:
-                alone += [self._sent_again(each, apart=True) for each in together]
-            for each in alone:
-                yield each.take_captures()
+                alone += [self._sent_again(backward, apart=True) for backward in together]
+            for backward in alone:
+                yield ExpectedGradients(backward).take_captures()
         yield from (each for each in parts if isinstance(each, list))
 
     def _request_sums(
@@ -700,7 +695,7 @@ class OperationGradients:
         """Ask all workers for their sums at once."""
         groups: dict[tuple[object, tuple[Level, ...]], list[Backward]] = {}
         for each in backwards:
-            groups.setdefault((each.worker, each.levels), []).append(each)
+            groups.setdefault((each.worker, each.asked.levels), []).append(each)
         asked = []
         for (worker, levels), own in groups.items():
             request = SumRequest(self.function, graph_task, levels, self.timeout, worker)

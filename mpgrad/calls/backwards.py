@@ -1,5 +1,5 @@
-"""What comes of backwards: the gradients that a worker has sent, or an exception that is made for
-whoever asks. Caller only; any of its threads."""
+"""The outcome of a backward: the gradients that a worker has sent, or an exception, which is made
+anew for each thread that asks. Caller only; any of its threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.tracebacks import shown
@@ -28,15 +29,23 @@ __all__ = ["ReceivedGradients", "error_maker", "raised_from"]
 
 
 class ReceivedGradients(NamedTuple):
-    """Received gradients: references, and the memory that the references name."""
+    """The gradients that came of a backward, or the sums that a worker has collected. They are
+    references, with the memory that the references name."""
 
     refs: Sequence[TensorRef | None]
     payload: memoryview
-    memories: dict[int, BorrowedMemory | Slot]  # by address
-    worker: object  # that gave them
+    # by address
+    memories: dict[int, BorrowedMemory | Slot]
+    # the worker that has sent them
+    worker: object
+    # the graph of the gradients
+    derived: RemoteGraph | None = None
+    # the captures with more behind them that this graph depends on
+    reached: Sequence[int] = ()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Of the inputs that were wanted, then of the captures where they come apart."""
+        """Return the gradients of the inputs that were wanted, then those of captures, if they come
+        apart."""
 
         def borrow(ref: TensorRef) -> Any:
             return self.memories[ref.place].memory
@@ -44,7 +53,7 @@ class ReceivedGradients(NamedTuple):
         return views(self.refs, self.payload, borrow)
 
     def connected(self) -> list[int]:
-        """Which of them are outputs of a graph of the gradients."""
+        """Return the places of those that are outputs of the graph of the gradients."""
         return [
             place
             for place, ref in enumerate(self.refs)
@@ -52,8 +61,10 @@ class ReceivedGradients(NamedTuple):
         ]
 
     def passed_on(self, place: int, staged_by: Packer | None = None) -> PackedTensor | None:
-        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory
-        only."""
+        """Return the gradient at this place, packed for another worker.
+
+        `staged_by` is given if that worker can only read the CPU's memory.
+        """
         ref = self.refs[place]
         if ref is None:
             return None
@@ -66,7 +77,8 @@ class ReceivedGradients(NamedTuple):
 
 
 def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
-    """The exception of a task, anew; `call`, for its note: such as "item 3 of simulate", or ""."""
+    """Return the exception of a task, made anew. Its note has the `call`, such as "item 3 of
+    simulate", unless that is ""."""
     return raised_again(
         failure.error, shown(failure.traceback), failure.phase, call, worker, failure.given
     )

@@ -16,6 +16,7 @@ Assumes: called by the scheduling thread; any thread may ask how many graphs the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 __all__ = [
     "ALIVE",
@@ -34,6 +35,9 @@ __all__ = [
     "GraphLedger",
     "SumLedger",
 ]
+
+# the most sums of one function in a worker; backwards that fail leave some
+MOST_SUMS = 256
 
 ALIVE = "alive"
 # A backward that was not to keep the graph freed it. Another backward is the user's mistake.
@@ -135,13 +139,14 @@ class SumLedger:
     """The sums of captures' gradients that a worker holds.
 
     They are found by function, then by backward and levels. For eager backwards, the backward is
-    None.
+    None. A worker holds a sum until it is collected, or until the caller has the worker forget the
+    sum or its function.
     """
 
-    def __init__(self, most: int) -> None:
-        """A worker keeps at most so many sums of one function: failed backwards leave some."""
-        self._most = most
+    def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, Hashable], None]] = {}
+        # sums that the worker is told to forget with the next message
+        self.forgotten: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._sums)
@@ -158,11 +163,14 @@ class SumLedger:
         )
 
     def note(self, function: int, graph_task: int | None, levels: Hashable) -> None:
+        """Note that the worker adds gradients to a sum. Of too many sums, forget the oldest of a
+        backward: it seems to have failed."""
         sums = self._sums.setdefault(function, {})
         sums[graph_task, levels] = None
-        # The worker does the same, except that it keeps the sum of eager backwards separately.
-        while len(sums) > self._most:
-            del sums[next(iter(sums))]
+        if len(sums) > MOST_SUMS:
+            oldest = next(each for each in sums if each[0] is not None)
+            del sums[oldest]
+            self.forgotten.append((function, *oldest))
 
     def forget(self, function: int, graph_task: int | None, levels: Hashable) -> None:
         sums = self._sums.get(function, {})

@@ -148,8 +148,9 @@ class ChunkWriter:
             backlog.popleft()
             note_consumed()
             sent.append(item)
-            if item.captures and not item.apart:
-                self._sums.note(item.owner.function, item.graph_task, item.levels)
+            asked = item.asked
+            if asked.captures and not item.apart:
+                self._sums.note(item.owner.function, asked.graph_task, asked.levels)
             before = self._before(item.graph, payload, messages, item.again, environment)
             # The backward may be lost with the worker, and sent again.
             item.again = True
@@ -166,7 +167,7 @@ class ChunkWriter:
         if backward.is_last:
             self._graphs.handle(backward.call, LAST)
             return
-        lineage: object = None if backward.keep else backward
+        lineage: object = None if backward.asked.keep else backward
         while isinstance(lineage, Backward):
             self._graphs.handle(lineage.call, FREE)
             lineage = lineage.graph.lineage
@@ -226,15 +227,16 @@ class ChunkWriter:
     def _backward_call(
         self, backward: Backward, payload: Payload, before: Sequence[Recompute | RecomputeBackward]
     ) -> BackwardCall:
+        asked = backward.asked
         return BackwardCall(
             backward.call,
-            backward.graph_task,
-            backward.keep,
+            asked.graph_task,
+            asked.keep,
             backward.is_last,
-            backward.wanted,
-            backward.captures,
+            asked.wanted,
+            asked.captures,
             backward.apart,
-            backward.levels,
+            asked.levels,
             backward.derived_number,
             self._pack(backward.grads, payload),
             backward.parts,

@@ -99,7 +99,7 @@ class OperationLink:
             arrived, graph.eager = graph.eager, None
         if arrived is None:
             return False
-        needs_sum = backward.captures and not eager.apart
+        needs_sum = backward.asked.captures and not eager.apart
         _, modes, environment = self.sender.surroundings(backward.graph_task)
         is_like_the_calls = (
             modes.but_grad == self._modes.but_grad and environment == self._environment
@@ -108,7 +108,7 @@ class OperationLink:
         if not is_same or (needs_sum and backward.apart):
             self._note_wrong()
             return False
-        backward.apart = backward.captures and eager.apart
+        backward.apart = backward.asked.captures and eager.apart
         backward.worker, backward.was_eager = arrived.worker, True
         backward.settle(arrived)
         if not needs_sum:
@@ -173,7 +173,8 @@ class OperationLink:
 def loss_gradients(backward: Backward) -> set[float]:
     """What came for losses whose backward runs once, and through all of the graph; nothing where
     one is otherwise."""
-    if backward.keep or backward.create or backward.levels or backward.waits or not backward.whole:
+    asked = backward.asked
+    if asked.keep or asked.create or asked.levels or backward.waits or not asked.whole:
         return set()
     parts: list[torch.Tensor] = list(itertools.chain.from_iterable(backward.grads))
     if not all(map(is_like_a_loss, parts)):
@@ -250,7 +251,7 @@ class GradientSender:
     def _prepare(self, backward: Backward, worker: WorkerHandle) -> None:
         """Note the modes and environment of a backward, and pack its gradients."""
         backward.grads = self._pack([part for parts in backward.grads for part in parts], worker)
-        if backward.create:
+        if backward.asked.create:
             backward.derived_number = next(self._numbers)
         _, backward.modes, backward.environment = self.surroundings(backward.graph_task)
         if backward.graph_task != self.last_backward:

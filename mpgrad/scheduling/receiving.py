@@ -397,16 +397,15 @@ class Answers:
             first = chunk.backwards[0]
             first.warned = deque([*first.warned, *message.warned])
         self._note_graphs(worker, message)
-        for position, reached in message.reached:
-            chunk.backwards[position].reached = reached
-        for position, errors in message.errors:
-            chunk.backwards[position].errors = errors
+        reached, errors = dict(message.reached), dict(message.errors)
         if not message.more:
             # These backwards were cancelled before they began.
             for backward in chunk.backwards[len(message.outcomes) :]:
                 if backward.is_last:
                     worker.graphs.handle(backward.call, FAIL)
-        for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
+        for position, (backward, found) in enumerate(
+            zip(chunk.backwards, message.outcomes, strict=False)
+        ):
             if (graph := backward.held) is not None:
                 story, item = graph.owner.story.calls, graph.index
                 item = item.start if isinstance(item, range) else item
@@ -416,7 +415,7 @@ class Answers:
             if isinstance(found, MissingGraph):
                 worker.graphs.handle(backward.call, MISS)
                 # The sum may have been collected already.
-                backward.apart = backward.captures
+                backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:
                     worker.backlog.append(backward)
@@ -429,7 +428,8 @@ class Answers:
             else:
                 if backward.is_last:
                     worker.graphs.handle(backward.call, RUN)
-                self._gradients_of(backward, worker, found, payload)
+                of_derived = reached.get(position, ()), dict(errors.get(position, ()))
+                self._gradients_of(backward, worker, found, payload, *of_derived)
         chunk.note_answered(len(message.outcomes))
 
     def _gradients_of(
@@ -438,14 +438,20 @@ class Answers:
         worker: WorkerHandle,
         found: Sequence[TensorRef | None],
         payload: memoryview,
+        reached: Sequence[int],
+        errors: dict[int, str],
     ) -> None:
+        """Settle a backward. If there is a graph of the gradients, it depends on the captures
+        `reached`, and `errors` are what a backward of everything behind it raises, by output."""
         number = backward.derived_number if any_connected(found) else None
         if not backward.arrived:
+            derived = None
             if number is not None:
-                backward.derived = self._graph_kept(
+                derived = self._graph_kept(
                     worker, backward.owner, number, backward.graph.index, backward
                 )
-            self._arrive(backward, worker, found, payload)
+                derived.errors = errors
+            self._arrive(backward, worker, found, payload, derived, reached)
             return
         # The backward was cancelled, so the memory is returned at once.
         with contextlib.suppress(SharedMemoryError):
@@ -489,9 +495,12 @@ class Answers:
         worker: WorkerHandle,
         found: Sequence[TensorRef | None],
         payload: memoryview,
+        derived: RemoteGraph | None = None,
+        reached: Sequence[int] = (),
     ) -> None:
         try:
-            settled.settle(ReceivedGradients(found, payload, self._borrow(found), worker))
+            memories = self._borrow(found)
+            settled.settle(ReceivedGradients(found, payload, memories, worker, derived, reached))
         except SharedMemoryError as error:
             # The frames of its traceback would keep what waits for the outcome.
             settled.settle(error_maker(error.with_traceback(None)))

@@ -264,7 +264,7 @@ class Recovery:
             self.reruns += 1
             note(item, (now, BACKWARD_MOVED, worker.number))
             # The sum that the gradients were to be part of was in the worker that is gone.
-            item.apart = item.captures
+            item.apart = item.asked.captures
             worker.backlog.append(item)
         return True
 

@@ -37,7 +37,6 @@ from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import (
-    MOST_SUMS,
     DroppedSlabs,
     Forget,
     Message,
@@ -103,7 +102,7 @@ class WorkerHandle:
         self.unreadable = ""
 
         self.graphs = GraphLedger()
-        self.sums = SumLedger(MOST_SUMS)
+        self.sums = SumLedger()
         self.lent_slots = LentSlots(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
         self.backlog: deque[Backward | SumRequest] = deque()
@@ -298,15 +297,13 @@ class WorkerHandle:
             released = drained(self.releases)
             self.graphs.forget(released)
             updates.append(Release(released))
-        if self.forgotten_functions or self.forgotten_codes:
+        if self.forgotten_functions or self.forgotten_codes or self.sums.forgotten:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.writer.forget(functions)
-            updates.append(
-                Forget(
-                    functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)
-                )
-            )
+            nbytes = sum(nbytes for _, nbytes in forgotten)
+            sums, self.sums.forgotten = self.sums.forgotten, []
+            updates.append(Forget(functions, drained(self.forgotten_codes), nbytes, sums))
         return updates
 
     def note_consumed(self) -> None:

@@ -38,7 +38,6 @@ from mpgrad.wire.agent_messages import CrashTraceback, LackingMemory, ProgressRe
 from mpgrad.wire.tensor_refs import TensorRef, need_no_pickle
 
 __all__ = [
-    "MOST_SUMS",
     "SCALARS",
     "TRACEBACK_SIGNAL",
     "BackwardCall",
@@ -93,9 +92,6 @@ __all__ = [
 # The one message that is a signal. It tells a worker that is stuck in a call to write its stack and
 # end.
 TRACEBACK_SIGNAL = signal.SIGUSR2
-# The number of sums of capture gradients that a worker keeps for one function. The caller relies on
-# it.
-MOST_SUMS = 256
 
 # How the tensors of arguments, or of a result, are put together:
 # - None: one bare tensor.
@@ -274,11 +270,13 @@ class Define(NamedTuple):
 
 class Forget(NamedTuple):
     """Functions that are no longer needed, and pickles to forget. If such a pickle is needed again,
-    the caller sends it again."""
+    the caller sends it again. Also forget sums of captures' gradients that are never collected."""
 
     functions: list[int]
     codes: list[int]
     nbytes: int  # of the functions' captures
+    # functions, each with a backward and its levels, as in `Collect`
+    sums: list[tuple[int, int, tuple[Level, ...]]]
 
 
 class ForwardCall(NamedTuple):

@@ -39,7 +39,9 @@ class FakeLink:
         if self.has_asked:
             return self.Gradients([])
         self.events.append(("wait", backward.graph.index))
-        return self.Gradients([grad * 10 for (grad,) in backward.grads for _ in backward.wanted])
+        return self.Gradients(
+            [grad * 10 for (grad,) in backward.grads for _ in backward.asked.wanted]
+        )
 
     @property
     def has_asked(self) -> bool:
@@ -52,6 +54,8 @@ class FakeLink:
         self.events.append(("release", graph.index))
 
     class Gradients:
+        derived = None
+
         def __init__(self, grads: list[torch.Tensor | None]) -> None:
             self.grads = grads
 

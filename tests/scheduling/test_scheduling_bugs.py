@@ -437,14 +437,13 @@ def test_the_queue_is_the_scheduling_threads(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def forgets_its_next_sum() -> None:
-    FunctionSums: Any = importlib.import_module("mpgrad.workers.functions").FunctionSums
-    take = FunctionSums.take
+    CaptureSums: Any = importlib.import_module("mpgrad.workers.functions").CaptureSums
+    add = CaptureSums.add
 
-    def forgets(self: Any, graph_task: int | None, levels: Any) -> None:
-        FunctionSums.take = take
-        take(self, graph_task, levels)
+    def forgets(self: Any, grads: Any) -> None:
+        CaptureSums.add = add
 
-    FunctionSums.take = forgets
+    CaptureSums.add = forgets
 
 
 def test_a_sum_of_capture_gradients_that_lacks_calls(fork_server: mpgrad.Pool) -> None:

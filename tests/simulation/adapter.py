@@ -20,6 +20,8 @@ from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
 from mpgrad.autograd.remote_graph import (
     Backward,
+    BackwardRequest,
+    ExpectedGradients,
     OperationGradients,
     PendingOutcome,
     Promise,
@@ -35,6 +37,7 @@ from mpgrad.calls.operations import (
 )
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
+from mpgrad.machine import ledger
 from mpgrad.machine.story import Story
 from mpgrad.memory import arena
 from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
@@ -78,6 +81,7 @@ def simulated(world: World) -> Iterator[None]:
             (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
+            (ledger, "MOST_SUMS", 2),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
@@ -271,21 +275,12 @@ def send_backward(
 ) -> Any:
     """Send a backward and return it. `promise` is another backward, whose gradient this one
     needs."""
-    backward = Backward(
-        graph,
-        graph_task,
-        keep=keep,
-        whole=whole,
-        create=create,
-        wanted=(0,),
-        captures=captures,
-        apart=apart,
-    )
+    asked = BackwardRequest(graph_task, keep, whole, create, wanted=(0,), captures=captures)
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
-    backward.give([[part]], (), promise is not None)
+    backward = Backward(graph, asked, [[part]], apart, waits=promise is not None)
     graph.owner.link.send(backward)
     if captures and not apart:
-        graph.owner.add_to_sum(backward)
+        graph.owner.add_to_sum(ExpectedGradients(backward))
     return backward
 
 
@@ -314,7 +309,7 @@ def error_of_reply(reply: Any) -> BaseException:
 
 def forget(reply: Any) -> None:
     """Note that the gates of the backward take nothing more."""
-    reply.forget()
+    reply.let_go()
 
 
 # --- where calls are
@@ -390,6 +385,15 @@ def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
 def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
     unfinished = scheduler.admissions.unfinished
     return any(call.index < operation.limit for operation in unfinished for call in operation.queue)
+
+
+def sums_of_worker(worker: Any) -> set[tuple[int, int | None]]:
+    """The sums that the scheduler believes the worker has, by function and backward."""
+    return {
+        (function, graph_task)
+        for function, sums in worker.sums._sums.items()
+        for graph_task, _ in sums
+    }
 
 
 def kept_of_worker(worker: Any) -> dict[str, int]:

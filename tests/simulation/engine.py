@@ -416,6 +416,9 @@ class SimulatedWorker:
                         self._returns[address] += 1
                     for key in [key for key in self.sums if key[0] == function]:
                         del self.sums[key]
+                for function, graph_task, _ in message.sums:
+                    # A backward that failed has added nothing.
+                    self.sums.pop((function, graph_task), None)
                 self.codes.difference_update(message.codes)
             case Release():
                 for call in message.calls:

@@ -853,6 +853,7 @@ class History:
         self._await_replies()
         self._until_nothing_happens()
         self._check_answers()
+        self._check_sums()
         self._drop_all()
         self._until_nothing_happens()
         self._check_nothing_left()
@@ -892,6 +893,13 @@ class History:
                     "a backward has no reply", f"backward {sent.graph_task} of graph {sent.call}"
                 )
             self._check_reply(sent)
+
+    def _check_sums(self) -> None:
+        """A worker keeps no sum that nobody knows of."""
+        for number, handle in self.scheduler.workers.items():
+            unknown = set(self.world.workers[number - 1].sums) - adapter.sums_of_worker(handle)
+            if unknown and handle.ready:
+                raise CheckFailed("a worker keeps a sum that nobody collects", f"{unknown}")
 
     def _drop_all(self) -> None:
         self.note("everything is dropped")
