@@ -529,7 +529,8 @@ def per_item_grad(
     """Compute a separate gradient for each result of a pool, with respect to its own input or to a
     captured tensor, without summing them.
 
-    Hooks on results and inputs are not called, because autograd's engine does not run.
+    Hooks on results and inputs are not called. As `torch.autograd.grad` does, this frees the graphs
+    unless you retain them. Unlike `jacobian`, it does not run the function again.
 
     Args:
         results: tensors that `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned,
@@ -539,8 +540,8 @@ def per_item_grad(
             keep parameters in a list, pass `tuple(parameters)`.
         grad_outputs: a tensor of its shape for each result; None for results of one element, whose
             gradient is 1.
-        retain_graph: keep the workers' graphs for another backward. None means the value of
-            `create_graph`.
+        retain_graph: keep the workers' graphs, for example for a later ``sum(results).backward()``.
+            None means the value of `create_graph`.
         create_graph: make the gradients themselves differentiable. Inside `jacobian` and similar
             functions they always are.
 

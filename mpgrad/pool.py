@@ -70,7 +70,6 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    The reference page compares the engines, and explains `graphs`.
 
     Everyday arguments:
         processes: the number of workers. None: one for each CPU that this process may use. CPU

@@ -370,6 +370,8 @@ def run_targets(
 
 MUCH = 1.5  # times as long as the calls by themselves
 MAPS = 3  # in a row: one may be slow because of what else the machine does
+# seconds; if calls take longer on average, the machine is busy, or a function is hard to look at
+CHEAP = 5e-3
 MOST_FUNCTIONS = 128
 
 # hashes of the pickles of the functions that this process has been told of
@@ -403,7 +405,8 @@ class CheapCalls:
         key = hash(shared.pickled)
         if key in TOLD:
             return
-        if seconds <= MUCH * operation.own_seconds:
+        is_cheap = operation.own_seconds <= CHEAP * operation.items or shared.seconds > seconds / 4
+        if seconds <= MUCH * operation.own_seconds or not is_cheap:
             self._slow.pop(key, None)
             return
         maps = self._slow.setdefault(key, [])
