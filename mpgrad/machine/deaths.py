@@ -20,7 +20,7 @@ from mpgrad.machine.story import DIED_AT, DIED_BEFORE, OVERDUE
 
 __all__ = ["IDLE_DEATHS", "failing", "judged", "successor"]
 
-# So many workers may die when a call is next before the call is blamed.
+# deaths of workers that had a call next, before the call is blamed
 IDLE_DEATHS = 2
 
 

@@ -34,23 +34,23 @@ SEEN = 1e-3
 
 # seconds of work that are packed before any of it is sent; each later window has twice as much
 LEAD = 4e-3
-# The first window has at least so many items. A few expensive items are all packed first, so that
-# the largest can begin first.
+# the fewest items in the first window; a few expensive items are all packed first, so that the
+# largest can begin first
 FIRST_WINDOW = 16
 LARGEST_WINDOW = 512  # items
-# Once so many bytes of tensors are copied, the packed items are sent in any case.
+# bytes of copied tensors after which the packed items are sent in any case
 WINDOW_BYTES = 1 << 20
 
 # seconds of work in a bundle of cheap items; bundles are longer far from the end of a map
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
-# Each worker gets at least so many bundles, if there are enough items.
+# the fewest bundles for each worker, if there are enough items
 BUNDLES_PER_WORKER = 4
 # items; a larger bundle gains little, and a backward for one item has to skip all others
 MOST_BUNDLED = 48
 
 # One chunk runs and one waits, so that a worker never waits for the parent.
 CHUNKS_UNDER_WAY = 2
-# The remaining calls form at least so many chunks for each worker.
+# the fewest chunks for each worker into which the remaining calls are split
 CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY
 # seconds that the parent takes to send a chunk and read its answer, with cold caches
 CHUNK_CARE = 300e-6
@@ -70,12 +70,12 @@ class ChunkSeconds(NamedTuple):
     care: float = 0.0
 
     def least(self, workers: int) -> float:
-        """Return the seconds of the shortest chunk for so many workers."""
+        """Return the seconds of the shortest chunk, if there are this many workers."""
         return min(self.longest, max(self.shortest, workers * self.care))
 
     @property
     def one_by_one(self) -> float:
-        """Calls of so many seconds or more are sent alone if they differ in size, or if the caller
+        """The seconds from which calls are sent alone, if they differ in size or if the caller
         needs their results one by one."""
         return self.longest / 2
 

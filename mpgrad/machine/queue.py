@@ -25,15 +25,15 @@ __all__ = ["CallQueue"]
 
 # seconds; to wait behind another call of this length takes longer than to be sent
 LONG_CALL = 50e-3
-# If one of the last calls takes longer than so many shortest chunks, it waits for an idle worker.
+# If one of the last calls takes longer than this many shortest chunks, it waits for an idle worker.
 LAST_AHEAD = 5
-# If a call takes longer than so many shortest chunks, and longer than other calls did, its end
+# If a call takes longer than this many shortest chunks, and longer than other calls did, its end
 # cannot be predicted.
 LATE = 5
-# So many calls per worker, at the end of a map, are sorted by size. If more are left, their order
-# matters little.
+# calls per worker, at the end of a map, that are sorted by size; before that, their order matters
+# little
 SORTED = 16
-# If calls differ in size, so many per worker, at the end of a map, wait for an idle worker.
+# calls per worker, at the end of a map, that wait for an idle worker if they differ in size
 LAST_UNLIKE = 4
 
 
@@ -71,8 +71,8 @@ class CallQueue:
             (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
-        """Drop operations none of whose calls are needed. Otherwise their results would be kept until
-        a worker is next given calls."""
+        """Drop operations none of whose calls are needed. Otherwise their results would be kept
+        until a worker is next given calls."""
         for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)

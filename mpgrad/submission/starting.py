@@ -234,7 +234,7 @@ def check_untraced() -> None:
 # --- the arguments of calls
 
 
-# So many calls are searched for classes of the user's modules.
+# calls that are searched for classes of the user's modules
 FIRST_LOOKED_AT = 4
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS

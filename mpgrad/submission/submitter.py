@@ -75,7 +75,7 @@ __all__ = [
     "mapped_and_folded",
 ]
 
-# `imap` takes so many items per worker ahead of the results, unless the caller sets a window.
+# items per worker that `imap` takes ahead of the results, unless the caller sets a window
 WINDOW_PER_WORKER = 16
 AS_USUAL = CallOptions()
 
@@ -372,7 +372,7 @@ def run_targets(
 
 
 MUCH = 1.5  # times as long as the calls by themselves
-# So many maps in a row must be slow. One may be slow because the machine is busy.
+# slow maps in a row before the warning; a single map may be slow because the machine is busy
 MAPS = 3
 MOST_FUNCTIONS = 128
 
