@@ -218,9 +218,9 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, seconds, deadline)
 
     def stats(self) -> PoolStats:
-        """Return the numbers of each worker and of the pool, as `Pool.stats` does.
+        """Return statistics of each worker and of the pool, as `Pool.stats` does.
 
-        They show what is in progress, done and held, and how many workers died.
+        They count what is in progress, done and kept, and the workers that died.
 
         Example:
             >>> import mpgrad
@@ -268,7 +268,7 @@ class Executor(concurrent.futures.Executor):
 
         Raises:
             RuntimeError: after `shutdown`.
-            ValueError: `max_workers` is less than 1. Otherwise as for `Pool.resize`.
+            ValueError: `max_workers` is less than 1. Otherwise see `Pool.resize`.
             TypeError: `max_workers` is not an integer.
 
         Example:
@@ -347,7 +347,7 @@ class Executor(concurrent.futures.Executor):
         self._break_off("terminate_workers()", signal.SIGTERM)
 
     def kill_workers(self) -> None:
-        """Shut down as `terminate_workers` does, with SIGKILL, which no call can handle.
+        """Shut down as `terminate_workers` does, but with SIGKILL, which no call can catch.
 
         Example:
             >>> import time, mpgrad
