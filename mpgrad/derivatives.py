@@ -129,8 +129,8 @@ def jacobian(
             different lengths, or arguments or outputs without any tensor.
         TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not
             a real floating point tensor; a leaf of ``aux`` is not a tensor. The message names the
-            path to the leaf. Your own type counts as a structure only if its module registers it
-            as a pytree.
+            path to the leaf. Your own type counts as a structure only if its module registers it as
+            a pytree.
         NotImplementedError: `fn` does not support the `mode` that you named. The message gives the
             reason and the remedy.
 

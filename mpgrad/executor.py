@@ -128,7 +128,7 @@ class Executor(concurrent.futures.Executor):
         If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 
         Raises:
-            RuntimeError: after `shutdown`.
+            RuntimeError: the executor was shut down.
             BrokenProcessPool: workers cannot be started.
             TypeError: `fn` is not callable.
 
@@ -180,8 +180,8 @@ class Executor(concurrent.futures.Executor):
             concurrent.futures.TimeoutError: a result has not arrived in time. (Since Python 3.11
                 this is `TimeoutError`.)
             Exception: the exception of the first call that failed or could not be sent.
-            RuntimeError: after `shutdown`. With a `buffersize`, `next` also raises it once it has
-                returned the results of all items taken before the shutdown.
+            RuntimeError: the executor was shut down. With a `buffersize`, `next` also raises it
+                once it has returned the results of all items taken before the shutdown.
             ValueError: `chunksize` or `buffersize` is less than 1.
             TypeError: one of them is not an integer, or `timeout` is not a number.
 
@@ -267,7 +267,7 @@ class Executor(concurrent.futures.Executor):
         Surplus workers get no new calls, and end once they keep no graphs.
 
         Raises:
-            RuntimeError: after `shutdown`.
+            RuntimeError: the executor was shut down.
             ValueError: `max_workers` is less than 1. Otherwise see `Pool.resize`.
             TypeError: `max_workers` is not an integer.
 

@@ -709,7 +709,7 @@ def program(
         **(variables or {}),
         **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {}),
     }
-    # as multiprocessing does
+    # multiprocessing does the same
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],

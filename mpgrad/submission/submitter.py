@@ -11,8 +11,8 @@ A reduction is several operations, one after another. Their functions are in `ta
         ──► [2] one fold of the accumulators for each target
 Every call is sent, so the effects of a call never depend on how long it takes. Whether sending pays
 is not known beforehand. But workers report how long the calls of a map took by themselves, and a
-loop would take the sum of these times. If maps of a function take much longer, a warning says so
-once, and names a remedy (`CheapCalls`).
+loop would take the sum of these times. If maps of a function take much longer, a warning reports
+it once, and names a remedy (`CheapCalls`).
 
 The collector of cycles pauses while an operation makes its many small objects.
 Guarantees: if the caller is interrupted while it waits, the operation is cancelled with grace. An

@@ -606,7 +606,7 @@ class Share(NamedTuple):
 
     by_rows: bool
     tensors: list[Tensor]
-    shapes: Any  # of the outputs, in their structure
+    shapes: Any  # the outputs' shapes, in their structure
     beside: list[Any]  # the function's auxiliary values, in the first share
     said: str  # the text of a warning, or ""
 

@@ -85,7 +85,7 @@ class Modes(NamedTuple):
     # the kind of device and the dtype, if autocast is on there
     device_autocast: tuple[str, torch.dtype] | None = None
     device: str | None = None  # where tensors are made by default
-    settings: Changed = ()  # of the process
+    settings: Changed = ()  # the process's
     thread_settings: Changed = ()
 
     @property

@@ -11,7 +11,7 @@ messages. Both sides use this module.
 Agents have messages of their own: see `agent_messages`.
 
 The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
-`Parts`, says which tensors belong to which item. It is sent with the tensors, as
+`Parts`, lists which tensors belong to which item. It is sent with the tensors, as
 `ForwardCall.bundle` and `Result.bundle`. Everything else is computed from it:
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
@@ -121,7 +121,7 @@ class NewSlab(NamedTuple):
     number: int
     nbytes: int
     handle: Handle | None = None
-    code: int = 0  # of the device
+    code: int = 0  # the device's code
 
 
 class CarriedSlots(NamedTuple):
@@ -144,7 +144,8 @@ class MissingSlabs(NamedTuple):
 
 
 class ReturnedSlots(NamedTuple):
-    """Slots that the receiver had lent: each address, and how many times it was received."""
+    """Slots that the receiver had lent, each with its address and how many times it was
+    received."""
 
     slots: list[tuple[int, int]]
 
@@ -278,7 +279,7 @@ class Forget(NamedTuple):
 
     functions: list[int]
     codes: list[int]
-    nbytes: int  # of the functions' captures
+    nbytes: int  # bytes of the functions' captures
 
 
 class ForwardCall(NamedTuple):
@@ -346,9 +347,9 @@ class Recompute(NamedTuple):
 class BackwardCall(NamedTuple):
     """The backward of one call.
 
-    `grads` are the gradients of the call's outputs, one output after another. `parts` says how many
-    gradients each output has; they are added up. Gradients are batches over `levels`, which are the
-    first dimensions.
+    `grads` are the gradients of the call's outputs, one output after another. `parts` has the
+    number of gradients of each output; they are added up. Gradients are batches over `levels`,
+    which are the first dimensions.
 
     `wanted` are the numbers of the inputs whose gradients are needed. With `apart`, the gradients
     of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
@@ -476,7 +477,7 @@ class MissingGraph(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outcomes of the calls of a chunk that ran. `mutated` says whether a call wrote into a
+    """The outcomes of the calls of a chunk that ran. `mutated` is true if a call wrote into a
     captured tensor.
 
     `seconds` is the whole time, `own_seconds` the part in the function, and `eager_seconds` the

@@ -55,7 +55,7 @@ TRUNCATED = int(socket.MSG_CTRUNC)  # testing a bit of the enumeration itself ru
 # macOS has no room for descriptors while the pipe is nearly full, and reports EMSGSIZE
 NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
 READ_BYTES = 1 << 16  # larger frames are read straight into their own memory
-ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+ALIGNMENT = 16  # the payload's, so that tensors in it are aligned
 
 
 OPEN: weakref.WeakKeyDictionary[socket.socket, OwnedDescriptor] = weakref.WeakKeyDictionary()
@@ -150,8 +150,8 @@ class Pipe:
         return self._socket.fileno()
 
     def send_raw(self, frame: bytes | memoryview, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame that begins with its header. Queue the bytes that the pipe does not take
-        now (`has_outgoing`).
+        """Send a frame that begins with its header. Queue the bytes that the pipe does not take now
+        (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.
@@ -321,8 +321,8 @@ class Pipe:
         return frame
 
     def take_descriptor(self) -> int | None:
-        """Return the next received descriptor, or None if too many files were
-        open to receive it."""
+        """Return the next received descriptor, or None if too many files were open to receive
+        it."""
         return self._descriptors.popleft()
 
     def hang_up(self) -> None:

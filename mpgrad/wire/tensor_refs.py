@@ -2,9 +2,9 @@
 views them. Both sides use this module.
 
 Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
-says what to view, and where. A sparse tensor is also one reference, to a run of memory that holds
-its indices and values as a message holds tensors. Many references are sent together in columns, or
-as a bucket if the tensors are alike.
+names what to view, and where it is. A sparse tensor is also one reference, to a run of memory that
+holds its indices and values as a message holds tensors. Many references are sent together in
+columns, or as a bucket if the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
                  core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
@@ -209,7 +209,7 @@ class TensorBucket(Sequence[TensorRef]):
         self.shapes = shapes
         self.counts = counts  # numbers of elements
         self.place = place
-        self.nbytes = nbytes  # of all tensors, with the padding between them
+        self.nbytes = nbytes  # bytes of all tensors and of the padding between them
         self.flags = flags
         self._offsets: Sequence[int] = ()
 
@@ -800,7 +800,7 @@ def packed_again(
         flags &= ~PARAMETER  # the output of a call is not a parameter, even if it was one there
     if place >= 0:
         holder = memories[place]
-        # from a device, it has been copied into a slot of this process
+        # A device's tensor has been copied into a slot of this process.
         address = holder.address if isinstance(holder, Slot) else place
         return PackedTensor(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return PackedTensor(
