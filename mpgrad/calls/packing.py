@@ -414,8 +414,8 @@ def have_more_behind(items: Items) -> bool:
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """Return the arguments if each call has one, a tensor. Return None if not, or if they have
-    attributes, or may have tangents."""
+    """Return the arguments if each call has exactly one argument, a tensor. Return None if not, or
+    if the tensors have attributes, or may have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None

@@ -1,5 +1,5 @@
-"""How long the calls of a function take, and which gradient its losses will get. The second is for
-`graphs="auto"` only.
+"""How long the calls of a function take, and which gradient its losses will get. The gradient is
+needed for `graphs="auto"` only.
 
 A `Predictor` learns from the gradients that losses got:
 

@@ -1,4 +1,5 @@
-"""Defines the options of a pool, and the options of the calls of one operation. Caller only.
+"""Defines the options of a pool, and the options of the calls of one operation. It runs in the
+caller only.
 
 Guarantees: an options object is valid and does not change. Only a pool knows whether it has a
     `device` and can keep a `timeout`, so this is checked when an operation begins.

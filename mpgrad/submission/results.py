@@ -385,7 +385,8 @@ class ResultIterator(Listener, Generic[R]):
         (1, [2])
     """
 
-    # If it were told of results, the operation would keep it alive, and would never be cancelled.
+    # If it were notified of results, the operation would keep it alive, and would never be
+    # cancelled.
     _is_told = False
 
     def __init__(

@@ -73,7 +73,7 @@ class Starter:
         self._recent = RecentFunctions()
         self._last_lone: SharedFunction | None = None
 
-    # This method is long because it names each thing in which operations differ.
+    # long because: it names each thing in which operations differ
     def begin(
         self,
         function: Callable[..., Any],
