@@ -86,7 +86,7 @@ class PickledFunction(NamedTuple):
     # The function's own captures come first, then the state's. Some are `Root`s until `drawn` has
     # replaced these.
     captures: list[torch.Tensor]
-    # Captures that are views of the same memory in the caller are so in a worker too.
+    # Captures that share memory in the caller also share memory in a worker.
     captures_share_memory: bool
     state: ModuleSnapshot | None  # the user's modules, if the function uses any
     shared: Sequence[int]  # see `state.SharingPickle`

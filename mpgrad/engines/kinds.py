@@ -148,7 +148,7 @@ class Engine(Protocol):
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
         """Sleep until workers have answered or ended, or until a thread calls `wake`, but at most
-        so many seconds. Return the links of these workers.
+        this number of seconds. Return the links of these workers.
 
         A closed link is returned once more, when its worker's `exit` is known.
         """

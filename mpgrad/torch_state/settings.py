@@ -110,7 +110,7 @@ def remove_global_hooks() -> None:
 
 CHECKPOINT: Any = torch.utils.checkpoint
 EINSUM: Any = opt_einsum
-TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
+TINY, ONE = 5e-324, 1.0  # two constants, because the compiler would multiply literals
 
 
 class Setting(NamedTuple):

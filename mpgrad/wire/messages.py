@@ -286,8 +286,8 @@ class ForwardCall(NamedTuple):
     """One call, on one item or on a bundle.
 
     `dependency_results` are results of other calls among the arguments, whose tensors come last.
-    `bundle` has the arguments of each item, if many items are sent as one call. Those items that
-    are `failed` do not run again.
+    `bundle` has the arguments of each item, if many items are sent as one call. Items in `failed`
+    do not run again.
     """
 
     call: int
@@ -352,8 +352,8 @@ class BackwardCall(NamedTuple):
     which are the first dimensions.
 
     `wanted` are the numbers of the inputs whose gradients are needed. With `apart`, the gradients
-    of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
-    number, a graph of all these gradients is kept under it.
+    of the captures come after those of the inputs; otherwise they are added up for `Collect`. If
+    `graph` is a number, a graph of all these gradients is kept under it.
 
     `before` are steps that rebuild the call's graph if it is missing. The worker drops the graph
     after the `last` backward, which uses up all of it.
@@ -421,10 +421,10 @@ class ReadyReport(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The pickled exception of a task, and the text of its traceback. `offset` is that of the item
-    that failed in a bundle.
+    """The pickled exception of a task, and the text of its traceback. `offset` is the offset of the
+    item that failed in a bundle.
 
-    `given` describes in words the arguments of the function.
+    `given` describes the arguments of the function in words.
     """
 
     error: bytes
@@ -443,12 +443,11 @@ class Result(NamedTuple):
 
     If its backward was an eager one, `gradients` are those of the inputs, and those of the captures
     if these are sent apart. `bundle` has the result of each item, if there are many; `failed` are
-    the places of those that failed, which have no tensors. `unused` are
-    inputs that the result does not depend on. They are numbered among the inputs that need
-    gradients, and only those count that have a history or hooks in the caller. `strays` are the
-    numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
-    `errors` are the numbers of tensors whose backward raises an error, see `errors_behind`, with
-    the error's message.
+    the places of items that failed, which have no tensors. `unused` are inputs that the result does
+    not depend on. They are numbered among the inputs that need gradients, and only those count that
+    have a history or hooks in the caller. `strays` are the numbers of tensors that depend on a
+    stray leaf, with a description of the leaf in words. `errors` are the numbers of tensors whose
+    backward raises an error, see `errors_behind`, with the error's message.
     """
 
     structure: Structure
@@ -509,8 +508,8 @@ class Results(NamedTuple):
 class Gradients(NamedTuple):
     """The outcomes of backwards. `reached` has, by position of the outcome, the captures on which
     its differentiable gradients depend, as in `Results`, which also explains `more`. `errors` has,
-    by position, those that the differentiable gradients lead to, as in `Result`, numbered among
-    these gradients."""
+    by position, the errors that the differentiable gradients lead to, as in `Result`. They are
+    numbered among these gradients."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]

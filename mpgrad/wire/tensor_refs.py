@@ -15,8 +15,8 @@ columns, or as a bucket if the tensors are alike.
 
 A small tensor is inline in the message itself. A large one is in a slot, and the message has its
 address. Up to INLINE_BYTES, the two copies through the pipe cost less than the bookkeeping of a
-slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
-bucket costs little more than one tensor.
+slot (both about 2 us per tensor). Many tensors that are alike are copied at once into one slot.
+This bucket costs little more than one tensor.
 
 What a tensor's storage holds before and after the tensor is not sent. Gaps between its elements are
 sent only if that is cheaper than to close them.
@@ -648,7 +648,8 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
     That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
-    they have gaps. Sums over other strides are added in another order, which gives other bits.
+    they have gaps. Sums over other strides are added in a different order, which gives different
+    bits.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
