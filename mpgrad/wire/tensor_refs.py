@@ -648,8 +648,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
     That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
-    they have gaps. Sums over other strides are added in a different order, which gives different
-    bits.
+    they have gaps. Sums over other strides are added in a different order, so their bits differ.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
