@@ -42,7 +42,7 @@ ROUNDS, WARM_UPS = 6, 1
 # A cost is worth a remark if it takes more than this share of the time.
 LARGE_SHARE = 0.2
 COPIED_PER_SECOND = 4e9  # bytes, by one CPU
-# Items that take at least these seconds are so long that the cost of sending them does not count.
+# Items of at least this many seconds are so long that the cost of sending them does not count.
 LONG = 0.02
 # A loop that uses fewer CPUs than this waits for something.
 WAITING = 0.7
@@ -302,7 +302,7 @@ class LoopTimer:
 def first_loop(
     loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float
 ) -> tuple[list[Any], list[float], float]:
-    """Choose a sample that takes a part of these seconds in the loop.
+    """Choose a sample that takes part of this time in the loop.
 
     The sample is the largest item and other items at random. Return the sample, the seconds of
     each item, and how many CPUs they kept busy.
@@ -310,7 +310,7 @@ def first_loop(
     largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
     order = [items[largest], *random.Random(0).sample(others, min(len(others), MOST_SAMPLED - 1))]
-    loop.apply(timer, (order[:1],))  # for costs that come only once
+    loop.apply(timer, (order[:1],))  # takes the costs that come only once
     taken: list[float] = []
     busy: list[float] = []
     while len(taken) < len(order):

@@ -285,7 +285,7 @@ def import_torch() -> Iterator[Finding]:
 def start_pool() -> Iterator[Finding]:
     """Find out whether a pool of one worker starts and gives right results and gradients.
 
-    The finding also says how long that takes.
+    The finding also reports how long that takes.
     """
     import torch
 

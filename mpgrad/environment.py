@@ -14,10 +14,10 @@ backward.
 
 A task may catch a warning that the caller's filters make an error, so these filters hold in the
 task. The caller's filters have to decide again about the warnings that pass, because "once" and
-"default" count in the caller. So all actions but "error" and "ignore" are "always" in a worker.
+"default" count in the caller. So all actions except "error" and "ignore" are "always" in a worker.
 A filter names its category, which may be a class of a module that no task here imports. So the
-worker compares names. Outside of tasks a worker has filters of its own: what it imports to load a
-function has warned in the caller, and has added its filters there.
+worker compares names. Outside of tasks a worker has its own filters, because the modules that it
+imports to load a function have already warned, and added their filters, in the caller.
 Guarantees: a worker keeps what mpgrad or an initializer has set in it. While nothing changes, the
     caller only compares and the worker does nothing.
 Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
@@ -99,17 +99,17 @@ class Environment(NamedTuple):
     arguments: list[str]
     paths: list[str]  # where Python looks for modules
     zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
-    filters: list[Filter]  # of `warnings`
+    filters: list[Filter]  # the filters of `warnings`
     extensions: Mapping[str, str]  # the files of extension modules that `import` does not find
     recursion_limit: int
     decimals: tuple[Any, ...]  # the arguments of `decimal.Context`
-    float_errors: Mapping[str, str]  # of NumPy, if it is imported
-    log_levels: Mapping[str, int]  # of the loggers that have one
+    float_errors: Mapping[str, str]  # NumPy's, if it is imported
+    log_levels: Mapping[str, int]  # the levels of loggers that have one
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
 
-        Of the variables it returns only those that differ, with None for a deleted one.
+        Variables are returned only if they differ, with None for a deleted one.
         """
         changes = {
             name: value for name, value in self._asdict().items() if value != getattr(begin, name)
@@ -155,7 +155,7 @@ def zone_in_use() -> tuple[Any, ...]:
 
 
 def decimals_in_use() -> tuple[Any, ...]:
-    """Return what the context of `decimal` was made with, without what has happened in it."""
+    """Return the settings of `decimal`'s context, without the signals that it has recorded."""
     _, (*numbers, _, traps) = decimal.getcontext().__reduce__()
     return *numbers, [], traps
 
@@ -194,7 +194,7 @@ def log_levels_in_use() -> dict[str, int]:
 
 
 OF_LEVELS = "mpgrad"  # a key that is not a level
-FOLLOWED_LEVELS: dict[str, int] = {}  # in a worker
+FOLLOWED_LEVELS: dict[str, int] = {}  # a worker's own
 
 
 def set_log_levels(given: Mapping[str, int]) -> None:
@@ -351,7 +351,7 @@ class TaskFilters:
     """
 
     def __init__(self) -> None:
-        self._set: list[tuple[Any, ...]] = []  # as they were set last
+        self._set: list[tuple[Any, ...]] = []  # the filters that were last set
         self._others: Any = None  # the filters that are not in force now
         self._in_force = False
 
@@ -580,7 +580,7 @@ def take_over(wanted: dict[str, Any]) -> None:
     """Change this process, a fork, to the state `wanted`, if it differs.
 
     Raises:
-        RuntimeError: it cannot. The process may now be in a state between the two.
+        RuntimeError: the process cannot change. Some of its state may have changed already.
     """
     refused = None
     now = inherited().standing

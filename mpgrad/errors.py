@@ -1,9 +1,8 @@
 """Defines errors by who has to act: the caller, something outside the program, or mpgrad itself.
 
-multiprocessing raises several unrelated types. Here the class of an error says who has to act.
-Wrong arguments still raise `TypeError` and `ValueError`, and an exception of the user's function
-keeps its type. If an argument does not exist, the error names the one that may be meant
-(`suggests`).
+multiprocessing raises several unrelated types. Wrong arguments still raise `TypeError` and
+`ValueError`, and an exception of the user's function keeps its type. If an argument does not exist,
+the error names the one that may be meant (`suggests`).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class CallNames(NamedTuple):
         return f"{self.noun} {index}{of}"
 
     def number(self, index: int | range | None) -> int | None:
-        """Return the number of the item, if an error can name a single one."""
+        """Return the number of the item, or None if an error cannot name a single one."""
         return index if isinstance(index, int) and self.noun != ONE_CALL else None
 
 
@@ -322,7 +321,7 @@ class RemoteError(RuntimeError):
 
 class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
     """The traceback of an exception in a worker, as text. It is the `__cause__` of the exception
-    that is raised in the parent.
+    that the caller gets.
 
     It derives from the `RemoteTraceback` classes of `multiprocessing.pool` and
     `concurrent.futures.process`, which are used in the same way.
@@ -417,7 +416,7 @@ def write(error: BaseException, name: str, value: Any) -> None:
 def error_in_words(error: BaseException) -> str:
     """Return the last line of the exception's traceback.
 
-    It is only the class if the exception has no text, or if reading the text fails.
+    If the exception has no text, or if reading the text fails, return only the class.
     """
     try:
         text = str(error)
@@ -470,8 +469,8 @@ class Block(contextlib.AbstractContextManager[T]):
 def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
     """Make a context manager, as `contextlib.contextmanager` does, but also for frozen exceptions.
 
-    `contextlib`'s sets attributes of an exception that leaves the block, which a frozen dataclass
-    refuses.
+    `contextlib`'s sets attributes on an exception that leaves the block, and a frozen dataclass
+    refuses that.
 
     Assumes: an exception that is raised in the block also leaves the generator.
     """
@@ -484,7 +483,7 @@ def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Do what `error.add_note(note)` does, which Python has only since 3.11."""
+    """Do what `error.add_note(note)` does. Python 3.10 does not have this method."""
     notes = read(error, "__dict__").setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)

@@ -129,7 +129,7 @@ class Executor(concurrent.futures.Executor):
         If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 
         Raises:
-            RuntimeError: after `shutdown`.
+            RuntimeError: the executor was shut down.
             BrokenProcessPool: workers cannot be started.
             TypeError: `fn` is not callable.
 
@@ -181,8 +181,8 @@ class Executor(concurrent.futures.Executor):
             concurrent.futures.TimeoutError: a result has not arrived in time. (Since Python 3.11
                 this is `TimeoutError`.)
             Exception: the exception of the first call that failed or could not be sent.
-            RuntimeError: after `shutdown`. With a `buffersize`, `next` also raises it once it has
-                returned the results of all items taken before the shutdown.
+            RuntimeError: the executor was shut down. With a `buffersize`, `next` also raises it
+                once it has returned the results of all items taken before the shutdown.
             ValueError: `chunksize` or `buffersize` is less than 1.
             TypeError: one of them is not an integer, or `timeout` is not a number.
 
@@ -219,9 +219,9 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, seconds, deadline)
 
     def stats(self) -> PoolStats:
-        """Return the numbers of each worker and of the pool, as `Pool.stats` does.
+        """Return statistics of each worker and of the pool, as `Pool.stats` does.
 
-        They show what is in progress, done and held, and how many workers died.
+        They count what is in progress, done and kept, and the workers that died.
 
         Example:
             >>> import mpgrad
@@ -268,8 +268,8 @@ class Executor(concurrent.futures.Executor):
         Surplus workers get no new calls, and end once they keep no graphs.
 
         Raises:
-            RuntimeError: after `shutdown`.
-            ValueError: `max_workers` is less than 1. Otherwise as for `Pool.resize`.
+            RuntimeError: the executor was shut down.
+            ValueError: `max_workers` is less than 1. Otherwise see `Pool.resize`.
             TypeError: `max_workers` is not an integer.
 
         Example:
@@ -348,7 +348,7 @@ class Executor(concurrent.futures.Executor):
         self._break_off("terminate_workers()", signal.SIGTERM)
 
     def kill_workers(self) -> None:
-        """Shut down as `terminate_workers` does, with SIGKILL, which no call can handle.
+        """Shut down as `terminate_workers` does, but with SIGKILL, which no call can catch.
 
         Example:
             >>> import time, mpgrad

@@ -12,7 +12,8 @@ functions.
 
 [4] has a thread of its own because it takes items from the caller's iterable, whose code may take
 long. Other callbacks of the pool would have to wait. It runs under the modes of the thread that
-called Parallel. It runs in the caller only. `joblib` in the imports below is the joblib package.
+called Parallel. This module runs in the caller only. `joblib` in the imports below is the joblib
+package.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ CUDA devices.
 
 PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be
 a worker. Parameters are stored in shared memory once, because they are captures of the function
-that the workers run. Their gradients are added up as those of other captures.
+that the workers run. Their gradients are added up like those of other captures.
 
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘

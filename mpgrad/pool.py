@@ -293,7 +293,7 @@ class Pool:
             Exception: the first failing item's exception, with a note that names item, worker and
                 phase.
             TypeError, pickle.PicklingError: the function, an item or a result cannot be sent; the
-                message says which. If pickling an item raises another exception, that one is raised
+                message names it. If pickling an item raises another exception, that one is raised
                 with a note. For a result the exception is also a
                 `multiprocessing.pool.MaybeEncodingError`. TypeError is also raised for an option of
                 the wrong type.
@@ -305,8 +305,8 @@ class Pool:
                 `timeout_retries` times.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
-            PoolClosedError: after `close` or `terminate`.
-            RuntimeError: in a forked child of the process that made the pool.
+            PoolClosedError: the pool was closed or terminated.
+            RuntimeError: this process is a fork of the process that made the pool.
 
         Example:
             >>> import torch, mpgrad
@@ -798,7 +798,7 @@ class Pool:
         load your data, and call this only if the first call must not take longer than later ones.
 
         Raises:
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
             Exception: the exception of the `initializer`.
 
         Example:
@@ -895,7 +895,7 @@ class Pool:
         Raises:
             ValueError: `processes` is less than one, the engine is "inline", or the pool has
                 devices, which fix the number of workers.
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
 
         Example:
             >>> import mpgrad

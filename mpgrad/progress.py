@@ -90,12 +90,12 @@ class Reporter:
                 "seconds left"
             )
             raise TypeError(f"{expected} (progress: {progress!r})")
-        # The thread that has this shows. No thread waits for it without limit.
+        # The thread that holds this calls the function. No thread waits for it without limit.
         self._turn = threading.Lock()
         self._has_ended = False
         self._closing = threading.Event()
         self._due = time.monotonic() + LOOK_EVERY
-        # when something was done first, and how much
+        # when the first work was done, and how much
         self._first: tuple[float, int] | None = None
         self._shown: tuple[int, int | None] | None = None
 
@@ -169,7 +169,7 @@ class Reporter:
                 self._close()
         except BaseException as error:
             self._close()
-            # A KeyboardInterrupt, above all, is for the thread that waits.
+            # Above all, a KeyboardInterrupt is meant for the thread that waits.
             if not isinstance(error, Exception) and self.is_here:
                 raise
             # The caller's function or terminal failed. The work goes on.
@@ -244,7 +244,7 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
 
-# --- who shows it
+# --- which thread shows it
 
 
 def reporter_of(

@@ -189,14 +189,15 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Return the bytes that programs can still have without swapping, if only the machine limits
+    """Return the bytes that programs can still get without swapping, if only the machine limits
     them."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(
                 1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")
             )
-    # Imported only where needed: it takes 6 ms and 4 MiB, which no worker should spend.
+    # It is imported only when needed, because it takes 6 ms and 4 MiB, which no worker should
+    # spend.
     import psutil
 
     return int(psutil.virtual_memory().available)
@@ -323,7 +324,7 @@ def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still have, of the machine's and within its groups'
+    """Return the bytes that this process can still get from the machine and within its groups'
     limits.
 
     Other processes of the groups take from the same memory.

@@ -67,8 +67,9 @@ def assert_same_as_serial(
             copies.
         pool: the pool to test; None for a new pool with two processes.
         order: the highest order of the derivatives; 0 for values only. Derivatives of order 2 are
-            those of all first ones, with random weights, as in `torch.autograd.gradgradcheck`. For
-            orders above 1, only the pool's first run is compared.
+            those of all first derivatives, with random weights, as in
+            `torch.autograd.gradgradcheck`. For orders above 1, only the pool's first run is
+            compared.
         run: how the pool is called; None for `map`.
         rtol: relative tolerance for sums that the pool computes in a different order: the gradients
             of captures, and all derivatives of order 2 or more; None for 4096 times the precision
@@ -431,8 +432,8 @@ def are_equal(mine: Any, other: Any) -> bool:
 def compare_tensors(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
 ) -> None:
-    """Raise AssertionError if the tensors differ. `rtol` is 0 for bit for bit, or None for 4096
-    times the dtype's epsilon."""
+    """Raise AssertionError if the tensors differ. `rtol` is 0 for an exact comparison, or None for
+    4096 times the dtype's epsilon."""
     kinds = [
         each
         if each is None
@@ -469,7 +470,8 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether the tensors are equal, including the sign of zeros. All NaNs are equal."""
+    """Return whether the tensors are equal, including the sign of zeros. All NaNs count as
+    equal."""
     ours, theirs = (
         each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs)
     )

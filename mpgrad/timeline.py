@@ -75,7 +75,7 @@ class Timeline:
         Raises:
             RuntimeError: the pool is already recording a timeline, or this one has been recorded.
             OSError: the file cannot be written.
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
         """
         if self._own_trace is not None:
             raise RuntimeError("a timeline is recorded once; get another one from the pool")
@@ -173,7 +173,7 @@ class TracedChunk:
     calls: Sequence[TracedCall]
     sent: int
     answered: int | None = None
-    # The next three are by the worker's clock.
+    # The next three use the worker's clock.
     began: int = 0
     ended: int = 0
     spans: Sequence[Span] = ()
@@ -196,7 +196,7 @@ class Trace:
     def __init__(self) -> None:
         self.began = time.monotonic_ns()
         self.ended: int | None = None
-        # whether the workers know of it; they time the chunks that they are sent from then on
+        # whether the workers were notified; they time the chunks that they are sent from then on
         self.is_known = False
         self.caller_spans: list[CallerSpan] = []
         # in the order in which they were sent

@@ -1,7 +1,7 @@
 """Tracebacks show the code of the caller and of the tasks, without mpgrad's frames between them.
 
 A serial loop's traceback leads from the caller's line to the line that failed. A pool adds its own
-frames on both sides, which say nothing about the mistake. So this module removes them, even from
+frames on both sides, which do not help to find the mistake. So this module removes them, even from
 the text that comes from a worker. If mpgrad itself raises something unexpected, its frames stay.
 `MPGRAD_FULL_TRACEBACK=1` in the environment always shows them.
 
@@ -55,7 +55,7 @@ PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = (
     ("run.py", "_run_item"),
     ("private.py", "gradients"),
-)  # in `workers` and `torch_state`
+)  # these are in `workers` and `torch_state`
 # These errors are not mistakes of mpgrad's. An interrupt may arrive wherever a thread waits.
 OUTCOMES = (
     AncestorFailedError,

@@ -156,7 +156,7 @@ class Plan:
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
-        # of the results, by call; known after the map has run
+        # the results' structures, by call, once the map has run
         self.structures: list[bytes] = []
         self.counts: list[int] = []
 

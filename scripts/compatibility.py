@@ -74,7 +74,7 @@ HEADS = (
     "torch",
     "tests",
     "passed",
-    "of these when repeated",
+    "passed when repeated",
     "failed",
     "skipped",
     "commit",

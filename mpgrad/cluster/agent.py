@@ -101,7 +101,7 @@ class Hello(NamedTuple):
     """One end's host and versions; the versions must be the same at both ends."""
 
     host: str
-    versions: dict[str, str]  # of Python (its first two numbers), torch and mpgrad
+    versions: dict[str, str]  # Python's (its first two numbers), torch's and mpgrad's
 
 
 def hello() -> Hello:
@@ -519,7 +519,7 @@ class NodeAgent:
         }:
             # not urgent: these go with the next answer
             self._updates.append(("resident", found))
-        # if this agent is lost, no other process knows where its workers were
+        # If this agent is lost, no other process knows where its workers were.
         for worker in self._workers.values():
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
@@ -564,10 +564,10 @@ class AgentWorker(Pipe):
         super().__init__(end, blocking=False)
         self.number = number
         self.pid = 0  # 0 until the caller has sent it
-        self.progress_record: memoryview | None = None  # of int64, once the worker has announced it
+        self.progress_record: memoryview | None = None  # int64 numbers, once announced
         self._crash_traceback: int | None = None  # a pipe's descriptor
         self.has_started = False  # its first frame, the `Start`, was sent
-        self.lacking: Pieces = []  # as the worker was last notified
+        self.lacking: Pieces = []  # what the worker was last told
         # seconds for each call of a chunk that is not answered, by chunk, in the order of sending
         self.limits: dict[int, float] = {}
         # on the clock of time.monotonic: the worker's last frame, or the last change of the limits
@@ -575,7 +575,7 @@ class AgentWorker(Pipe):
         # chunk and position of the call that was reported as taking too long
         self.overrun: tuple[int, int] | None = None
         self.alarm: asyncio.TimerHandle | None = None
-        self.bytes_seen = 0  # of an arriving frame, when the alarm was set
+        self.bytes_seen = 0  # bytes of an arriving frame, when the alarm was set
         self.followed_until = 0.0  # on the clock of time.monotonic
         self.told: list[int] = []  # the last reported progress record
 

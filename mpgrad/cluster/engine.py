@@ -76,7 +76,7 @@ class ClusterEngine:
     def __init__(self, transport: Transport, workers: int | None, patience: float) -> None:
         """Request nodes from the transport.
 
-        `workers` is their number, or None for as many as there is room for.
+        `workers` is the number of workers, or None for as many as fit on the nodes.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
@@ -96,7 +96,7 @@ class ClusterEngine:
         try:
             self._nodes = list(transport.nodes())
             if not any(node.slots for node in self._free_nodes(avoiding=True)):
-                # other programs hold all of the room: wait for them
+                # Other programs use all the room, so wait for them.
                 self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
                 if not any(node.slots for node in self._nodes):
@@ -127,7 +127,7 @@ class ClusterEngine:
         return AgentLink(number, max(agents, key=lambda agent: agent.free / agent.slots))
 
     def _new_agent(self) -> AgentHandle:
-        """Return an agent for a worker for which no agent has room.
+        """Return an agent for a worker that fits on none of the present agents.
 
         If the engine follows the nodes, an agent takes a whole node. Otherwise the worker goes to
         the node that has the fewest of this pool's workers. An agent that is planned there gets one
@@ -285,7 +285,7 @@ class ClusterEngine:
         self._ask_now.set()
 
     def check(self, agent: AgentHandle, theirs: Hello) -> None:
-        """Reject a node with other versions, because it could misread what it is sent."""
+        """Reject a node with other versions, because it could misread messages."""
         here, there = self._ours.versions, theirs.versions
         name = next((each for each in SAME if here[each] != there[each]), None)
         if name is None:
@@ -374,8 +374,8 @@ class AgentHandle:
         self._agent: Any = None  # the object by which the transport knows it
         # on the clock of time.monotonic, as are the next two moments
         self.opened_at = math.inf
-        self.idle_since = math.inf  # when its last worker had gone
-        self.is_missed = False  # a warning has reported that it does not come
+        self.idle_since = math.inf  # when its last worker ended
+        self.is_missed = False  # a warning has reported that it has not started
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = RecordReceiver()
@@ -408,12 +408,12 @@ class AgentHandle:
         return "" if self.hello is None else self.hello.host
 
     def on(self, node: Node | None) -> bool:
-        """Return whether the agent is for this node. None is for any node with room."""
+        """Return whether the agent is for this node. None stands for any node with room."""
         return (self.node and self.node.id) == (node and node.id)
 
     @property
     def is_planned(self) -> bool:
-        """Whether the agent is not started yet, so that it may get more places."""
+        """Whether the agent has yet to be started, so that it may get more places."""
         return self.opened_at == math.inf and not self.lost
 
     def open(self) -> None:
@@ -438,7 +438,7 @@ class AgentHandle:
         if self._records and not self.lost:
             records, self._records = self._records, []
             self._exchange(packed(records))
-        # At most once: if each exchange fails at once, a loop until enough are open would not end.
+        # A loop until enough exchanges are open would not end if each exchange failed at once.
         for _ in range(0 if self.lost else POLLS - len(self._pending)):
             self._exchange(b"")
 
@@ -457,7 +457,7 @@ class AgentHandle:
         try:
             reply = partial(self._put_reply, number)
             self.engine.transport.exchange(self._agent, number, content, reply)
-        except Exception as error:  # of the transport's kinds
+        except Exception as error:  # transports have their own exceptions
             self._put_reply(number, error)
 
     def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
@@ -668,7 +668,7 @@ class AgentLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.agent.replicas(slab)
-            # alone in its frame, because this frame may have to wait at the agent
+            # The message is alone in its frame, because this frame may have to wait at the agent.
             self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
@@ -715,7 +715,7 @@ class AgentLink:
         self.agent.flush()
 
     def resident_bytes(self, pid: int) -> int:
-        """Return the number that the agent has reported last. It reports once a second."""
+        """Return the number that the agent last reported. It reports once a second."""
         return self.nbytes_resident
 
     def close(self) -> None:

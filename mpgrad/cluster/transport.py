@@ -44,7 +44,7 @@ class AgentOptions(NamedTuple):
     """How to start an agent."""
 
     node: Node | None  # None: on any node, as soon as one has room
-    slots: int  # workers that the agent is to have room for
+    slots: int  # workers that the agent must have room for
     patience: float  # seconds of silence after which each side counts the other as dead
 
 
@@ -96,7 +96,7 @@ class LocalAgent:
         self.connection = Connection(ours.detach())
         self.to_send: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        self.replies: dict[int, Reply] = {}  # of open exchanges
+        self.replies: dict[int, Reply] = {}  # by number of the open exchange
         self.ended: ConnectionError | None = None
         self.threads = [
             threading.Thread(target=each, name="mpgrad-agent", daemon=True)

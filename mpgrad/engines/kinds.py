@@ -55,7 +55,7 @@ class Traits(NamedTuple):
 class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
-    number: int  # of the worker
+    number: int  # the worker's number
     # Whether the worker's machine checks which calls take too long, by its own clock. Otherwise the
     # scheduling thread checks it.
     keeps_time: bool
@@ -148,7 +148,7 @@ class Engine(Protocol):
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
         """Sleep until workers have answered or ended, or until a thread calls `wake`, but at most
-        so many seconds. Return the links of these workers.
+        this number of seconds. Return the links of these workers.
 
         A closed link is returned once more, when its worker's `exit` is known.
         """
@@ -169,9 +169,9 @@ class EngineRequest(NamedTuple):
     """The options of a pool that matter to some engine."""
 
     workers: int | None = None  # None: as many as there is room for
-    context: BaseContext | str | None = None  # of multiprocessing
+    context: BaseContext | str | None = None  # multiprocessing's
     ray: Any = None  # a `cluster.ray.Ray`
-    threads: int | None = None  # of each worker
+    threads: int | None = None  # for each worker
 
 
 class EngineKind(NamedTuple):

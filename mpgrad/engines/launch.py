@@ -246,8 +246,8 @@ class ForkServerProcess:
             return found
 
     def _report(self) -> bytes:
-        """Return the next report, or nothing at the end. Raise BlockingIOError if there is none
-        yet."""
+        """Return the next report, or nothing at the end. Raise BlockingIOError if no report has
+        come yet."""
         try:
             return self._control.recv(4096, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -342,8 +342,8 @@ class ForkServerLauncher(Launcher):
     @classmethod
     def _leave(cls, fork_server: ForkServerProcess, obeys: bool = True) -> None:
         """Count one user fewer. After the last, the fork server stays for a while, unless it is
-        gone, does not obey, the program ends, or this process is a worker, which rarely has more
-        than one pool."""
+        gone or does not obey, or the program ends, or this process is a worker, which rarely has
+        more than one pool."""
         with cls._lock:
             fork_server.users -= 1
             if not fork_server.users:
@@ -709,7 +709,7 @@ def program(
         **(variables or {}),
         **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {}),
     }
-    # as multiprocessing does
+    # multiprocessing does the same
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],

@@ -85,7 +85,7 @@ class Modes(NamedTuple):
     # the kind of device and the dtype, if autocast is on there
     device_autocast: tuple[str, torch.dtype] | None = None
     device: str | None = None  # where tensors are made by default
-    settings: Changed = ()  # of the process
+    settings: Changed = ()  # the process's
     thread_settings: Changed = ()
 
     @property
@@ -312,7 +312,8 @@ class ModeCheck:
         """Warn of each mode that only observes, once for as long as it is on.
 
         Raises:
-            NotImplementedError: a mode might change values and cannot be sent; names it.
+            NotImplementedError: a mode might change values and cannot be sent. The message names
+            it.
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
@@ -441,7 +442,7 @@ DIFFERENTIATING = DifferentiationState()
 
 
 class Process:
-    """Tells this process from all others, including its forks."""
+    """Distinguishes this process from all others, including its forks."""
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
@@ -489,7 +490,7 @@ def seed_item(seed: int, index: int) -> int:
     own = split_mix(seed + index)
     SEED_TORCH(own)
     SEED_RANDOM(own)
-    # An item before may have left half of a pair of Gaussian numbers.
+    # An earlier item may have left half of a pair of Gaussian numbers.
     random._inst.gauss_next = None  # type: ignore[attr-defined]
     # numpy is optional for torch and for mpgrad. It is seeded if a task could have imported it.
     numpy: Any = sys.modules.get("numpy")

@@ -613,7 +613,7 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
                 raise TypeError(
                     "a gradient that came to a pool's result belongs to a torch.func transform "
                     "other than vmap; "
-                    "call the pool inside of the function that is transformed"
+                    "call the pool inside the function that is transformed"
                 )
             number = level_of(tensor)
             numbers.add(number)

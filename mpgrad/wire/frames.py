@@ -67,7 +67,7 @@ class Channel(Pipe):
         payload: Sequence[bytes] = (),
         descriptors: Sequence[int] = (),
     ) -> None:
-        """Send one frame. What the pipe does not take now is queued (`has_outgoing`).
+        """Send one frame. Queue the bytes that the pipe does not take now (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.

@@ -11,7 +11,7 @@ messages. Both sides use this module.
 Agents have messages of their own: see `agent_messages`.
 
 The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
-`Parts`, says which tensors belong to which item. It is sent with the tensors, as
+`Parts`, lists which tensors belong to which item. It is sent with the tensors, as
 `ForwardCall.bundle` and `Result.bundle`. Everything else is computed from it:
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
@@ -117,7 +117,7 @@ class NewSlab(NamedTuple):
     number: int
     nbytes: int
     handle: Handle | None = None
-    code: int = 0  # of the device
+    code: int = 0  # the device's code
 
 
 class CarriedSlots(NamedTuple):
@@ -140,7 +140,8 @@ class MissingSlabs(NamedTuple):
 
 
 class ReturnedSlots(NamedTuple):
-    """Slots that the receiver had lent: each address, and how many times it was received."""
+    """Slots that the receiver had lent, each with its address and how many times it was
+    received."""
 
     slots: list[tuple[int, int]]
 
@@ -274,7 +275,7 @@ class Forget(NamedTuple):
 
     functions: list[int]
     codes: list[int]
-    nbytes: int  # of the functions' captures
+    nbytes: int  # bytes of the functions' captures
     # functions, each with a backward and its levels, as in `Collect`
     sums: list[tuple[int, int, tuple[Level, ...]]]
 
@@ -283,8 +284,8 @@ class ForwardCall(NamedTuple):
     """One call, on one item or on a bundle.
 
     `dependency_results` are results of other calls among the arguments, whose tensors come last.
-    `bundle` has the arguments of each item, if many items are sent as one call. Those items that
-    are `failed` do not run again.
+    `bundle` has the arguments of each item, if many items are sent as one call. Items in `failed`
+    do not run again.
     """
 
     call: int
@@ -344,13 +345,13 @@ class Recompute(NamedTuple):
 class BackwardCall(NamedTuple):
     """The backward of one call.
 
-    `grads` are the gradients of the call's outputs, one output after another. `parts` says how many
-    gradients each output has; they are added up. Gradients are batches over `levels`, which are the
-    first dimensions.
+    `grads` are the gradients of the call's outputs, one output after another. `parts` has the
+    number of gradients of each output; they are added up. Gradients are batches over `levels`,
+    which are the first dimensions.
 
     `wanted` are the numbers of the inputs whose gradients are needed. With `apart`, the gradients
-    of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
-    number, a graph of all these gradients is kept under it.
+    of the captures come after those of the inputs; otherwise they are added up for `Collect`. If
+    `graph` is a number, a graph of all these gradients is kept under it.
 
     `before` are steps that rebuild the call's graph if it is missing. The worker drops the graph
     after the `last` backward, which uses up all of it.
@@ -418,10 +419,10 @@ class ReadyReport(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The pickled exception of a task, and the text of its traceback. `offset` is that of the item
-    that failed in a bundle.
+    """The pickled exception of a task, and the text of its traceback. `offset` is the offset of the
+    item that failed in a bundle.
 
-    `given` describes in words the arguments of the function.
+    `given` describes the arguments of the function in words.
     """
 
     error: bytes
@@ -440,12 +441,11 @@ class Result(NamedTuple):
 
     If its backward was an eager one, `gradients` are those of the inputs, and those of the captures
     if these are sent apart. `bundle` has the result of each item, if there are many; `failed` are
-    the places of those that failed, which have no tensors. `unused` are
-    inputs that the result does not depend on. They are numbered among the inputs that need
-    gradients, and only those count that have a history or hooks in the caller. `strays` are the
-    numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
-    `errors` are the numbers of tensors whose backward raises an error, see `errors_behind`, with
-    the error's message.
+    the places of items that failed, which have no tensors. `unused` are inputs that the result does
+    not depend on. They are numbered among the inputs that need gradients, and only those count that
+    have a history or hooks in the caller. `strays` are the numbers of tensors that depend on a
+    stray leaf, with a description of the leaf in words. `errors` are the numbers of tensors whose
+    backward raises an error, see `errors_behind`, with the error's message.
     """
 
     structure: Structure
@@ -474,7 +474,7 @@ class MissingGraph(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outcomes of the calls of a chunk that ran. `mutated` says whether a call wrote into a
+    """The outcomes of the calls of a chunk that ran. `mutated` is true if a call wrote into a
     captured tensor.
 
     `seconds` is the whole time, `own_seconds` the part in the function, and `eager_seconds` the
@@ -506,8 +506,8 @@ class Results(NamedTuple):
 class Gradients(NamedTuple):
     """The outcomes of backwards. `reached` has, by position of the outcome, the captures on which
     its differentiable gradients depend, as in `Results`, which also explains `more`. `errors` has,
-    by position, those that the differentiable gradients lead to, as in `Result`, numbered among
-    these gradients."""
+    by position, the errors that the differentiable gradients lead to, as in `Result`. They are
+    numbered among these gradients."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]

@@ -2,9 +2,9 @@
 views them. Both sides use this module.
 
 Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
-says what to view, and where. A sparse tensor is also one reference, to a run of memory that holds
-its indices and values as a message holds tensors. Many references are sent together in columns, or
-as a bucket if the tensors are alike.
+names what to view, and where it is. A sparse tensor is also one reference, to a run of memory that
+holds its indices and values as a message holds tensors. Many references are sent together in
+columns, or as a bucket if the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
                  core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
@@ -15,8 +15,8 @@ as a bucket if the tensors are alike.
 
 A small tensor is inline in the message itself. A large one is in a slot, and the message has its
 address. Up to INLINE_BYTES, the two copies through the pipe cost less than the bookkeeping of a
-slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
-bucket costs little more than one tensor.
+slot (both about 2 us per tensor). Many tensors that are alike are copied at once into one slot.
+This bucket costs little more than one tensor.
 
 What a tensor's storage holds before and after the tensor is not sent. Gaps between its elements are
 sent only if that is cheaper than to close them.
@@ -209,7 +209,7 @@ class TensorBucket(Sequence[TensorRef]):
         self.shapes = shapes
         self.counts = counts  # numbers of elements
         self.place = place
-        self.nbytes = nbytes  # of all tensors, with the padding between them
+        self.nbytes = nbytes  # bytes of all tensors and of the padding between them
         self.flags = flags
         self._offsets: Sequence[int] = ()
 
@@ -648,7 +648,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
     That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
-    they have gaps. Sums over other strides are added in another order, which gives other bits.
+    they have gaps. Sums over other strides are added in a different order, so their bits differ.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
@@ -800,7 +800,7 @@ def packed_again(
         flags &= ~PARAMETER  # the output of a call is not a parameter, even if it was one there
     if place >= 0:
         holder = memories[place]
-        # from a device, it has been copied into a slot of this process
+        # A device's tensor has been copied into a slot of this process.
         address = holder.address if isinstance(holder, Slot) else place
         return PackedTensor(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return PackedTensor(

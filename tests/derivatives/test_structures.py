@@ -538,7 +538,7 @@ P = {"b": B}
             lambda: jacobian(lambda p: B, {"none": ()}),
             lambda: torch.func.jacrev(lambda p: B)({"none": ()}),
             ValueError,
-            r"must be a tensor in the arguments to differentiate \(argnums: 0, given: {'none': "
+            r"the arguments to differentiate must contain a tensor \(argnums: 0, given: {'none': "
             r"\(\)}\)",
         ),
         (
