@@ -32,7 +32,7 @@ import tqdm
 import mpgrad
 from mpgrad.engines.launch import ForkServerLauncher
 from mpgrad.machine.timing import Prediction
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.system import PORTABLE
 
 # these tests run in their own process
@@ -240,7 +240,7 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
     """
     predicted = None if gradient is None else Prediction(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FunctionCache, "predicted", lambda self, pickled: predicted)
+        patch.setattr(KnownFunctions, "predicted", lambda self, pickled: predicted)
         yield
 
 

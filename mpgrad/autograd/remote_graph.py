@@ -423,6 +423,11 @@ class Backward(PendingOutcome):
         return self.asked.graph_task
 
     @property
+    def kind(self) -> object:
+        """Equal for backwards that can be in one message."""
+        return self.modes, self.environment, self.owner.timeout
+
+    @property
     def graph(self) -> RemoteGraph:
         """Assumes: the backward is not settled, or the engine holds the graph's nodes."""
         graph = self.held or self._ref()
@@ -433,6 +438,12 @@ class Backward(PendingOutcome):
     def owner(self) -> OperationGradients:
         """This is not kept, because the owner may have the backward in its sums."""
         return self.graph.owner
+
+    def note(self, transition: Any) -> None:
+        """Note what happens to the backward in the story of its call, unless it was cancelled."""
+        if (graph := self.held) is not None:
+            item = graph.index if isinstance(graph.index, int) else graph.index.start
+            graph.owner.story.note(item, transition)
 
     @property
     def items(self) -> int | range:
@@ -573,6 +584,11 @@ class SumRequest(PendingOutcome):
         self.timeout = timeout
         self.worker = worker  # that has added them up
         self.calls = 0  # of which it is the sum
+
+    @property
+    def kind(self) -> object:
+        """No other request, and no backward, can be in its message."""
+        return self
 
 
 class GraphLink(Protocol):

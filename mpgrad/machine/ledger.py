@@ -4,7 +4,7 @@ The states of a graph, and the events that change them (`AFTER` is the whole tab
 
     keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED ──┐
                │                                                                          │
-               ├── drop, miss: the worker has dropped it, or lacks it ──► LOST            │
+               ├── drop: the worker has dropped it, or lacks it ──► LOST                  │
                └── last: a backward is sent of which nothing is left ──► CONSUMED ────────┤
                          fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED              │
                          cancel: CONSUMED ──► LOST          released: forgotten ◄─────────┘
@@ -29,7 +29,6 @@ __all__ = [
     "KEEP",
     "LAST",
     "LOST",
-    "MISS",
     "RUN",
     "TAKE",
     "GraphLedger",
@@ -60,9 +59,8 @@ FAIL = "fail"
 RUN = "run"
 # The last backward was cancelled. Nobody knows how far it came, so another one starts anew.
 CANCEL = "cancel"
-# The worker lacks the graph that a backward needs.
-MISS = "miss"
-# The worker has dropped the graph. It may have been released meanwhile.
+# The worker has dropped the graph, or lacks the graph that a backward needs. The caller may have
+# released it since.
 DROP = "drop"
 # The last backward was an eager one, and its gradients were taken.
 TAKE = "take"
@@ -75,7 +73,6 @@ AFTER: dict[str, dict[str | None, str]] = {
     FAIL: {LOST: FREED, CONSUMED: FREED},
     RUN: {FREED: CONSUMED},
     CANCEL: {CONSUMED: LOST},
-    MISS: dict.fromkeys((None, ALIVE, FREED, LOST), LOST),
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
     TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
 }
@@ -148,9 +145,6 @@ class SumLedger:
         # sums that the worker is told to forget with the next message
         self.forgotten: list[Any] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
     def __len__(self) -> int:
         return len(self._sums)
 
@@ -163,14 +157,19 @@ class SumLedger:
         )
 
     def note(self, function: int, graph_task: int | None, levels: Hashable) -> None:
-        """Note that the worker adds gradients to a sum. Of too many sums, forget the oldest of a
-        backward: it seems to have failed."""
-        sums = self._sums.setdefault(function, {})
-        sums[graph_task, levels] = None
-        if len(sums) > MOST_SUMS:
-            oldest = next(each for each in sums if each[0] is not None)
-            del sums[oldest]
-            self.forgotten.append((function, *oldest))
+        """Note that the worker adds gradients to a sum."""
+        self._sums.setdefault(function, {})[graph_task, levels] = None
+
+    def trim(self) -> None:
+        """If there are too many sums, forget the oldest. Their backwards seem to have failed.
+
+        The worker forgets them before it runs what is written after this.
+        """
+        for function, sums in self._sums.items():
+            while len(sums) > MOST_SUMS:
+                oldest = next(each for each in sums if each[0] is not None)
+                del sums[oldest]
+                self.forgotten.append((function, *oldest))
 
     def forget(self, function: int, graph_task: int | None, levels: Hashable) -> None:
         sums = self._sums.get(function, {})

@@ -7,21 +7,25 @@ It sends long calls one by one, unless the caller waits for all results together
 largest of the last calls first. A worker that has run dry may get calls that another worker has
 received but not begun.
 
-Assumes: called by the scheduling thread; any thread may set `workers`.
+A `Backlog` holds the backwards that wait for one worker. Backwards have no choice of workers.
+
+Assumes: called by the scheduling thread; any thread may set `workers`, and append to a backlog.
+    Nothing else changes a backlog, or the queue of an operation that runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from mpgrad.machine.policy import MOST_PAYLOAD, SEEN, ChunkSeconds, chunk_size
 from mpgrad.machine.story import GIVEN_BACK, SENT
 
-__all__ = ["CallQueue"]
+__all__ = ["Backlog", "CallQueue"]
 
 # seconds; to wait behind another call of this length takes longer than to be sent
 LONG_CALL = 50e-3
@@ -65,10 +69,22 @@ class CallQueue:
     def has_calls(self) -> bool:
         return bool(self.operations) and any(operation.queue for operation in self.operations)
 
-    def join(self, operation: Any, first: bool = False) -> None:
+    def join(self, operation: Any, calls: Sequence[Any], first: bool = False) -> None:
+        """Put calls that can run behind the operation's other calls."""
+        operation.queue.extend(calls)
+        if operation.queue:
+            operation.unsorted = operation.options.at_rest and operation.sealed
+            self._join(operation, first)
+
+    def _join(self, operation: Any, first: bool) -> None:
         if operation not in self.operations:
             self._functions.number(operation.options.function)
             (self.operations.appendleft if first else self.operations.append)(operation)
+
+    def take_all(self, operation: Any) -> Iterator[Any]:
+        """Take the calls that no worker has been given."""
+        while operation.queue or operation.packed:
+            yield (operation.queue or operation.packed).popleft()
 
     def tidy(self) -> None:
         """Drop operations none of whose calls are needed. Otherwise their results would be kept
@@ -77,13 +93,25 @@ class CallQueue:
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
 
-    def put_back(self, operation: Any, calls: Sequence[Any], now: float) -> None:
+    def put_back(
+        self,
+        operation: Any,
+        calls: Sequence[Any],
+        now: float,
+        why: str = GIVEN_BACK,
+        worker: int = 0,
+    ) -> int:
+        """Put calls that a worker was given in front, and return how many are still wanted.
+
+        `why` is for their story.
+        """
         wanted = [call for call in calls if call.index < operation.limit]
         if wanted:
             for call in wanted:
-                operation.options.story.note(call.item, (now, GIVEN_BACK, 0))
+                operation.options.story.note(call.item, (now, why, worker))
             operation.queue.extendleft(reversed(wanted))
-            self.join(operation, first=True)
+            self._join(operation, first=True)
+        return len(wanted)
 
     def next_for(self, worker: Any, now: float) -> tuple[Any, list[tuple[int, Any]]] | None:
         """Return a chunk for the worker: an operation, and calls with their numbers.
@@ -297,6 +325,29 @@ class CallQueue:
         if operation.unsorted and self._goes_by_size(operation):
             size = min(size, max(1, left - SORTED * workers))
         return size
+
+
+class Backlog(deque[Any]):
+    """The backwards, and the requests for sums, that wait for one worker."""
+
+    def put_back(self, items: Sequence[Any]) -> None:
+        """Put items in front that the worker, or another one, was given."""
+        self.extendleft(reversed(items))
+
+    def take_alike(self) -> Iterator[Any]:
+        """Take items from the front that can be in one message."""
+        kind = self[0].kind
+        while self and self[0].kind == kind:
+            yield self.popleft()
+
+    def cancel(self, graph_task: int) -> list[Any]:
+        """Remove and return all items of the backward with this number."""
+        found = [each for each in list(self) if each.graph_task == graph_task]
+        for item in found:
+            # After the pool's end several threads may take from the backlog.
+            with contextlib.suppress(ValueError):
+                self.remove(item)
+        return found
 
 
 def next_for(queue: deque[Any], device: int) -> Any:

@@ -10,7 +10,7 @@ for a worker, except `dispatcher`, which waits between two turns.
     admissions       takes operations in, and holds calls and backwards that wait for others
     gradients        sends backwards from autograd's threads
     deliveries       sends workers chunks and updates
-    function_cache   numbers the functions, and keeps what was measured of them
+    known_functions  numbers the functions, and keeps what was measured of them
     chunk_writer     writes messages, and notes what a worker has then
     worker_handle    describes a worker: its settings, its backlog, its chunks and its progress
     receiving        turns the workers' messages into outcomes

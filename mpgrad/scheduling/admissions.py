@@ -70,15 +70,14 @@ class Admissions:
             self._driver.tell_waiters()
             return
         self.unfinished[operation] = None
+        ready = []
         while operation.packed:
             call = operation.packed.popleft()
             if call.dependencies:
                 self._look_at_call(operation, call, now)
             else:
-                operation.queue.append(call)
-        if operation.queue:
-            operation.unsorted = operation.options.at_rest and operation.sealed
-            self._queue.join(operation)
+                ready.append(call)
+        self._queue.join(operation, ready)
 
     def cancel_rest(self, operation: Operation) -> None:
         """Drop the calls after the first that failed, because nobody wants them."""
@@ -125,10 +124,8 @@ class Admissions:
                 operation.deliver(call.index, error)
                 self.cancel_rest(operation)
                 return
-        operation.queue.append(call)
-        operation.unsorted = operation.options.at_rest and operation.sealed
         # Work that has begun is finished first, so that its memory is given back.
-        self._queue.join(operation, first=True)
+        self._queue.join(operation, [call], first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
             # The worker that has a part of the input goes on with the call.

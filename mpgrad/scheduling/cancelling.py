@@ -78,8 +78,7 @@ class Canceller:
 
     def cancel_queued(self, operation: Operation) -> None:
         """Give the calls that no worker has been given a `CancelledError`."""
-        while operation.queue or operation.packed:
-            call = (operation.queue or operation.packed).popleft()
+        for call in self._queue.take_all(operation):
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
@@ -147,8 +146,7 @@ class Canceller:
     def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
         """Ask the worker to write its stack and end, or kill it if it was asked before."""
         if worker.termination is not None:
-            worker.link.kill()
-            self._supervisor.lose(worker, now)
+            self._supervisor.kill(worker, now, blames=True)
             return
         # This thread may have been late, and the worker in time.
         self._drain(worker, now)

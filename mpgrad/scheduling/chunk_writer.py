@@ -23,6 +23,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.machine.ledger import CONSUMED, FREE, LAST, GraphLedger, SumLedger
 from mpgrad.machine.policy import MOST_CALLS, MOST_PAYLOAD
+from mpgrad.machine.queue import Backlog
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.state import ModuleSnapshot, RecentValues
@@ -121,45 +122,37 @@ class ChunkWriter:
         messages.append(forward)
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
-    def backward(
-        self, number: int, backlog: deque[Backward | SumRequest], note_consumed: Callable[[], None]
-    ) -> Written:
+    def backward(self, number: int, backlog: Backlog, note_consumed: Callable[[], None]) -> Written:
         """Write a chunk of the backlog: backwards with the same modes and environment, or a request
         for capture gradients.
 
         `note_consumed` notes which graphs are consumed. A thread that consumes a graph and sends
         another backward of it does so in this order.
         """
-        first = backlog[0]
         payload, messages = Payload(), list[Message]()
-        if isinstance(first, SumRequest):
-            backlog.popleft()
-            collect = Collect(number, first.function, first.graph_task, first.levels)
-            return [collect], payload, Chunk(None, [], [], first, first.timeout)
         sent: list[Backward] = []
-        modes, environment, timeout = first.modes, first.environment, first.owner.timeout
         calls: list[BackwardCall] = []
-        while backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
-            item = backlog[0]
-            if isinstance(item, SumRequest) or item.owner.timeout != timeout:
-                break
-            if (item.modes, item.environment) != (modes, environment):
-                break
-            backlog.popleft()
+        for item in backlog.take_alike():
+            if isinstance(item, SumRequest):
+                collect = Collect(number, item.function, item.graph_task, item.levels)
+                return [collect], payload, Chunk(None, [], [], item, item.timeout)
             note_consumed()
             sent.append(item)
             asked = item.asked
             if asked.captures and not item.apart:
                 self._sums.note(item.owner.function, asked.graph_task, asked.levels)
-            before = self._before(item.graph, payload, messages, item.again, environment)
+            before = self._before(item.graph, payload, messages, item.again, item.environment)
             # The backward may be lost with the worker, and sent again.
             item.again = True
             call = self._backward_call(item, payload, before)
             self._note_sent(item)
             calls.append(call)
-        self._follow(environment, messages)
-        messages.append(Backwards(number, modes, calls))
-        return messages, payload, Chunk(None, [], sent, None, timeout)
+            if len(sent) == MOST_CALLS or payload.nbytes >= MOST_PAYLOAD:
+                break
+        first = sent[0]
+        self._follow(first.environment, messages)
+        messages.append(Backwards(number, first.modes, calls))
+        return messages, payload, Chunk(None, [], sent, None, first.owner.timeout)
 
     def _note_sent(self, backward: Backward) -> None:
         """Note what a backward leaves of its graph, and of all that this derives from: they share

@@ -29,7 +29,7 @@ from mpgrad.callbacks import taken, warned_again
 from mpgrad.calls.backwards import ReceivedGradients
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import ModeCheck, Modes, current_modes
@@ -81,18 +81,14 @@ class OperationLink:
             self.sender.send(item)
 
     def _is_settled_now(self, backward: Backward) -> bool:
-        """Whether the backward's gradients came with the result. Learn from what it gets."""
-        gradients = (
-            loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
-        )
+        """Whether the backward's gradients came with the result. Learn from what it gets.
+
+        They are those of a backward that runs through the whole graph and does not keep it.
+        """
+        graph, eager = backward.graph, self._eager
+        gradients = loss_gradients(backward) if self._to_see > 0 or eager is not None else set()
         if self._to_see > 0:
             self._learn(gradients)
-        return self._is_settled(backward, gradients)
-
-    def _is_settled(self, backward: Backward, gradients: set[float]) -> bool:
-        """Whether this is the backward that was run with the call: of all of the graph, which is
-        not kept."""
-        graph, eager = backward.graph, self._eager
         if eager is None or graph.eager is None:
             return False
         with self._serving:
@@ -140,8 +136,6 @@ class OperationLink:
     def _learn(self, gradients: set[float]) -> None:
         self._to_see -= 1
         predictor = self.sender.functions.predictor_of(self._function)
-        if predictor is None:
-            return
         if len(gradients) != 1 or self._seen not in (None, *gradients):
             self._to_see = 0
             predictor.note_other()
@@ -156,8 +150,8 @@ class OperationLink:
         self.sender.functions.wrong_predictions += 1
         if not self._was_wrong:
             self._was_wrong = True
-            if (predictor := self.sender.functions.predictor_of(self._function)) is not None:
-                predictor.note_wrong(self._eager is not None and self._seen == self._eager.gradient)
+            was_right = self._eager is not None and self._seen == self._eager.gradient
+            self.sender.functions.predictor_of(self._function).note_wrong(was_right)
 
     def release(self, graph: RemoteGraph) -> None:
         """Release a graph that can get no further backward."""
@@ -165,8 +159,7 @@ class OperationLink:
             self._note_wrong()
         if self._to_see == EXAMINED:  # none has come at all
             self._to_see = 0
-            if (predictor := self.sender.functions.predictor_of(self._function)) is not None:
-                predictor.note_other()
+            self.sender.functions.predictor_of(self._function).note_other()
         self.sender.release(graph)
 
 
@@ -206,7 +199,7 @@ class GradientSender:
         self,
         driver: Driver,
         life: Lifecycle,
-        function_cache: FunctionCache,
+        functions: KnownFunctions,
         packer: Packer,
         numbers: itertools.count[int],
         since: EnvironmentChanges | None,
@@ -219,7 +212,7 @@ class GradientSender:
         self._mode_check = mode_check
         self._driver = driver
         self._life = life
-        self.functions = function_cache
+        self.functions = functions
         self._packer = packer
         self._numbers = numbers
         self._since = since

@@ -21,7 +21,7 @@ from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError, write
-from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, MISS, RUN
+from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, RUN
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
@@ -30,7 +30,7 @@ from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
@@ -72,7 +72,7 @@ class Receiver:
         settings: Settings,
         life: Lifecycle,
         memory: CallerMemory,
-        function_cache: FunctionCache,
+        functions: KnownFunctions,
         queue: CallQueue,
         deliveries: Deliveries,
         admissions: Admissions,
@@ -81,7 +81,7 @@ class Receiver:
         self._settings = settings
         self._life = life
         self._memory = memory
-        self._function_cache = function_cache
+        self._functions = functions
         self._queue = queue
         self._deliveries = deliveries
         self._admissions = admissions
@@ -122,8 +122,7 @@ class Receiver:
             worker.unreadable = (
                 str(error) or "no memory for what a worker has answered; return less, or tensors"
             )
-            worker.link.kill()
-            self._supervisor.lose(worker, now)
+            self._supervisor.kill(worker, now, blames=True)
         except CONTENT as error:
             if not self._reading or self._settings.in_process:
                 raise
@@ -148,8 +147,7 @@ class Receiver:
             if each is not None:
                 write(each.with_traceback(None), "__context__", None)
         worker.garbled = error
-        worker.link.kill()
-        self._supervisor.lose(worker, now)
+        self._supervisor.kill(worker, now, blames=True)
 
     def _take(self, worker: WorkerHandle, number: int, now: float, more: bool = False) -> Chunk:
         """Take the chunk that a message answers. If more of it follows, the chunk stays."""
@@ -274,9 +272,7 @@ class Receiver:
                 ]
             ):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
-                self._function_cache.note_results(
-                    operation.options.function, message, measured, share
-                )
+                self._functions.note_results(operation.options.function, message, measured, share)
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload, now)
         self._reading = False
@@ -363,7 +359,7 @@ class Answers:
                 graph = self._graph_kept(worker, operation.owner, number, item, call)
             if outcome.gradients is not None and operation.options.eager is not None:
                 if not operation.options.eager.keeps:
-                    worker.graphs.handle(number, MISS)
+                    worker.graphs.handle(number, DROP)
                 if not operation.options.eager.apart and operation.owner.reach is not None:
                     worker.sums.note(operation.options.function.number, None, ())
             try:
@@ -406,15 +402,10 @@ class Answers:
         for position, (backward, found) in enumerate(
             zip(chunk.backwards, message.outcomes, strict=False)
         ):
-            if (graph := backward.held) is not None:
-                story, item = graph.owner.story.calls, graph.index
-                item = item.start if isinstance(item, range) else item
-                missing = type(found) is MissingGraph
-                words = GRAPH_MISSING if missing else BACKWARD_ANSWERED
-                story[item] = (*story.get(item, ()), (now, words, worker.number))
+            words = GRAPH_MISSING if type(found) is MissingGraph else BACKWARD_ANSWERED
+            backward.note((now, words, worker.number))
             if isinstance(found, MissingGraph):
-                worker.graphs.handle(backward.call, MISS)
-                # The sum may have been collected already.
+                # The message's `dropped` has the graph. The sum may have been collected already.
                 backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:

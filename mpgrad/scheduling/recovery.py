@@ -30,6 +30,7 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
 from mpgrad.machine.deaths import failing, judged, successor
 from mpgrad.machine.ledger import CANCEL
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import (
     BACKWARD_MOVED,
     DIED_AT,
@@ -38,7 +39,7 @@ from mpgrad.machine.story import (
     Transition,
 )
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
 from mpgrad.system import kills_for_memory
@@ -67,17 +68,19 @@ class Recovery:
     def __init__(
         self,
         workers: Mapping[int, WorkerHandle],
-        function_cache: FunctionCache,
+        functions: KnownFunctions,
         settings: Settings,
         life: Lifecycle,
+        queue: CallQueue,
         readmit: Callable[[Operation, float], None],
     ) -> None:
-        """Take `readmit`, which is called if an operation has calls for workers again."""
+        """Take `readmit`, which is called for each operation that a worker had calls of."""
         self._workers = workers
-        self._function_cache = function_cache
+        self._functions = functions
         self._retries = settings.retries
         self._timeout_retries = settings.timeout_retries
         self._life = life
+        self._queue = queue
         self._readmit = readmit
         self._kills_for_memory = kills_for_memory()
         # calls and backwards that were given to another worker
@@ -218,15 +221,12 @@ class Recovery:
         # The order is reversed, so that the first calls are first in the queue again.
         for chunk in reversed(chunks):
             if chunk.operation is not None:
-                wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
-                self.reruns += len(wanted)
-                for call in wanted:
-                    note(call, (now, LOST, worker.number))
-                chunk.operation.queue.extendleft(reversed(wanted))
+                calls = [call for _, call in chunk.calls]
+                self.reruns += self._queue.put_back(
+                    chunk.operation, calls, now, LOST, worker.number
+                )
                 self._readmit(chunk.operation, now)
-            worker.backlog.extendleft(reversed(chunk.backwards))
-            if chunk.request is not None:
-                worker.backlog.appendleft(chunk.request)
+            worker.backlog.put_back([*chunk.backwards, *filter(None, [chunk.request])])
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle, now: float) -> bool:
         """Give a backward of a worker that is gone to another worker, which rebuilds the graph.
@@ -262,7 +262,7 @@ class Recovery:
             if worker is None:
                 return False
             self.reruns += 1
-            note(item, (now, BACKWARD_MOVED, worker.number))
+            item.note((now, BACKWARD_MOVED, worker.number))
             # The sum that the gradients were to be part of was in the worker that is gone.
             item.apart = item.asked.captures
             worker.backlog.append(item)
@@ -283,7 +283,7 @@ class Recovery:
             worker = self._move_elsewhere(lineage.graph)
         else:
             assert isinstance(lineage, PackedCall)
-            self._function_cache.number(lineage.options.function)
+            self._functions.number(lineage.options.function)
             worker = successor(self._workers.values(), gone.device)
         if worker is None:
             return None
@@ -304,9 +304,10 @@ def place_in_story(part: Part) -> tuple[Story, int] | None:
 
 
 def note(part: Part, transition: Transition) -> None:
-    if (place := place_in_story(part)) is not None:
-        story, item = place
-        story.note(item, transition)
+    if isinstance(part, Backward):
+        part.note(transition)
+    else:
+        part.options.story.note(part.item, transition)
 
 
 def told(error: BaseException, part: Part) -> BaseException:

@@ -41,15 +41,14 @@ from mpgrad.errors import CallNames
 from mpgrad.machine.policy import FAR, NEAR
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import Story
-from mpgrad.machine.timing import Prediction
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.cancelling import Canceller
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.function_cache import FunctionCache
 from mpgrad.scheduling.gradients import GradientSender
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
@@ -91,9 +90,9 @@ class Scheduler(ABC):
         self.workers: dict[int, WorkerHandle] = {}
         by_device = self.memory.device_transfer is not None
         numbers = itertools.count(1)  # of calls
-        self._function_cache = function_cache = FunctionCache(self.workers)
+        self.functions = functions = KnownFunctions(self.workers)
         self._queue = queue = CallQueue(
-            function_cache,
+            functions,
             numbers,
             settings.workers,
             settings.calls,
@@ -104,7 +103,7 @@ class Scheduler(ABC):
         self.gradients = gradients = GradientSender(
             self,
             self.life,
-            function_cache,
+            functions,
             self.copying_packer,
             numbers,
             settings.since,
@@ -116,7 +115,7 @@ class Scheduler(ABC):
         )
         self._settling = Settlement(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(
-            self.workers, function_cache, settings, self.life, self.admissions.admit
+            self.workers, functions, settings, self.life, queue, self.admissions.admit
         )
         self.supervisor = WorkerSupervisor(
             self,
@@ -133,7 +132,7 @@ class Scheduler(ABC):
             settings,
             self.life,
             self.memory,
-            function_cache,
+            functions,
             queue,
             deliveries,
             self.admissions,
@@ -199,14 +198,6 @@ class Scheduler(ABC):
             self.wake()
         if self.life.ended is not None:
             self._settle()
-
-    def seconds(self, pickled: bytes) -> float | None:
-        """Return the seconds that a call of the function takes by itself; None before the first."""
-        return self._function_cache.own_seconds(pickled)
-
-    def predicted(self, pickled: bytes) -> Prediction | None:
-        """See `FunctionCache.predicted`."""
-        return self._function_cache.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """Have workers forget the function, whose captures have `nbytes`.
@@ -372,7 +363,7 @@ class Scheduler(ABC):
             self.recovery.reruns,
             self.deliveries.recomputed,
             self.receiver.graphs_dropped,
-            self._function_cache.wrong_predictions,
+            self.functions.wrong_predictions,
             sum(not operation.finished for operation in list(self.admissions.unfinished)),
             self.receiver.items_done,
             self._items_left(),

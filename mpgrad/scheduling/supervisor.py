@@ -34,6 +34,7 @@ from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["WorkerSupervisor"]
@@ -237,7 +238,7 @@ class WorkerSupervisor:
             worker.begin_retiring()
             # This may send the worker off at once, if no other can be started beside it.
             self.fill(now)
-        if worker.gone is None and (worker.is_done or self._is_unneeded(worker)):
+        if worker.gone is None and worker.is_done(self._first_wanted()):
             self._send_off(worker, f"has ended after {worker.calls_done} calls", now)
             # A start may have failed before, because this worker took the resources.
             self.fill(now)
@@ -248,17 +249,15 @@ class WorkerSupervisor:
         self.requeue(worker, now)
         self._driver.tell_waiters()
 
-    def _is_unneeded(self, worker: WorkerHandle) -> bool:
-        """Whether the worker only keeps sums of earlier backwards.
+    def _first_wanted(self) -> int:
+        """Return the number of the first backward whose sums may be wanted.
 
-        These backwards seem to have failed, because there are later ones. A sum that is wanted is
-        computed again.
+        If there are many retiring workers, sums of earlier backwards than the last one are not
+        waited for. These backwards seem to have failed. A sum that is wanted is computed again.
         """
-        is_one_of_many = sum(each.retiring for each in self._workers.values()) > self.wanted
-        stays = self._life.phase is Phase.LEAVING
-        return (
-            is_one_of_many and not stays and worker.has_sums_before(self._gradients.last_backward)
-        )
+        are_many = sum(each.retiring for each in self._workers.values()) > self.wanted
+        stay = self._life.phase is Phase.LEAVING
+        return self._gradients.last_backward if are_many and not stay else 0
 
     def retire_all(self, now: float) -> None:
         """Retire all workers. Each ends as soon as nobody needs it."""
@@ -338,13 +337,10 @@ class WorkerSupervisor:
             self.fill(now)
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
-    def kill(self, worker: WorkerHandle, now: float) -> None:
-        """Kill the worker for its running call, which nobody wants any more.
-
-        The call is not blamed.
-        """
+    def kill(self, worker: WorkerHandle, now: float, blames: bool = False) -> None:
+        """Kill the worker, and blame its running call unless nobody wants that any more."""
         worker.link.kill()
-        self.lose(worker, now, blames=False)
+        self.lose(worker, now, blames)
 
     def lose(self, worker: WorkerHandle, now: float, blames: bool = True) -> None:
         """Remove a worker that died. Its work goes to other workers, except for a call that has
@@ -433,17 +429,11 @@ class WorkerSupervisor:
         """
         if worker.number in self._ending and self._ending[worker.number].death is not None:
             return
-        waiting = []
-        while worker.backlog:
-            try:
-                item = worker.backlog.popleft()
-            # After the pool's end several threads may do this.
-            except IndexError:
-                break
-            if not self._recovery.revive(item, worker, now):
-                waiting.append(item)
+        # After the pool's end several threads may do this.
+        items = drained(worker.backlog)
+        waiting = [item for item in items if not self._recovery.revive(item, worker, now)]
         if waiting:
-            worker.backlog.extendleft(reversed(waiting))
+            worker.backlog.put_back(waiting)
             if worker not in self.unplaced:
                 self.unplaced.append(worker)
         self._driver.tell_waiters()

@@ -13,7 +13,6 @@ Guarantees: other threads append to the backlog and to the deques of updates, an
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -21,14 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, SumRequest
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
 from mpgrad.environment import EnvironmentChanges
-from mpgrad.machine.ledger import TAKE, GraphLedger, SumLedger
+from mpgrad.machine.ledger import CANCEL, TAKE, GraphLedger, SumLedger
 from mpgrad.machine.policy import SEEN
+from mpgrad.machine.queue import Backlog
 from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, LentSlots
@@ -105,7 +105,7 @@ class WorkerHandle:
         self.sums = SumLedger()
         self.lent_slots = LentSlots(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.lent_slots)
-        self.backlog: deque[Backward | SumRequest] = deque()
+        self.backlog = Backlog()
         self.under_way = SentChunks()
 
         # when a message was last sent, on the clock of time.monotonic
@@ -172,13 +172,9 @@ class WorkerHandle:
         waiting = sum(isinstance(each, Backward) for each in list(self.backlog))
         return waiting + sum(len(chunk.backwards) for chunk in list(self.under_way.chunks.values()))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is under way or waiting, and no backward needs anything of the worker."""
-        return not self.sums and self.has_sums_before(0)
-
-    def has_sums_before(self, graph_task: int) -> bool:
-        """Whether the worker would be done, except for sums of earlier backwards than this one."""
+    def is_done(self, graph_task: int) -> bool:
+        """Whether nothing is under way or waiting, and no backward from this one on needs anything
+        of the worker."""
         if (
             self.under_way
             or self.backlog
@@ -209,21 +205,19 @@ class WorkerHandle:
 
         Threads that wait for it get the error.
         """
-        for item in list(self.backlog):
-            if item.graph_task == graph_task:
-                # After the pool's end several threads may take from the backlog.
-                with contextlib.suppress(ValueError):
-                    self.backlog.remove(item)
-                item.settle(error_maker(error))
+        for item in self.backlog.cancel(graph_task):
+            item.settle(error_maker(error))
+            # It was lost with a worker, which had perhaps begun it.
+            if isinstance(item, Backward) and item.again:
+                self.graphs.handle(item.call, CANCEL)
         self.under_way.cancel_backward(graph_task, error, now)
 
     # --- messages to the worker
 
     @property
     def has_updates(self) -> bool:
-        of_memory = self.returns or self.missing_slabs
-        of_graphs = self.releases or self.consumed or self._to_release
-        return bool(of_memory or of_graphs or self.forgotten_functions or self.forgotten_codes)
+        forgotten = self.forgotten_functions or self.forgotten_codes
+        return bool(self.returns or self.missing_slabs or self._has_releases or forgotten)
 
     @property
     def _has_releases(self) -> bool:
@@ -239,13 +233,11 @@ class WorkerHandle:
 
     def backward(self, number: int, now: float) -> tuple[list[Message], Payload]:
         """Write a chunk of the backlog, which is under way from now on."""
+        self.sums.trim()
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
         sent = (now, BACKWARD_SENT, self.number)
         for each in chunk.backwards:
-            if (graph := each.held) is not None:
-                story, item = graph.owner.story.calls, graph.index
-                item = item.start if isinstance(item, range) else item
-                story[item] = (*story.get(item, ()), sent)
+            each.note(sent)
         self._add(number, chunk, now)
         return messages, payload
 

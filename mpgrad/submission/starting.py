@@ -184,7 +184,7 @@ class Starter:
         """
         if modes.autocast or modes.anomaly or modes.inference or modes.device:
             return None
-        predicted = self._scheduler.predicted(pickled)
+        predicted = self._scheduler.functions.predicted(pickled)
         if predicted is None:
             return None
         apart = (

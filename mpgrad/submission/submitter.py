@@ -537,7 +537,7 @@ class Feeder:
         return PackingOptions(packer, grad, operation.streams, options.request, state, shared)
 
     def _first_window(self, operation: Operation) -> int:
-        seconds = self._scheduler.seconds(operation.options.function.pickled)
+        seconds = self._scheduler.functions.own_seconds(operation.options.function.pickled)
         return first_window(math.inf if seconds is None else seconds)
 
     def _packed(
@@ -572,7 +572,7 @@ class Feeder:
         """Return the number of items in the next bundle, or None if their cost is unknown."""
         if total is None:
             return 1
-        seconds = self._scheduler.seconds(operation.options.function.pickled)
+        seconds = self._scheduler.functions.own_seconds(operation.options.function.pickled)
         if seconds is None:
             return None
         return bundle_size(

@@ -307,5 +307,5 @@ def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Poo
     items = [torch.ones(length) for length in (20, 20, 1, 2, 3, 4, 5, 6, 7, 8)]
     for _ in range(2):
         pool.map(sleeps, items, chunksize=1)
-        seconds = pool._scheduler.seconds(pickled_function(sleeps).pickled)
+        seconds = pool._scheduler.functions.own_seconds(pickled_function(sleeps).pickled)
         assert seconds is not None and 0.7 < seconds / (0.216 / 10) < 1.8

@@ -16,7 +16,7 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.scheduling.function_cache import FunctionCache
+from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.submission.submitter import MAPS, TOLD
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.messages import Results
@@ -327,7 +327,7 @@ def test_the_end_of_the_program_in_a_call(pool2: mpgrad.Pool) -> None:
 
 
 def test_what_calls_take_is_that_of_forward_and_eager_backward() -> None:
-    codes = FunctionCache({})
+    codes = KnownFunctions({})
     function: Any = SimpleNamespace(pickled=b"f", code=0)
     codes.number(function)
     assert codes.own_seconds(b"f") is None

@@ -221,9 +221,9 @@ def test_nothing_is_learned_from_failures(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         for chunksize in (1, 4):
             pool.map(simulate, [1, 1, 1, 1], chunksize=chunksize, on_error="return")
-        assert not pool._scheduler._function_cache._measured
+        assert not pool._scheduler.functions._measured
         pool.map(simulate, [0, 1, 1, 1] * 4, chunksize=4, on_error="return")
-        (measured,) = pool._scheduler._function_cache._measured.values()
+        (measured,) = pool._scheduler.functions._measured.values()
         assert measured.own_seconds >= 0.002 <= measured.seconds
 
 

@@ -65,7 +65,7 @@ class Environment:
 
 
 @contextlib.contextmanager
-def simulated(world: World) -> Iterator[None]:
+def simulated(world: World, most_sums: int = 2) -> Iterator[None]:
     """Run the body with the world's shared memory, without logging, and without reading torch's
     modes."""
     foreign_slabs = type("ForeignSlabs", (SimulatedLenders,), {"world": world})
@@ -81,7 +81,7 @@ def simulated(world: World) -> Iterator[None]:
             (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
             (recovery, "kills_for_memory", lambda: 0),
-            (ledger, "MOST_SUMS", 2),
+            (ledger, "MOST_SUMS", most_sums),
             (PendingOutcome, "settle", replies.wrapped(PendingOutcome.settle)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
@@ -355,7 +355,7 @@ def takers(scheduler: SimulatedScheduler) -> set[int]:
     return {each.number for each in scheduler.workers.values() if each.ready and not each.retiring}
 
 
-def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, int]) -> int:
+def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, ...]) -> int:
     """Return how many calls wait behind the running one that are still needed and that other
     workers may run."""
     worker, found = scheduler.workers[number], 0

@@ -204,6 +204,14 @@ class World:
         self.starts_fail = False  # then the pool may break
         self.refused_until = 0.0  # until when the system refuses all starts
         self.lost_nodes = False
+        self.calls_per_worker: int | None = None
+        self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
+        self.cancelled_backwards: set[int] = set()
+        # backwards that leave nothing of a graph, by graph
+        self.last_backwards: dict[int, set[int]] = {}
+        self.used_up_graphs: set[int] = set()  # by a backward that left nothing
+        # how often each was sent, by graph and backward
+        self.backwards_sent: Counter[tuple[int, int]] = Counter()
         self._places = itertools.count()
         self._own_slab = SimulatedSlab(0)
 
@@ -298,6 +306,7 @@ class SimulatedWorker:
         self.excused: set[int] = set()  # graphs that had to be rebuilt, but were skipped
         self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
         self.lent: set[int] = set()
+        self.calls_begun = 0
         self.environment = b""
         # sends the results of a chunk's first calls while a later one runs; None if there are none
         self._early: Callable[[], None] | None = None
@@ -325,10 +334,10 @@ class SimulatedWorker:
         early()
 
     @property
-    def running(self) -> tuple[int, int]:
-        """The chunk and the position of the call that runs now; (-1, -1) if none does."""
+    def running(self) -> tuple[int, ...]:
+        """The chunk and the position of the call that runs now, and its start; -1 if none does."""
         is_at = self.alive and self.at_call and not self.link.has_more()
-        return tuple(self.numbers[:2]) if is_at else (-1, -1)  # type: ignore[return-value]
+        return tuple(self.numbers[:3]) if is_at else (-1, -1, -1)
 
     def step(self) -> None:
         try:
@@ -391,6 +400,7 @@ class SimulatedWorker:
             case Backwards():
                 yield from self._backward(message)
             case Collect():
+                yield
                 self._collect(message)
             case Define():
                 yield from self._load(message)
@@ -578,6 +588,13 @@ class SimulatedWorker:
             if self._is_skipped(message.chunk):
                 break
             self.at_call = True
+            self.calls_begun += 1
+            limit = self.world.calls_per_worker
+            self.check(
+                limit is None or self.calls_begun <= limit,
+                "a worker runs more calls than it may",
+                self.calls_begun,
+            )
             self._early = early if outcomes else None
             task = self._task_of(call, message.function)
             self.check(
@@ -678,8 +695,9 @@ class SimulatedWorker:
         for position, call in enumerate(message.calls):
             if self._is_skipped(message.chunk):
                 break
-            self._early = early if outcomes else None
+            self.at_call = False
             yield
+            self._early = early if outcomes else None
             environments = self.world.environments[call.graph_task]
             self.check(
                 self.environment in environments,
@@ -696,6 +714,7 @@ class SimulatedWorker:
             for step in (*call.before, call):
                 self._begin(message.chunk, position)
                 yield
+                self._check_freed(step, call)
                 found = self._step(step, payload)
                 if found is None or isinstance(found, Failure):
                     break
@@ -715,6 +734,30 @@ class SimulatedWorker:
             if call.graph is not None:
                 self.excused.add(call.graph)
             self._returns.update(self._lent_to_us(call.grads))
+
+    def _check_freed(self, step: Recompute | RecomputeBackward | BackwardCall, of: Any) -> None:
+        """Only a backward that was sent before may find its own graph freed, by itself, and have it
+        made again. A graph is used up only if another backward has done so, or would have."""
+        if not isinstance(step, Recompute) or step.call.call != of.call:
+            return
+        known = self.graphs.get(of.call)
+        if step.consumed:
+            others = self.world.last_backwards.get(of.call, set()) - {of.graph_task}
+            self.check(
+                known is not None
+                or of.call in self.world.used_up_graphs
+                or bool(others - self.world.cancelled_backwards),
+                "a graph is used up that no backward has used up",
+                of.call,
+            )
+            return
+        is_freed = known is not None and known.is_emptied
+        is_excused = of.call in self.excused | self.world.cancelled_graphs
+        self.check(
+            not is_freed or is_excused or self.world.backwards_sent[of.call, of.graph_task] > 1,
+            "a graph that was freed is made again for another backward",
+            of,
+        )
 
     def _step(self, step: Recompute | RecomputeBackward | BackwardCall, payload: bytearray) -> Any:
         if isinstance(step, Recompute):
@@ -738,6 +781,12 @@ class SimulatedWorker:
             "a call runs again in the environment of another operation",
             task.number,
         )
+        fails = "fails backward" in task.traits
+        known = self.graphs.get(call.call)
+        if not step.consumed and known is not None and not known.is_emptied:
+            # Several backwards may have found that it was missing.
+            is_excused = fails or call.call in self.world.cancelled_graphs | self.excused
+            self.check(is_excused, "a graph is made again that is still there", call.call)
         held = self._lent_to_us(call.tensors)
         if step.consumed and call.call in self.graphs:
             self._returns.update(held)
@@ -761,7 +810,7 @@ class SimulatedWorker:
             return None
         if graph.is_emptied:
             return failure("backward", graph.task.number, TWICE)
-        if "fails backward" in graph.task.traits:
+        if "fails backward" in graph.task.traits and self.world.random.random() < 0.6:
             return failure("backward", graph.task.number)
         flags = 0 if call.graph is None else REQUIRES_GRAD
         refs = [
@@ -777,6 +826,7 @@ class SimulatedWorker:
             self._release(call.graph)
             self.graphs[call.graph] = WorkerGraph(graph.task, [], graph)
         elif call.last:
+            self.world.used_up_graphs.add(call.call)
             self._release(call.call)
         elif not call.keep:
             graph.empty()
@@ -818,6 +868,7 @@ class SimulatedLink:
         self.is_leaving = False
         self.has_ended = False
         self.tells_exit = True  # its exit has not been reported yet
+        self.knows_exit = world.random.random() < 0.5  # whether the exit is known at once
         self.skipped: dict[int, int] = {}
         self._answers: deque[Frame] = deque()
         self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks or backwards
@@ -852,6 +903,11 @@ class SimulatedLink:
                 case Backwards():
                     backwards = [(call.call, call.graph_task) for call in message.calls]
                     self._unanswered[message.chunk] = list(backwards)
+                    self.world.backwards_sent.update(backwards)
+                    for call in message.calls:
+                        if call.last:
+                            lasts = self.world.last_backwards.setdefault(call.call, set())
+                            lasts.add(call.graph_task)
                     self._note("backwards (graph, number)", message.chunk, backwards)
                 case Collect():
                     self._unanswered[message.chunk] = []
@@ -919,7 +975,7 @@ class SimulatedLink:
 
     def has_exited(self) -> bool:
         """Return whether its exit still has to be reported."""
-        return self.tells_exit and self.exit is not None
+        return self.tells_exit and self.has_ended and not self.worker.alive
 
     @property
     def numbers(self) -> memoryview:
@@ -997,7 +1053,8 @@ class SimulatedLink:
 
     @property
     def exit(self) -> Exit | None:
-        return Exit(self.worker.exit_code) if self.has_ended and not self.worker.alive else None
+        is_known = self.knows_exit and self.has_ended and not self.worker.alive
+        return Exit(self.worker.exit_code) if is_known else None
 
     def lose(self) -> None:
         """Lose the worker's node."""
@@ -1178,6 +1235,7 @@ class SimulatedEngine:
         self.world.random.shuffle(links)
         links = links[: self.world.random.randrange(1, 4)]
         for link in links:
+            link.knows_exit |= link.has_exited()
             link.tells_exit = link.tells_exit and link.exit is None
         if not links and seconds:
             self._let_others_go_on(seconds)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -69,7 +70,7 @@ STEPS = {  # the relative frequency of each step
     "cancel_with_grace": 2,
     "kill": 2,
     "kill_at": 2,
-    "cancel_backward": 2,
+    "cancel_backward": 4,
     "cancel_all_with_grace": 1,
     "lose_worker": 3,
     "hang": 4,
@@ -106,6 +107,7 @@ class Program(NamedTuple):
     remote: bool
     rates: Rates
     steps: Sequence[Step]
+    most_sums: int = 2  # of one function, in a worker
 
 
 def program_of(seed: int) -> Program:
@@ -139,6 +141,7 @@ def program_of(seed: int) -> Program:
         remote=choose.random() < 0.25,
         rates=rates,
         steps=[Step(kind, choose.getrandbits(32)) for kind in kinds],
+        most_sums=choose.choice((1, 2, 5)),
     )
 
 
@@ -224,11 +227,14 @@ class History:
         self._count = 0  # of operations
         # by worker: the call that it runs, and the moments of the turns since when calls have
         # waited behind it
-        self._waits: dict[int, tuple[tuple[int, int], list[float]]] = {}
+        self._waits: dict[int, tuple[tuple[int, ...], list[float]]] = {}
+        # the moments by which operations must have ended
+        self._deadlines: list[tuple[float, weakref.ref[Any]]] = []
 
     def run(self) -> None:
-        with adapter.simulated(self.world):
+        with adapter.simulated(self.world, self.program.most_sums):
             self.world.random.seed(self.program.seed)
+            self.world.calls_per_worker = self.program.calls
             self.scheduler = adapter.new_scheduler(
                 self.world,
                 self.environment,
@@ -291,7 +297,9 @@ class History:
             has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4)
         ):
             scheduler.turn()
-            self._check_waits()
+            if not (scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_woken):
+                self._check_waits()
+                self._check_deadlines()
         elif able:
             world.step(world.random.choice(able))
         elif not patient:
@@ -366,7 +374,7 @@ class History:
             ("kills",),
             ("graph", "fails backward"),
         ]
-        traits = choose.choices(kinds, (6, 6, 6, 4, 1, 1, 1))[0]
+        traits = choose.choices(kinds, (6, 6, 6, 4, 1, 1, 3))[0]
         task = self.world.task(traits)
         task.function = asked.operation.options.function.number
         task.environment = asked.operation.options.environment
@@ -467,7 +475,13 @@ class History:
         graph_task = self._graph_tasks
         self.world.environments[graph_task] = {self.environment.now}
         captures = choose.random() < 0.6
-        for graph in choose.sample(self.graphs, min(len(self.graphs), choose.randrange(1, 5))):
+        graphs = choose.sample(self.graphs, min(len(self.graphs), choose.randrange(1, 5)))
+        if choose.random() < 0.4:
+            # the graphs of the last backward, which may not have come to its end
+            last = self.sent[-1].graph_task if self.sent else 0
+            again = [each.graph for each in self.sent if each.graph_task == last]
+            graphs = [each for each in self.graphs if each.graph in again] or graphs
+        for graph in graphs:
             earlier = [each for each in self.sent if each.gives_promises and not each.reply.arrived]
             promised = choose.choice(earlier) if earlier and choose.random() < 0.3 else None
             create = choose.random() < 0.15
@@ -488,7 +502,7 @@ class History:
             sent.gives_promises = not create
             self.sent.append(sent)
             if not keep:
-                graph.family.freeing.append(len(self.sent))
+                graph.family.freeing.append(graph_task)
             after = ""
             if promised is not None:
                 after = f", after backward {promised.graph_task} of {promised.call}"
@@ -550,9 +564,11 @@ class History:
         )
         if number is not None:
             self.note(f"backward {number} is cancelled")
+            self.world.cancelled_backwards.add(number)
             for each in self.sent:
                 if each.graph_task == number:
                     each.is_cancelled = True
+                    self.world.cancelled_graphs.add(each.call)
             self.scheduler.cancel_backward(number)
 
     # --- cancelled requests
@@ -593,9 +609,12 @@ class History:
 
     def kill_at(self) -> None:
         moment = self.world.now + self.choose((0.0, 0.1, 0.5))
-        self._cancel_by(
-            lambda operation: self.scheduler.kill_at(moment, operation), "kill_at", futures=True
-        )
+
+        def kill_at(operation: Any) -> None:
+            self._deadlines.append((moment, weakref.ref(operation)))
+            self.scheduler.kill_at(moment, operation)
+
+        self._cancel_by(kill_at, "kill_at", futures=True)
 
     def cancel_all_with_grace(self) -> None:
         self.note("cancel_all_with_grace")
@@ -675,8 +694,6 @@ class History:
         """Check, after a turn, that no call waits behind a running one while there are other
         workers, and that the scheduler looks again before the call takes too long."""
         scheduler, now = self.scheduler, self.world.now
-        if scheduler.life.has_ended or scheduler.life.is_stopping or scheduler.is_woken:
-            return
         waits, self._waits = self._waits, {}
         takers = adapter.takers(scheduler)
         for number in scheduler.workers:
@@ -698,6 +715,16 @@ class History:
                 raise CheckFailed(
                     "no turn looks at calls that wait behind another one", f"worker {number}"
                 )
+
+    def _check_deadlines(self) -> None:
+        """After a turn: the operations whose time is over have ended, and the scheduler will look
+        at the others in time."""
+        for entry in list(self._deadlines):
+            moment, operation = entry[0], entry[1]()
+            if operation is None or operation.finished:
+                self._deadlines.remove(entry)
+            elif self.scheduler.next_look is None or self.scheduler.next_look > moment + 1e-3:
+                raise CheckFailed("a deadline is forgotten", f"at {moment}")
 
     def check_states(self) -> None:
         """Check, between two events, that each call and backward is in exactly one place."""
@@ -830,7 +857,7 @@ class History:
             case PoolClosedError():
                 return bool(life.has_ended)
             case ValueError() if error.args[0] == TWICE:
-                return len(sent.family.freeing) > 0
+                return any(each != sent.graph_task for each in sent.family.freeing)
             case ValueError():
                 is_own = "fails backward" in sent.task.traits and error.args == (
                     "failed",
@@ -853,7 +880,7 @@ class History:
         self._await_replies()
         self._until_nothing_happens()
         self._check_answers()
-        self._check_sums()
+        self._check_kept()
         self._drop_all()
         self._until_nothing_happens()
         self._check_nothing_left()
@@ -894,12 +921,18 @@ class History:
                 )
             self._check_reply(sent)
 
-    def _check_sums(self) -> None:
-        """A worker keeps no sum that nobody knows of."""
+    def _check_kept(self) -> None:
+        """A worker keeps no sum that nobody knows of, and does not stay without a reason."""
         for number, handle in self.scheduler.workers.items():
-            unknown = set(self.world.workers[number - 1].sums) - adapter.sums_of_worker(handle)
+            worker = self.world.workers[number - 1]
+            known = adapter.sums_of_worker(handle)
+            unknown = set(worker.sums) - known
             if unknown and handle.ready:
                 raise CheckFailed("a worker keeps a sum that nobody collects", f"{unknown}")
+            # A sum to which only backwards that failed belong is known all the same.
+            keeps = worker.graphs or known or worker.dropped
+            if handle.retiring and handle.ready and not keeps and self.scheduler.life.phase < 3:
+                raise CheckFailed("a worker stays that is not needed", f"worker {number}")
 
     def _drop_all(self) -> None:
         self.note("everything is dropped")
@@ -1005,10 +1038,10 @@ def shortest(fault: Fault) -> Fault:
 
 
 def in_words(fault: Fault) -> str:
-    *settings, _ = fault.program
-    names = fault.program._fields
     told = ", ".join(
-        f"{name}: {value}" for name, value in zip(names, settings, strict=False) if name != "rates"
+        f"{name}: {value}"
+        for name, value in fault.program._asdict().items()
+        if name not in ("rates", "steps")
     )
     wrong = ", ".join(
         f"{name} {value}" for name, value in fault.program.rates._asdict().items() if value

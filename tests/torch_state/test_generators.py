@@ -300,4 +300,4 @@ def test_the_pickle_stays_the_same() -> None:
         for _ in range(3):
             pool.map(lambda _: rng.normal() + engine.random(), range(40))
             rng.normal(), engine.gauss(0, 1)
-        assert len(pool._scheduler._function_cache._numbers) == 1
+        assert len(pool._scheduler.functions._numbers) == 1

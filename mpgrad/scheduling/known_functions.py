@@ -16,14 +16,14 @@ from mpgrad.machine.timing import FunctionTiming, Prediction, Predictor
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
-__all__ = ["FunctionCache"]
+__all__ = ["KnownFunctions"]
 
 # Workers keep so many functions for the next operation that uses one.
 MOST_CODES = 128
 MOST_BYTES = 64 << 20
 
 
-class FunctionCache:
+class KnownFunctions:
     """The functions that were mapped last, by number, and the seconds that their calls took."""
 
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
@@ -68,13 +68,14 @@ class FunctionCache:
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.predictor.predict()
 
-    def predictor_of(self, function: SharedFunction) -> Predictor | None:
-        """Return the function's predictor; None before its first result, or if it was forgotten.
+    def predictor_of(self, function: SharedFunction) -> Predictor:
+        """Return the function's predictor; a new one before its first result, or if it was
+        forgotten.
 
         Any thread may ask.
         """
         measured = self._measured.get(function.code)
-        return None if measured is None else measured.predictor
+        return Predictor() if measured is None else measured.predictor
 
     def seconds(self, function: SharedFunction, unknown: float) -> float:
         """Return the seconds of a call, including mpgrad's own work; `unknown` before the first."""
