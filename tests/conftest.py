@@ -21,16 +21,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tqdm
+from _pytest.assertion.rewrite import AssertionRewritingHook
 
 import mpgrad
-from mpgrad.engines.launch import ForkServerLauncher
+from mpgrad.engines import launch
+from mpgrad.engines.launch import ForkServerLauncher, program
 from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.system import PORTABLE
@@ -56,9 +59,17 @@ def fork_server() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # otherwise tqdm keeps a thread
     # started once for the session, for tests that use a context of multiprocessing
     multiprocessing.resource_tracker.ensure_running()
-    with mpgrad.Pool(processes=1) as pool:
-        pool.apply(abs, (-1,))
-        yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "program", program_of_tests)
+        with mpgrad.Pool(processes=1) as pool:
+            pool.apply(abs, (-1,))
+            yield pool
+
+
+def program_of_tests(module: str, *given: Any, **options: Any) -> subprocess.Popen[bytes]:
+    """In place of `mpgrad.engines.launch.program`."""
+    is_server = module == "mpgrad.workers.fork_server"
+    return program("fork_server_of_tests" if is_server else module, *given, **options)
 
 
 @pytest.fixture(scope="session")
@@ -86,10 +97,13 @@ def shared_pools(fork_server: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgr
         yield get
 
 
-ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `pool2`'s
+ENGINES = [("process", 2), ("thread", 2), ("inline", 1)]
+MORE_WORKERS = pytest.param(("process", 4), marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
+@pytest.fixture(
+    params=[*ENGINES, MORE_WORKERS], ids=["process-2", "thread-2", "inline-1", "process-4"]
+)
 def pool(
     request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
 ) -> mpgrad.Pool:
@@ -207,10 +221,53 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
 # --- which tests run where
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests with a Ray cluster last. A process that has joined a cluster must not fork, as the
-    standard library's executors do, because its children would die."""
-    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run files that have tests with a Ray cluster last, and mark slow variants.
+
+    A process that has joined a cluster must not fork, as `context="fork"` and the standard
+    library's executors do, because its children would die.
+    """
+    on_ray = {item.path for item in items if uses_ray(item)}
+    items.sort(key=lambda item: (item.path in on_ray, uses_ray(item)))
+    firsts: dict[tuple[object, str], list[int]] = {}
+    for item in items:
+        if is_variant(item, firsts):
+            item.add_marker(pytest.mark.slow)
+    if config.option.markexpr == "quick":  # and not the slow variants of quick tests
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish() -> None:
+    """Test modules no longer lead to pytest's session, by way of the loader that rewrites their
+    asserts: what looks through the user's modules would look through 200,000 objects, in each
+    process."""
+    for module in list(sys.modules.values()):
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and isinstance(spec.loader, AssertionRewritingHook):
+            spec.loader = module.__loader__ = SourceFileLoader(spec.name, str(spec.origin))
+
+
+def uses_ray(item: pytest.Item) -> bool:
+    return "ray_cluster" in getattr(item, "fixturenames", ())
+
+
+def is_variant(item: pytest.Item, firsts: dict[tuple[object, str], list[int]]) -> bool:
+    """Whether this is a test of `pool`, with further parameters, that runs with processes, too.
+
+    Whenever tests run, the first of these parameters are tried with each engine, and the others
+    with processes.
+    """
+    spec = getattr(item, "callspec", None)
+    if spec is None or spec.params.get("pool") not in ENGINES:
+        return False
+    others = [id(value) for name, value in spec.params.items() if name != "pool"]
+    name = getattr(item, "originalname", item.name)
+    return firsts.setdefault((item.parent, name), others) != others and (
+        spec.params["pool"] != ENGINES[0]
+    )
 
 
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
@@ -219,6 +276,26 @@ def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
     return [
         *params[:count],
         *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:]),
+    ]
+
+
+def in_turn(first: Iterable[Any], second: Iterable[Any], always: int = 0) -> list[Any]:
+    """For two parameters, of which all pairs are tried before a change lands: most are slow.
+
+    Whenever tests run, each value of the first goes with so many of the second that are `always`
+    tried, and with one of the others, in turn.
+    """
+    others = list(second)
+    return [
+        pytest.param(
+            one,
+            other,
+            marks=()
+            if place < always or place - always == number % (len(others) - always)
+            else pytest.mark.slow,
+        )
+        for number, one in enumerate(first)
+        for place, other in enumerate(others)
     ]
 
 
@@ -268,6 +345,21 @@ def passes_with(plugin: Path, *names: str) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+def said_by(code: str, **environment: str) -> str:
+    """What a program of ours prints, without a warning."""
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "import os, resource, sys, time, psutil, torch, mpgrad\n" + code,
+    ]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def quick_figures(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 
 import mpgrad
 
@@ -242,8 +243,7 @@ def values_and_gradients(mapped: Callable[..., Any], lib: Any, name: str, change
     return [[each.item() for each in results] for results in maps], found
 
 
-@pytest.mark.parametrize("options", POOLS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "options"), in_turn(CASES, POOLS))
 def test_an_operation_keeps_its_classes(
     pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any], case: str, options: str
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 
 import mpgrad
 
@@ -136,14 +137,17 @@ def lib(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
     vars(builtins).pop("mpgrad_built", None)
 
 
+EACH = [
+    *itertools.product(["Pool"], WAYS),
+    *itertools.product(["Executor", "thread", "inline"], ["a function", "an object"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        *itertools.product(["Pool"], WAYS),
-        *itertools.product(["Executor", "thread", "inline"], ["a function", "an object"]),
-    ],
+    ("each", "lib"), in_turn(EACH, ["module", "script"]), indirect=["lib"], ids=str
 )
-def test_what_an_initializer_sets(lib: Any, kind: str, way: str) -> None:
+def test_what_an_initializer_sets(lib: Any, each: tuple[str, str]) -> None:
+    kind, way = each
     initializer, initargs = WAYS[way](lib)
     with POOLS[kind](initializer=initializer, initargs=initargs) as pool:
         for name in TASKS:
